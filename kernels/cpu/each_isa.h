@@ -1,0 +1,58 @@
+// Includes the file named by GSD_KERNEL_BODY once per instruction set, each time in its own namespace
+// (gsd::baseline, gsd::avx2, gsd::avx512) and compiled for it. GSD_LANES is the number of floats of a vector.
+//
+// A body holds templates and static functions only, and includes nothing: a standard header that is first
+// included here would be compiled for a processor that this machine may not be.
+#ifndef GSD_KERNEL_BODY
+#error "define GSD_KERNEL_BODY before including each_isa.h"
+#endif
+
+#define GSD_LANES 4
+namespace gsd::baseline {
+#include "simd_body.h"
+#include GSD_KERNEL_BODY
+}
+#undef GSD_LANES
+
+#if GSD_X86
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#define GSD_LANES 8
+namespace gsd::avx2 {
+#include "simd_body.h"
+#include GSD_KERNEL_BODY
+}
+#undef GSD_LANES
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+#endif
+#define GSD_LANES 16
+namespace gsd::avx512 {
+#include "simd_body.h"
+#include GSD_KERNEL_BODY
+}
+#undef GSD_LANES
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // GSD_X86
+
+#undef GSD_KERNEL_BODY

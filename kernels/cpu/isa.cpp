@@ -1,0 +1,32 @@
+#include "isa.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace gsd {
+
+static Isa detect() {
+#if GSD_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx2 && avx512) return Isa::avx512;
+  if (avx2) return Isa::avx2;
+#endif
+  return Isa::baseline;
+}
+
+static std::atomic<int> limit{static_cast<int>(Isa::avx512)};
+
+Isa current_isa() {
+  static const Isa best = detect();
+  return static_cast<Isa>(std::min(static_cast<int>(best), limit.load(std::memory_order_relaxed)));
+}
+
+int64_t set_isa_limit(int64_t level) {
+  limit.store(static_cast<int>(std::clamp<int64_t>(level, 0, 2)));
+  return static_cast<int64_t>(current_isa());
+}
+
+}  // namespace gsd

@@ -1,0 +1,80 @@
+// vllm_gsd::move_kv: copies cache slots, in all layers at once. Python side: vllm_gsd/ops/kv_move.py.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "ops.h"
+#include "paged_cache.h"
+
+namespace gsd {
+
+namespace {
+
+// Every slot is read before the first is written, so that sources and destinations may overlap.
+template <typename T>
+void move_head(const PagedCache& cache, int64_t head, const int64_t* src, const int64_t* dst, int64_t count,
+               std::vector<uint32_t>& rows) {
+  const int64_t size = cache.head_size, block = cache.block_size;
+  rows.resize(2 * count * size);
+  uint32_t* row = rows.data();
+  for (int64_t i = 0; i < count; ++i, row += 2 * size) {
+    const T* key = cache.key_page<T>(src[i] / block, head) + cache.key.token[src[i] % block];
+    const T* value = cache.value_page<T>(src[i] / block, head) + cache.value.token[src[i] % block];
+    for (int64_t d = 0; d < size; ++d) row[d] = key[cache.key.dim[d]];
+    for (int64_t d = 0; d < size; ++d) row[size + d] = value[cache.value.dim[d]];
+  }
+  row = rows.data();
+  for (int64_t i = 0; i < count; ++i, row += 2 * size) {
+    T* key = const_cast<T*>(cache.key_page<T>(dst[i] / block, head)) + cache.key.token[dst[i] % block];
+    T* value = const_cast<T*>(cache.value_page<T>(dst[i] / block, head)) + cache.value.token[dst[i] % block];
+    for (int64_t d = 0; d < size; ++d) key[cache.key.dim[d]] = static_cast<T>(row[d]);
+    for (int64_t d = 0; d < size; ++d) value[cache.value.dim[d]] = static_cast<T>(row[size + d]);
+  }
+}
+
+void check_slots(const at::Tensor& src, const at::Tensor& dst) {
+  for (const at::Tensor* slots : {&src, &dst})
+    TORCH_CHECK_VALUE(slots->scalar_type() == at::kLong && slots->dim() == 1 && slots->is_contiguous(),
+                      "src_slots and dst_slots must be contiguous int64 vectors");
+  TORCH_CHECK_VALUE(src.size(0) == dst.size(0), "there are ", src.size(0), " src_slots, but ", dst.size(0),
+                    " dst_slots");
+}
+
+}  // namespace
+
+void move_kv(at::TensorList kv_caches, at::TensorList tables, const at::Tensor& src_slots,
+             const at::Tensor& dst_slots) {
+  check_slots(src_slots, dst_slots);
+  const int64_t layers = kv_caches.size(), count = src_slots.size(0);
+  TORCH_CHECK_VALUE(tables.size() == 1 || tables.size() == kv_caches.size(), "there are ", layers,
+                    " KV caches, but ", tables.size(), " layouts");
+  if (count == 0 || layers == 0) return;
+  const int64_t* src = src_slots.const_data_ptr<int64_t>();
+  const int64_t* dst = dst_slots.const_data_ptr<int64_t>();
+  const int64_t highest = std::max(*std::max_element(src, src + count), *std::max_element(dst, dst + count));
+  const int64_t lowest = std::min(*std::min_element(src, src + count), *std::min_element(dst, dst + count));
+
+  std::vector<PagedCache> caches;
+  for (int64_t i = 0; i < layers; ++i) {
+    caches.push_back(paged_cache(kv_caches[i], tables[tables.size() == 1 ? 0 : i]));
+    const int64_t slots = caches.back().num_blocks * caches.back().block_size;
+    TORCH_CHECK_VALUE(lowest >= 0 && highest < slots, "slots ", lowest, " to ", highest,
+                      " do not all lie in a KV cache of ", slots, " slots");
+    TORCH_CHECK_VALUE(caches.back().element_size == 2 || caches.back().element_size == 4,
+                      "move_kv moves elements of 2 or 4 bytes, not ", caches.back().element_size);
+  }
+  const int64_t elements = layers * caches[0].num_kv_heads * count * caches[0].head_size;
+#pragma omp parallel for schedule(static) num_threads(at::get_num_threads()) if (elements > 8192)
+  for (int64_t i = 0; i < layers; ++i) {
+    thread_local std::vector<uint32_t> rows;
+    for (int64_t head = 0; head < caches[i].num_kv_heads; ++head) {
+      if (caches[i].element_size == 2) move_head<uint16_t>(caches[i], head, src, dst, count, rows);
+      else move_head<uint32_t>(caches[i], head, src, dst, count, rows);
+    }
+  }
+}
+
+}  // namespace gsd

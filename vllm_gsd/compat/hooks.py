@@ -1,0 +1,111 @@
+"""The wraps through which vLLM learns ``"method": "gsd"``. All of them do nothing for other configs."""
+
+import argparse
+import functools
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_gsd.config import GSDConfig, GSDConfigError, is_gsd, read
+
+# Where our options travel inside VllmConfig: it is the field upstream keeps for plugins, and it reaches every process.
+ADDITIONAL_KEY = "gsd"
+PROPOSER = "vllm_gsd.runtime.v1.proposer.GraphProposer"
+
+
+def install() -> None:
+    """Apply all wraps once."""
+    _accept_config_files()
+    _translate_config()
+    _reserve_draft_slots()
+
+
+def gsd_config(vllm_config: VllmConfig) -> GSDConfig | None:
+    """Our options inside an engine's configuration, None for an engine without gsd."""
+    additional = vllm_config.additional_config
+    options = additional.get(ADDITIONAL_KEY) if isinstance(additional, dict) else None
+    return None if options is None else GSDConfig.model_validate(options)
+
+
+def _accept_config_files() -> None:
+    """``--speculative-config`` takes a path too.
+
+    Upstream parses the option's value as JSON only. Goes when upstream accepts a path (as it does for --config).
+    """
+    upstream = EngineArgs.add_cli_args
+
+    @functools.wraps(upstream)
+    def add_cli_args(parser):
+        parser = upstream(parser)
+        for action in parser._actions:
+            if "--speculative-config" in action.option_strings:
+                action.type = functools.partial(_parse_option, action.type)
+        return parser
+
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)  # type: ignore[method-assign]
+
+
+def _parse_option(upstream_type, value: str) -> Any:
+    try:
+        if is_gsd(value):
+            GSDConfig.load(value)  # complain now, before anything is loaded
+            return read(value)
+        if value.lstrip().startswith("{") or value in ("", "None"):
+            return upstream_type(value)
+        return read(value)
+    except GSDConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _translate_config() -> None:
+    """Turn our config into one that upstream knows before ``SpeculativeConfig`` sees it.
+
+    ``SpeculativeConfig`` rejects unknown keys and its ``method`` is a closed list. Goes with a registry of methods.
+    """
+    upstream = EngineArgs.create_engine_config
+
+    @functools.wraps(upstream)
+    def create_engine_config(self, *args, **kwargs):
+        value = self.speculative_config
+        if value is None or not is_gsd(value):
+            if isinstance(value, str):
+                self.speculative_config = read(value)
+            return upstream(self, *args, **kwargs)
+        from vllm_gsd.runtime.support import check_engine, check_engine_args
+
+        config = GSDConfig.load(value)
+        check_engine_args(self, config)
+        self.speculative_config = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": config.num_speculative_tokens,
+        }
+        self.additional_config = {**(self.additional_config or {}), ADDITIONAL_KEY: config.model_dump(mode="json")}
+        self.worker_cls = "vllm_gsd.runtime.v1.worker.GraphCPUWorker"
+        try:
+            vllm_config = upstream(self, *args, **kwargs)
+        finally:
+            self.speculative_config = value
+        check_engine(vllm_config, config)
+        return vllm_config
+
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+def _reserve_draft_slots() -> None:
+    """Reserve KV slots for drafted nodes.
+
+    Upstream's margin is 0 for ``custom_class``. Goes when a proposer can state its own.
+    """
+    upstream = VllmConfig.num_lookahead_tokens
+    assert isinstance(upstream, property) and upstream.fget is not None
+    upstream_get = upstream.fget
+
+    def num_lookahead_tokens(self) -> int:
+        from vllm_gsd.runtime.limits import num_lookahead_tokens as ours
+
+        config = gsd_config(self)
+        return upstream_get(self) if config is None else ours(config)
+
+    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=upstream.__doc__)  # type: ignore[misc,assignment]

@@ -1,0 +1,114 @@
+"""Flattening: unroll a token graph into the tree of at most N nodes that the target model verifies.
+
+A node that is reachable over two paths is laid out twice: its key and value depend on all tokens before
+it, so sharing them would not be lossless. Best first by survival, hence parents come before children and
+every prefix of the list is itself a valid tree (the scheduler may cut the list).
+"""
+
+import heapq
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from vllm_gsd.core.graph import NONE, GraphBatch
+
+
+class FlatTrees(NamedTuple):
+    """Flattened graphs of a batch; place 0 is the root's first chosen descendant, not the root.
+
+    Shapes: ``[num_graphs, max_nodes]``; ``size`` is int32 [num_graphs].
+    """
+
+    token: np.ndarray  # int64
+    parent: np.ndarray  # int32, place of the parent in the list, NONE for children of the root
+    depth: np.ndarray  # int32, children of the root are 1
+    node: np.ndarray  # int32, node of the graph
+    via_merge: np.ndarray  # bool, whether the path to this place uses a merged edge
+    size: np.ndarray
+
+    def path_tokens(self, row: int, place: int) -> list[int]:
+        """Tokens from below the root to ``place``."""
+        path: list[int] = []
+        while place != NONE:
+            path.append(int(self.token[row, place]))
+            place = int(self.parent[row, place])
+        return path[::-1]
+
+
+@numba.njit(cache=True)
+def _flatten(graphs, num_nodes, max_depth, token, parent, depth, node_of, via_merge, size):
+    for row in range(len(num_nodes)):
+        # Entries: (-survival, order of discovery, node, place of the parent, depth, via a merged edge).
+        heap = [(np.float32(0.0), 0, np.int32(0), np.int32(NONE), np.int32(0), False)]
+        heap.pop()
+        survival, source, place, level, crossed = np.float32(1.0), np.int32(0), np.int32(NONE), np.int32(0), False
+        count, order = 0, 0
+        while True:
+            if level < max_depth[row]:
+                target = graphs.merged[row, source]
+                crossed = crossed or target != NONE
+                child = graphs.first_child[row, source if target == NONE else target]
+                while child != NONE:
+                    order += 1
+                    likelihood = survival * graphs.prob[row, child]
+                    heapq.heappush(heap, (-likelihood, order, child, place, np.int32(level + 1), crossed))
+                    child = graphs.next_sibling[row, child]
+            if count >= num_nodes[row] or len(heap) == 0:
+                break
+            negative, _, source, above, level, crossed = heapq.heappop(heap)
+            survival = -negative
+            place = np.int32(count)
+            token[row, place] = graphs.token[row, source]
+            parent[row, place] = above
+            depth[row, place] = level
+            node_of[row, place] = source
+            via_merge[row, place] = crossed or graphs.merged[row, source] != NONE
+            count += 1
+        size[row] = count
+
+
+def flatten(graphs: GraphBatch, num_nodes: np.ndarray, max_depth: np.ndarray) -> FlatTrees:
+    """Unroll every graph of the batch, best first.
+
+    Args:
+        graphs: GraphBatch of ``num_graphs`` graphs.
+        num_nodes: int32 [num_graphs], most nodes of each flattened graph.
+        max_depth: int32 [num_graphs], deepest place allowed (limits of max_tokens and max_model_len).
+    """
+    shape = (len(num_nodes), max(1, int(num_nodes.max(initial=1))))
+    trees = FlatTrees(
+        token=np.zeros(shape, np.int64),
+        parent=np.full(shape, NONE, np.int32),
+        depth=np.zeros(shape, np.int32),
+        node=np.zeros(shape, np.int32),
+        via_merge=np.zeros(shape, np.bool_),
+        size=np.zeros(len(num_nodes), np.int32),
+    )
+    _flatten(graphs, num_nodes, max_depth, *trees)
+    return trees
+
+
+@numba.njit(cache=True)
+def ancestor_masks(parent, starts, masks):
+    """Attention mask among the rows of each tree: a row sees itself and its ancestors.
+
+    Args:
+        parent: int32 [num_rows], for each row the place of its parent row within its own tree, NONE for a root.
+        starts: int32 [num_trees + 1], rows of tree t are ``starts[t]:starts[t + 1]``.
+        masks: output, int64 [num_rows, words]; bit j of word w stands for place 64 * w + j of the same tree.
+
+    Raises:
+        ValueError: a tree has more rows than the masks have bits.
+    """
+    for tree in range(len(starts) - 1):
+        first = starts[tree]
+        if starts[tree + 1] - first > 64 * masks.shape[1]:
+            raise ValueError("a tree has more rows than its attention mask has bits")
+        for line in range(first, starts[tree + 1]):
+            if parent[line] == NONE:
+                masks[line, :] = 0
+            else:
+                masks[line, :] = masks[first + parent[line]]
+            place = line - first
+            masks[line, place // 64] |= np.int64(np.uint64(1) << np.uint64(place % 64))

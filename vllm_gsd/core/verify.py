@@ -1,0 +1,60 @@
+"""The verification walk: which path of a flattened tree the target model's own samples follow.
+
+Sample x at the root; if a child carries x, step into it and go on; else x is the bonus token. Each
+sample is drawn exactly as plain decoding draws it at that place, and the candidates were fixed before,
+so the output has the target's distribution (exact enumeration: tests/property/test_lossless.py).
+"""
+
+import numba
+
+from vllm_gsd.core.graph import NONE
+
+
+@numba.njit(cache=True)
+def step_into(tokens, parents, starts, places, sampled, active):
+    """Move each active walk into the child that carries its sampled token; end the walks that have none.
+
+    Args:
+        tokens, parents: int64 / int32 [num_rows], rows of all trees one after the other; the first row of a
+            tree is its root, ``parents`` are places within the own tree.
+        starts: int32 [num_trees + 1], rows of tree t are ``starts[t]:starts[t + 1]``.
+        places: int32 [num_trees], where each walk stands; updated.
+        sampled: int64 [num_trees], token sampled there.
+        active: bool [num_trees], which walks go on; updated.
+    """
+    for tree in range(len(places)):
+        if not active[tree]:
+            continue
+        active[tree] = False
+        first = starts[tree]
+        # Children come after their parent in the list.
+        for line in range(first + places[tree] + 1, starts[tree + 1]):
+            if parents[line] == places[tree] and tokens[line] == sampled[tree]:
+                places[tree] = line - first
+                active[tree] = True
+                break
+
+
+@numba.njit(cache=True)
+def path_to(parents, place):
+    """Places from below the root to ``place``, for the rows of one tree (root at place 0)."""
+    length = 0
+    node = place
+    while node > 0:
+        length += 1
+        node = parents[node]
+    path = [0] * length
+    node = place
+    for i in range(length - 1, -1, -1):
+        path[i] = node
+        node = parents[node]
+    return path
+
+
+@numba.njit(cache=True)
+def is_chain(parents, start, end):
+    """Whether the rows ``start:end`` of a tree (root first) are one path: plain causal attention serves it."""
+    for line in range(start + 1, end):
+        if parents[line] != line - start - 1:
+            return False
+    return parents[start] == NONE

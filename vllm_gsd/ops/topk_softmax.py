@@ -1,0 +1,67 @@
+"""The most probable tokens of each row of logits, and the first most probable one."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gsd.ops import use_kernel
+
+_MOST = 256  # the kernel keeps sorted lists of k: slow for more
+
+
+def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over each whole row, and its k most probable tokens.
+
+    Args:
+        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN; -inf gives probability 0.
+        k: from 1 to the vocabulary's size.
+
+    Returns:
+        Probabilities float32 ``[rows, k]`` and tokens int64 ``[rows, k]``, by falling logit, equal logits by
+        rising token. Computed in float32; the same whatever the number of threads. The probabilities of a row
+        of nothing but -inf are NaN, as torch.softmax's are.
+
+    Raises:
+        ValueError: ``logits`` has another shape or dtype, or k is out of range.
+    """
+    if k > _MOST or not use_kernel(logits):
+        return topk_softmax_reference(logits, k)
+    return torch.ops.vllm_gsd.topk_softmax(logits, k)
+
+
+def topk_softmax_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`topk_softmax` in plain PyTorch; computes in float64 where ``logits`` is float64."""
+    _check(logits)
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k must be from 1 to the vocabulary's {logits.shape[1]}, not {k}")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return torch.softmax(logits, dim=1).gather(1, ids), ids
+
+
+def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
+    """The first token with the highest logit of each row, int64 ``[rows]``.
+
+    Args:
+        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN.
+
+    Raises:
+        ValueError: ``logits`` has another shape or dtype.
+    """
+    if not use_kernel(logits):
+        return argmax_rows_reference(logits)
+    return torch.ops.vllm_gsd.argmax_rows(logits)
+
+
+def argmax_rows_reference(logits: torch.Tensor) -> torch.Tensor:
+    """:func:`argmax_rows` in plain PyTorch."""
+    _check(logits)
+    return logits.argmax(dim=1)
+
+
+def _check(logits: torch.Tensor) -> None:
+    """The kernel makes these checks itself."""
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        raise ValueError(f"logits must be [rows, vocabulary], not {list(logits.shape)}")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits must be float32, bfloat16 or float16, not {logits.dtype}")

@@ -1,0 +1,98 @@
+"""vLLM's CPU attention backend, with our kernel for the rows that attend along a graph.
+
+Everything else (plain decodes, prefill chunks, chains) goes to upstream's kernel untouched.
+"""
+
+from functools import lru_cache
+
+import torch
+from vllm import _custom_ops as vllm_ops
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+)
+
+from vllm_gsd.ops.kv_layout import KVLayout
+from vllm_gsd.ops.tree_attention import tree_attention
+from vllm_gsd.runtime.tree_rows import TreeRows
+
+# Metadata attribute that carries the TreeRows of a forward pass; absent means there are none.
+TREE_ROWS = "gsd_tree_rows"
+
+
+class TreeCPUAttentionBackend(CPUAttentionBackend):
+    """Upstream's backend with a tree-aware implementation; same name, same cache layout."""
+
+    @staticmethod
+    def get_impl_cls() -> type["TreeCPUAttentionImpl"]:
+        """The implementation class vLLM instantiates per layer."""
+        return TreeCPUAttentionImpl
+
+
+class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+    """One layer's attention."""
+
+    def forward(
+        self,
+        layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``CPUAttentionBackendImpl.forward``; rows named by the metadata's TreeRows use our kernel."""
+        tree: TreeRows | None = getattr(attn_metadata, TREE_ROWS, None)
+        if tree is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if tree.rows is None:
+            self._tree(layer, query, kv_cache, tree, output)
+            return output
+        tree_output = torch.empty_like(query[: len(tree.rows)])
+        self._tree(layer, query.index_select(0, tree.rows), kv_cache, tree, tree_output)
+        output.index_copy_(0, tree.rows, tree_output.view(len(tree.rows), *output.shape[1:]))
+        if tree.plain_rows is not None:
+            plain_query = query.index_select(0, tree.plain_rows)
+            plain_output = torch.empty_like(plain_query)
+            super().forward(
+                layer, plain_query, key, value, kv_cache, tree.plain_metadata, plain_output
+            )
+            output.index_copy_(0, tree.plain_rows, plain_output.view(-1, *output.shape[1:]))
+        return output
+
+    def _tree(self, layer, query, kv_cache, tree: TreeRows, output) -> None:
+        num_rows = len(tree.positions)
+        tree_attention(
+            output[:num_rows].view(num_rows, self.num_heads, self.head_size),
+            query[:num_rows].view(num_rows, self.num_heads, self.head_size),
+            kv_cache,
+            kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype),
+            tree.block_table,
+            tree.query_start_loc,
+            tree.prefix_lens,
+            tree.positions,
+            tree.mask,
+            self.scale,
+            sliding_window=self.sliding_window,
+            softcap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
+
+
+@lru_cache
+def kv_layout(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> KVLayout:
+    """How upstream orders the elements of a KV page on this machine, found by writing through its own op."""
+
+    def write(key, value, key_cache, value_cache, slots):
+        vllm_ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+
+    return KVLayout.probe(write, block_size, head_size, dtype)

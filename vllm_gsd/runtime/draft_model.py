@@ -1,0 +1,151 @@
+"""The draft model inside vLLM: same loader, same paged KV pool, same block tables as the target."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import replace
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_gsd.runtime.cpu_attention import TREE_ROWS
+from vllm_gsd.runtime.tree_rows import TreeRows
+
+
+class DraftModel:
+    """Loads the draft model and runs it over rows of the current batch.
+
+    Args:
+        vllm_config: the target engine's configuration.
+        model: path or hub id of the draft.
+        tensor_parallel_size: the draft's, or None for the target's.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: str, tensor_parallel_size: int | None):
+        self.vllm_config = vllm_config
+        self.model_config = draft_model_config(vllm_config.model_config, model)
+        self.tensor_parallel_size = tensor_parallel_size
+        self.model: Any = None
+        self.layer_names: list[str] = []
+        self.builder: Any = None
+
+    def load(self) -> None:
+        """Load the weights; the draft's attention layers register themselves beside the target's."""
+        from vllm.compilation.backends import set_model_tag
+
+        layer_type: Any = AttentionLayerBase
+        before = set(get_layers_from_vllm_config(self.vllm_config, layer_type))
+        target = self.vllm_config.parallel_config
+        parallel = SpeculativeConfig.create_draft_parallel_config(
+            target, self.tensor_parallel_size or target.tensor_parallel_size, self.model_config
+        )
+        config = replace(
+            self.vllm_config,
+            quant_config=None,
+            model_config=self.model_config,
+            parallel_config=replace(parallel, rank=target.rank),
+        )
+        with set_model_tag("draft_model"):
+            self.model = get_model(vllm_config=config, prefix="draft_model")
+        self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
+
+    def bind_attention(self, attention_groups) -> None:
+        """Remember the metadata builder of the draft's layers once the KV cache exists."""
+        groups = [group for group in attention_groups if set(group.layer_names) & set(self.layer_names)]
+        if not groups:
+            raise ValueError("gsd: the draft model's layers have no KV cache; only attention drafts are supported.")
+        # A group may hold target layers too; its builder serves either, one of the draft's groups is enough
+        # because all draft layers have one shape.
+        self.builder = groups[0].get_metadata_builder(0)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run once without KV cache, which compiles the model where compilation is on."""
+        with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+            tokens = torch.zeros(num_tokens, dtype=torch.int32)
+            hidden = self.model(input_ids=tokens, positions=torch.arange(num_tokens), inputs_embeds=None)
+            self.model.compute_logits(hidden[:2])
+
+    def run_causal(self, tokens, positions, slots, query_start_loc, seq_lens, block_table) -> torch.Tensor:
+        """Run rows of committed text.
+
+        Args:
+            tokens: int64 numpy [n]; positions, slots: int64 numpy [n].
+            query_start_loc: int32 numpy [num_requests + 1]; seq_lens: int32 numpy [num_requests], rows included.
+            block_table: int32 tensor [num_requests, max_blocks].
+
+        Returns:
+            hidden states [n, hidden].
+        """
+        lengths = query_start_loc[1:] - query_start_loc[:-1]
+        start_loc = torch.from_numpy(query_start_loc)
+        slot_mapping = torch.from_numpy(slots)
+        common = CommonAttentionMetadata(
+            query_start_loc=start_loc,
+            query_start_loc_cpu=start_loc,
+            seq_lens=torch.from_numpy(seq_lens),
+            num_reqs=len(seq_lens),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=block_table,
+            slot_mapping=slot_mapping,
+            causal=True,
+            positions=torch.from_numpy(positions),
+        )
+        return self._run(tokens, positions, slot_mapping, self.builder.build(0, common))
+
+    def run_level(self, tokens, positions, slots, tree: TreeRows) -> torch.Tensor:
+        """Run one draft level: every row attends along its own path of the graph.
+
+        Args:
+            tokens, positions, slots: int64 numpy [n].
+
+        Returns:
+            hidden states [n, hidden].
+        """
+        metadata = _LevelMetadata()
+        setattr(metadata, TREE_ROWS, tree)
+        return self._run(tokens, positions, torch.from_numpy(slots), metadata)
+
+    def _run(self, tokens, positions, slot_mapping, metadata) -> torch.Tensor:
+        with set_forward_context(
+            dict.fromkeys(self.layer_names, metadata),
+            self.vllm_config,
+            num_tokens=len(tokens),
+            slot_mapping=dict.fromkeys(self.layer_names, slot_mapping),
+        ):
+            return self.model(
+                input_ids=torch.from_numpy(tokens.astype(np.int32)),
+                positions=torch.from_numpy(positions),
+                inputs_embeds=None,
+            )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] of hidden states [n, hidden]."""
+        return self.model.compute_logits(hidden)
+
+
+class _LevelMetadata:
+    """Attention metadata of a draft level: nothing but its tree rows."""
+
+
+def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:
+    """The draft's ModelConfig, following the target's where vLLM's own draft models do."""
+    return ModelConfig(
+        model=model,
+        runner="draft",
+        tokenizer=target.tokenizer,
+        tokenizer_mode=target.tokenizer_mode,
+        trust_remote_code=target.trust_remote_code,
+        dtype=target.dtype,
+        seed=target.seed,
+        max_model_len=None,  # type: ignore[arg-type]
+        spec_target_max_model_len=target.max_model_len,
+        enforce_eager=target.enforce_eager,
+        max_logprobs=target.max_logprobs,
+        config_format=target.config_format,
+    )

@@ -1,0 +1,24 @@
+"""Which requests go on the graph."""
+
+# Requests opt out with ``SamplingParams(extra_args={"gsd": False})`` (``vllm_xargs`` over HTTP).
+OPT_OUT = "gsd"
+
+
+def fallback_reason(request) -> str | None:
+    """Why a request is decoded without a graph, as a metric label; None if it goes on the graph.
+
+    Args:
+        request: the runner's ``CachedRequestState``.
+    """
+    params = request.sampling_params
+    if params is None:
+        return "no_sampling_params"
+    if params.extra_args and params.extra_args.get(OPT_OUT) is False:
+        return "opt_out"
+    if params.structured_outputs is not None:
+        return "structured_outputs"
+    if request.prompt_embeds is not None:
+        return "prompt_embeds"
+    if getattr(params, "thinking_token_budget", None) is not None:
+        return "thinking_token_budget"
+    return None

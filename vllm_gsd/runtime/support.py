@@ -1,0 +1,89 @@
+"""What gsd cannot serve: refused at start, one sentence each. The README lists the same."""
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
+
+
+def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
+    """Refuse what can be known before the target's configuration is read.
+
+    Raises:
+        GSDConfigError: an engine argument contradicts gsd.
+    """
+    if args.worker_cls != "auto":
+        raise GSDConfigError(
+            f'gsd brings its own worker class, but --worker-cls is "{args.worker_cls}"; leave it at "auto".'
+        )
+    if args.spec_method or args.spec_model or args.spec_tokens:
+        raise GSDConfigError(
+            "--spec-method, --spec-model and --spec-tokens are not for method gsd; put the keys into the gsd config."
+        )
+
+
+def check_engine(vllm_config: VllmConfig, config: GSDConfig) -> None:
+    """Refuse models and engine features that gsd does not support.
+
+    Raises:
+        GSDConfigError: naming the feature and what is supported.
+    """
+    for name, used, instead in _unsupported(vllm_config, config):
+        if used:
+            raise GSDConfigError(f"gsd does not support {name}; {instead}.")
+    target = vllm_config.model_config
+    check_draft_model(config, target.get_vocab_size(), target.model)
+
+
+def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
+    from vllm.platforms import current_platform
+
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    other_target = "use a decoder-only text model with full attention"
+    yield "this platform yet", not current_platform.is_cpu(), "run on vLLM's CPU platform"
+    yield "pooling models", model.runner_type != "generate", "use a text-generation model"
+    yield "encoder-decoder models", model.is_encoder_decoder, other_target
+    yield "models with M-RoPE positions", model.uses_mrope, other_target
+    yield "multimodal models", model.is_multimodal_model, other_target
+    yield "models with multi-head latent attention (MLA)", model.use_mla, other_target
+    yield "Mamba, hybrid or attention-free models", model.is_hybrid or model.is_attention_free, other_target
+    yield "diffusion language models", vllm_config.diffusion_config is not None, other_target
+    window = model.get_sliding_window()
+    yield f"sliding-window attention (window {window})", window is not None, other_target
+    yield (
+        f"pipeline parallelism (size {parallel.pipeline_parallel_size})",
+        parallel.pipeline_parallel_size > 1,
+        "set --pipeline-parallel-size to 1",
+    )
+    yield (
+        "context parallelism",
+        parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "set the context-parallel sizes to 1",
+    )
+    yield (
+        f"data parallelism (size {parallel.data_parallel_size}) yet",
+        parallel.data_parallel_size > 1,
+        "set --data-parallel-size to 1 and put a load balancer in front of several servers",
+    )
+    yield (
+        f"tensor parallelism (size {parallel.tensor_parallel_size}) yet",
+        parallel.tensor_parallel_size > 1,
+        "set --tensor-parallel-size to 1",
+    )
+    yield "micro-batching (DBO)", parallel.use_ubatching, "leave --enable-dbo off"
+    yield (
+        "KV connectors", vllm_config.kv_transfer_config is not None, "leave --kv-transfer-config out"
+    )
+    yield "encoder-cache connectors", vllm_config.ec_transfer_config is not None, "leave --ec-transfer-config out"
+    yield "LoRA yet", vllm_config.lora_config is not None, "leave --enable-lora off"
+    yield (
+        f"a quantised KV cache ({cache.cache_dtype})", cache.cache_dtype not in ("auto", "bfloat16", "float16",
+        "float32"), 'set --kv-cache-dtype to "auto"'
+    )
+    yield "prompt embeddings", model.enable_prompt_embeds, "leave --enable-prompt-embeds off"
+    tp = config.draft_tensor_parallel_size
+    yield (
+        f'"draft_tensor_parallel_size" {tp}',
+        tp is not None and tp not in (1, parallel.tensor_parallel_size),
+        f"set it to 1 or to the target's size {parallel.tensor_parallel_size}",
+    )

@@ -1,0 +1,25 @@
+"""The rows of a forward pass that attend along a graph: what the attention backend needs to know of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Tree rows of one forward pass, request by request.
+
+    A row attends all ``prefix_lens[r]`` committed keys of its request, and among the request's tree slots (logical
+    index ``prefix_lens[r] + j``) those whose bit is set in its mask.
+    """
+
+    query_start_loc: torch.Tensor  # int32 [num_tree_requests + 1]
+    prefix_lens: torch.Tensor  # int32 [num_tree_requests]
+    block_table: torch.Tensor  # int32 [num_tree_requests, max_blocks]
+    positions: torch.Tensor  # int64 [num_tree_rows]
+    mask: torch.Tensor  # int64 [num_tree_rows, words]
+    rows: torch.Tensor | None  # int64 [num_tree_rows], their rows in the batch; None: they are the whole batch
+    # The other rows of the batch and upstream's metadata for them alone; None when there are no others.
+    plain_rows: torch.Tensor | None = None
+    plain_metadata: Any = None

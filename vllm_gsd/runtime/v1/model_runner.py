@@ -1,0 +1,129 @@
+"""vLLM's V1 CPU model runner, verifying token graphs.
+
+One step: ``_prepare_inputs`` recognises the scheduled draft tokens as a flattened graph and gives its rows
+positions by depth; ``_build_attention_metadata`` adds the tree mask; the target runs once over everything;
+``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
+
+from vllm_gsd.core.verify import path_to
+from vllm_gsd.ops.kv_move import move_kv
+from vllm_gsd.runtime.cpu_attention import TREE_ROWS, kv_layout
+from vllm_gsd.runtime.draft_kv import DraftKVTracker
+from vllm_gsd.runtime.v1.step import VerifyStep, plan_step
+from vllm_gsd.runtime.v1.walk import walk
+
+
+class GraphModelRunner(CPUModelRunner):
+    """CPUModelRunner whose drafter is a ``GraphProposer``."""
+
+    def __init__(self, vllm_config, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.step: VerifyStep | None = None
+        self.draft_kv: DraftKVTracker | None = None
+        self.drafter.bind(self)
+
+    # --- start-up ---------------------------------------------------------------------------------
+
+    def warming_up_model(self) -> None:
+        """Compile the draft model together with the target."""
+        super().warming_up_model()
+        with _set_global_compilation_settings(self.vllm_config):
+            self.drafter.warm_up()
+
+    def initialize_kv_cache(self, kv_cache_config, *args: Any, **kwargs: Any) -> None:
+        """Allocate the KV cache; then prepare what reads and moves it."""
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
+                f"{len(kv_cache_config.kv_cache_groups)} groups (hybrid or sliding-window models are not supported)."
+            )
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        group = self.kv_cache_config.kv_cache_groups[0]
+        self.draft_kv = DraftKVTracker(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
+        self.drafter.initialize_attention()
+        layers = self.compilation_config.static_forward_context
+        draft_layers = set(self.drafter.layer_names)
+        target_layers = [layers[name] for name in group.layer_names if name not in draft_layers]
+        self.target_caches = [layer.kv_cache for layer in target_layers]
+        self.target_layouts = [
+            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype)
+            for layer in target_layers
+        ]
+        self.drafter.measure_costs()
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _update_states(self, scheduler_output):
+        assert self.draft_kv is not None
+        self.draft_kv.update(scheduler_output)
+        self.drafter.forget(scheduler_output.finished_req_ids)
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self.step = plan_step(self, scheduler_output, self.drafter.take_trees())
+        if self.step is not None:
+            self.step.set_positions(self.positions)
+            if self.step.has_placeholders:
+                # Placeholders of -1 are scheduled where upstream pads a request to a uniform length.
+                self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
+        return result
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any):
+        attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if self.step is not None and self.step.num_tree_requests > 0:
+            self.step.attach_tree_rows(self, attn_metadata, common)
+        return attn_metadata, common
+
+    def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
+        step, self.step = self.step, None
+        if spec_decode_metadata is None or logits is None or step is None:
+            return super()._sample(logits, spec_decode_metadata)
+        requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
+        output, places = walk(
+            self.sampler,
+            logits,
+            self.input_batch.sampling_metadata,
+            step.trees,
+            [request.output_token_ids for request in requests],
+            stateful=any(request.sampling_params.min_tokens > 0 for request in requests),
+        )
+        self._compact(step, places)
+        self.drafter.observe(step, places)
+        return output
+
+    def _compact(self, step: VerifyStep, places: np.ndarray) -> None:
+        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        slots = self.input_batch.block_table[0].slot_mapping.np
+        sources: list[int] = []
+        destinations: list[int] = []
+        for request in np.flatnonzero(places):
+            first = step.first_rows[request]
+            tree = step.trees.parent[step.trees.starts[request] : step.trees.starts[request + 1]]
+            for depth, place in enumerate(path_to(tree, places[request]), start=1):
+                if place != depth:
+                    sources.append(slots[first + place])
+                    destinations.append(slots[first + depth])
+        if sources:
+            move_kv(
+                self.target_caches,
+                self.target_layouts,
+                torch.tensor(sources, dtype=torch.int64),
+                torch.tensor(destinations, dtype=torch.int64),
+            )
+            self.drafter.stats.kv_rows_moved += len(sources)
+
+    def _input_fits_in_drafter(self, common_attn_metadata) -> bool:
+        # Upstream gives up drafting for the whole batch when one request nears max_model_len;
+        # the proposer limits that request alone.
+        return common_attn_metadata is not None
+
+
+__all__ = ["TREE_ROWS", "GraphModelRunner"]
