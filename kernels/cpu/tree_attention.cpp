@@ -22,19 +22,19 @@ namespace gsd {
 namespace {
 
 template <typename T>
-AttentionTaskFn task_fn_for() {
+AttentionFns fns_for() {
 #if GSD_X86
-  if (current_isa() == Isa::avx512) return avx512::run_attention_task<T>;
-  if (current_isa() == Isa::avx2) return avx2::run_attention_task<T>;
+  if (current_isa() == Isa::avx512) return {avx512::run_task<T>, avx512::merge_splits<T>};
+  if (current_isa() == Isa::avx2) return {avx2::run_task<T>, avx2::merge_splits<T>};
 #endif
-  return baseline::run_attention_task<T>;
+  return {baseline::run_task<T>, baseline::merge_splits<T>};
 }
 
-AttentionTaskFn task_fn(at::ScalarType dtype) {
+AttentionFns kernel_for(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return task_fn_for<float>();
-    case at::kBFloat16: return task_fn_for<c10::BFloat16>();
-    case at::kHalf: return task_fn_for<c10::Half>();
+    case at::kFloat: return fns_for<float>();
+    case at::kBFloat16: return fns_for<c10::BFloat16>();
+    case at::kHalf: return fns_for<c10::Half>();
     default: TORCH_CHECK_VALUE(false, "tree_attention works on float32, bfloat16 and float16, not ", dtype);
   }
 }
@@ -118,49 +118,78 @@ void check_request(const TreeAttention& op, int64_t request, int64_t keys, int64
                       " of ", op.cache.num_blocks);
 }
 
-// A whole request and KV head is cut into pieces where that lets the threads finish sooner. A piece costs its
-// query vectors plus, for reading the keys, about as much as kReading of them.
-int64_t best_pieces(int64_t tasks, int64_t vectors, int64_t threads) {
-  constexpr int64_t kReading = 4, kFewest = 8;
-  int64_t best = 1, best_time = std::numeric_limits<int64_t>::max();
-  for (int64_t pieces = 1; pieces <= std::max<int64_t>(1, vectors / kFewest); ++pieces) {
-    const int64_t turns = (tasks * pieces + threads - 1) / threads;
-    const int64_t time = turns * ((vectors + pieces - 1) / pieces + kReading);
-    if (time >= best_time) continue;
-    best = pieces;
-    best_time = time;
+// How the work on one request and KV head is cut: its query vectors into pieces, its keys into splits.
+struct Cut {
+  int64_t pieces, splits;
+};
+
+// The cut with which `tasks` equal ones finish first. In units of one vector times one key, a task costs its
+// own product, about kReading vectors for fetching the keys, and kMerging keys for a split's partial result.
+Cut best_cut(int64_t tasks, int64_t vectors, int64_t keys, int64_t threads) {
+  constexpr int64_t kReading = 4, kMerging = 48, kFewestVectors = 8, kFewestKeys = 256;
+  Cut best{1, 1};
+  int64_t best_time = std::numeric_limits<int64_t>::max();
+  const int64_t most_pieces = std::max<int64_t>(1, vectors / kFewestVectors);
+  const int64_t most_splits = std::max<int64_t>(1, std::min(keys / kFewestKeys, 2 * threads));
+  for (int64_t pieces = 1; pieces <= most_pieces; ++pieces) {
+    const int64_t piece = (vectors + pieces - 1) / pieces;
+    for (int64_t splits = 1; splits <= most_splits; ++splits) {
+      const int64_t turns = (tasks * pieces * splits + threads - 1) / threads;
+      const int64_t merging = splits > 1 ? piece * kMerging : 0;
+      const int64_t time = turns * ((piece + kReading) * (keys + splits - 1) / splits + merging);
+      if (time >= best_time) continue;
+      best = {pieces, splits};
+      best_time = time;
+    }
   }
   return best;
 }
 
-std::vector<AttentionTask> plan(const TreeAttention& op, int64_t requests, int64_t max_blocks) {
-  constexpr int64_t kMostVectors = 64;  // the scores of a task should stay in the second-level cache
+struct Plan {
   std::vector<AttentionTask> tasks;
+  std::vector<AttentionTask> merges;  // one task of each group of splits
+  int64_t partials = 0;               // floats of all partial results
+};
+
+Plan plan_tasks(const TreeAttention& op, int64_t requests, int64_t max_blocks) {
+  constexpr int64_t kMostVectors = 64;  // the scores of a task should stay in the second-level cache
   int64_t largest = 1, busy = 0;
-  std::vector<int64_t> keys(requests), cost(requests);
+  std::vector<int64_t> vectors(requests), keys(requests);
   for (int64_t r = 0; r < requests; ++r) {
-    const int64_t vectors = (op.query_start[r + 1] - op.query_start[r]) * op.group;
+    vectors[r] = (op.query_start[r + 1] - op.query_start[r]) * op.group;
     keys[r] = op.prefix[r] + tree_slots(op, r);
     check_request(op, r, keys[r], max_blocks);
-    cost[r] = vectors * (keys[r] + 32);
-    largest = std::max(largest, cost[r]);
-    busy += vectors > 0;
+    if (op.window) keys[r] = std::min(keys[r], op.window + 64 * op.mask_words);  // for the costs below
+    largest = std::max(largest, vectors[r] * keys[r]);
+    busy += vectors[r] > 0;
   }
   const int64_t threads = at::get_num_threads(), heads = op.cache.num_kv_heads;
+  Plan plan;
   for (int64_t r = 0; r < requests; ++r) {
-    const int64_t vectors = (op.query_start[r + 1] - op.query_start[r]) * op.group;
-    if (vectors == 0) continue;
-    int64_t pieces = (vectors + kMostVectors - 1) / kMostVectors;
-    if (busy * heads < 8 * threads && 2 * cost[r] > largest)
-      pieces = std::max(pieces, best_pieces(busy * heads, vectors, threads));
-    for (int64_t head = 0; head < heads; ++head)
-      for (int64_t i = 0; i < pieces; ++i)
-        tasks.push_back({static_cast<int32_t>(r), static_cast<int32_t>(head),
-                         static_cast<int32_t>(vectors * i / pieces),
-                         static_cast<int32_t>(vectors * (i + 1) / pieces), cost[r] / pieces});
+    if (vectors[r] == 0) continue;
+    Cut cut{1, 1};
+    if (busy * heads < 8 * threads && 2 * vectors[r] * keys[r] > largest)
+      cut = best_cut(busy * heads, vectors[r], keys[r], threads);
+    cut.pieces = std::max(cut.pieces, (vectors[r] + kMostVectors - 1) / kMostVectors);
+    AttentionTask task{};
+    task.request = r;
+    task.splits = cut.splits;
+    task.cost = vectors[r] * keys[r] / (cut.pieces * cut.splits);
+    for (task.kv_head = 0; task.kv_head < heads; ++task.kv_head) {
+      for (int64_t piece = 0; piece < cut.pieces; ++piece) {
+        task.begin = vectors[r] * piece / cut.pieces;
+        task.end = vectors[r] * (piece + 1) / cut.pieces;
+        task.partial = plan.partials;
+        for (task.split = 0; task.split < cut.splits; ++task.split) plan.tasks.push_back(task);
+        if (cut.splits == 1) continue;
+        plan.merges.push_back(task);
+        plan.partials += cut.splits * partial_floats(task, op.cache.head_size);
+      }
+    }
   }
-  std::stable_sort(tasks.begin(), tasks.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });
-  return tasks;
+  std::stable_sort(plan.tasks.begin(), plan.tasks.end(),
+                   [](const auto& a, const auto& b) { return a.cost > b.cost; });
+  return plan;
 }
 
 // Scratch of this thread, kept between calls: fresh memory would cost page faults every time.
@@ -211,13 +240,21 @@ void tree_attention(at::Tensor output, const at::Tensor& query, const at::Tensor
   op.scale = static_cast<float>(scale);
   op.softcap = static_cast<float>(softcap);
 
-  const std::vector<AttentionTask> tasks = plan(op, query_start_loc.size(0) - 1, block_table.size(1));
-  const AttentionTaskFn run = task_fn(query.scalar_type());
+  const Plan plan = plan_tasks(op, query_start_loc.size(0) - 1, block_table.size(1));
+  const AttentionFns kernel = kernel_for(query.scalar_type());
   int64_t vectors = 0;
-  for (const AttentionTask& task : tasks) vectors = std::max<int64_t>(vectors, task.end - task.begin);
-  const int64_t floats = scratch_floats(vectors, head_size), count = tasks.size();
-#pragma omp parallel for schedule(dynamic, 1) num_threads(at::get_num_threads()) if (count > 1)
-  for (int64_t i = 0; i < count; ++i) run(op, tasks[i], thread_scratch(floats));
+  for (const AttentionTask& task : plan.tasks) vectors = std::max<int64_t>(vectors, task.end - task.begin);
+  const int64_t floats = scratch_floats(vectors, head_size);
+  const std::unique_ptr<float[]> partials(plan.partials ? new float[plan.partials] : nullptr);
+  const int64_t tasks = plan.tasks.size(), merges = plan.merges.size();
+#pragma omp parallel num_threads(at::get_num_threads()) if (tasks > 1)
+  {
+    float* scratch = thread_scratch(floats);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < tasks; ++i) kernel.run(op, plan.tasks[i], scratch, partials.get());
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t i = 0; i < merges; ++i) kernel.merge(op, plan.merges[i], scratch, partials.get());
+  }
 }
 
 }  // namespace gsd

@@ -35,8 +35,11 @@ struct TreeAttention {
 };
 
 // Query vectors [begin, end) of one request and KV head; vector i is row i / group, query head i % group.
+// With splits > 1, part `split` of the keys only: what it finds goes to `partial` and is merged afterwards.
 struct AttentionTask {
   int32_t request, kv_head, begin, end;
+  int32_t split, splits;
+  int64_t partial;  // where the partial results of all splits begin
   int64_t cost;
 };
 
@@ -48,6 +51,14 @@ inline int64_t scratch_floats(int64_t vectors, int64_t head_size) {
   return vectors * (head_size + kScoreStride + padded + 2) + kTile * head_size + kSpan * padded + 5 * 16;
 }
 
-using AttentionTaskFn = void (*)(const TreeAttention&, const AttentionTask&, float* scratch);
+// Floats of one split's partial result: per vector the sums, the highest score and the sum of weights.
+inline int64_t partial_floats(const AttentionTask& task, int64_t head_size) {
+  return (task.end - task.begin) * (round_up(head_size, 16) + 2);
+}
+
+struct AttentionFns {
+  void (*run)(const TreeAttention&, const AttentionTask&, float* scratch, float* partials);
+  void (*merge)(const TreeAttention&, const AttentionTask&, float* scratch, float* partials);
+};
 
 }  // namespace gsd

@@ -123,20 +123,45 @@ class TaskRun {
     values_ = take(kSpan * padded_);
     query_ = take(count_ * size_);
     scores_ = take(count_ * kScoreStride);
-    output_ = take(count_ * padded_);
-    highest_ = take(2 * count_);
+    output_ = take(count_ * (padded_ + 2));
+    highest_ = output_ + count_ * padded_;
     total_ = highest_ + count_;
     num_groups_ = (count_ + kMaxRows - 1) / kMaxRows;
   }
 
-  void run() {
-    start();
+  void run(const AttentionTask& task, float* partials) {
+    start(task.split == 0);
     find_range();
-    for (int64_t t = first_ / kTile * kTile; t < end_; t += kSpan) {
-      const int64_t span_end = std::min(t + kSpan, end_);
+    const int64_t first_tile = first_ / kTile, tiles = (end_ - first_tile * kTile + kTile - 1) / kTile;
+    const int64_t begin = (first_tile + tiles * task.split / task.splits) * kTile;
+    const int64_t end = std::min(end_, (first_tile + tiles * (task.split + 1) / task.splits) * kTile);
+    for (int64_t t = begin; t < end; t += kSpan) {
+      const int64_t span_end = std::min(t + kSpan, end);
       score(t, span_end);
       softmax(t, span_end);
       add_values(t, span_end);
+    }
+    if (task.splits == 1) return finish();
+    // output_, highest_ and total_ lie one behind the other
+    const int64_t floats = partial_floats(task, size_);
+    std::memcpy(partials + task.partial + task.split * floats, output_, floats * sizeof(float));
+  }
+
+  // Adds up the splits of `task`, always in their order.
+  void merge(const AttentionTask& task, const float* partials) {
+    const int64_t floats = partial_floats(task, size_);
+    std::memcpy(output_, partials + task.partial, floats * sizeof(float));
+    for (int64_t split = 1; split < task.splits; ++split) {
+      const float* output = partials + task.partial + split * floats;
+      const float* highest = output + count_ * padded_;
+      for (int64_t i = 0; i < count_; ++i) {
+        if (highest[i] > highest_[i]) rescale(i, highest[i]);
+        const float weight = exp_of(splat(highest[i] - highest_[i]))[0];
+        total_[i] += weight * highest[count_ + i];
+        float* sum = output_ + i * padded_;
+        for (int64_t d = 0; d < padded_; d += kLanes)
+          store(sum + d, load(output + i * padded_ + d) * weight + load(sum + d));
+      }
     }
     finish();
   }
@@ -151,7 +176,8 @@ class TaskRun {
   }
 
   // Scaled queries, each group packed [head_size][rows]; empty softmax (or one that holds the sink).
-  void start() {
+  void start(bool with_sinks) {
+    const float* sinks = with_sinks ? op_.sinks : nullptr;
     const T* query = reinterpret_cast<const T*>(op_.query);
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
@@ -162,8 +188,8 @@ class TaskRun {
       }
     }
     for (int64_t i = 0; i < count_; ++i) {
-      highest_[i] = op_.sinks ? op_.sinks[head_of(i)] : std::numeric_limits<float>::lowest();
-      total_[i] = op_.sinks ? 1.0f : 0.0f;
+      highest_[i] = sinks ? sinks[head_of(i)] : std::numeric_limits<float>::lowest();
+      total_[i] = sinks ? 1.0f : 0.0f;
     }
     std::memset(output_, 0, count_ * padded_ * sizeof(float));
   }
@@ -392,6 +418,11 @@ class TaskRun {
 };
 
 template <typename T>
-static void run_attention_task(const TreeAttention& op, const AttentionTask& task, float* scratch) {
-  TaskRun<T>(op, task, scratch).run();
+static void run_task(const TreeAttention& op, const AttentionTask& task, float* scratch, float* partials) {
+  TaskRun<T>(op, task, scratch).run(task, partials);
+}
+
+template <typename T>
+static void merge_splits(const TreeAttention& op, const AttentionTask& task, float* scratch, float* partials) {
+  TaskRun<T>(op, task, scratch).merge(task, partials);
 }

@@ -19,6 +19,7 @@ def install() -> None:
     _accept_config_files()
     _translate_config()
     _reserve_draft_slots()
+    _report_metrics()
 
 
 def gsd_config(vllm_config: VllmConfig) -> GSDConfig | None:
@@ -83,6 +84,7 @@ def _translate_config() -> None:
         }
         self.additional_config = {**(self.additional_config or {}), ADDITIONAL_KEY: config.model_dump(mode="json")}
         self.worker_cls = "vllm_gsd.runtime.v1.worker.GraphCPUWorker"
+        self.scheduler_cls = "vllm_gsd.runtime.scheduler.GraphScheduler"
         try:
             vllm_config = upstream(self, *args, **kwargs)
         finally:
@@ -109,3 +111,16 @@ def _reserve_draft_slots() -> None:
         return upstream_get(self) if config is None else ours(config)
 
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=upstream.__doc__)  # type: ignore[misc,assignment]
+
+
+def _report_metrics() -> None:
+    """Show our counters in vLLM's Prometheus endpoint.
+
+    There is no hook for a proposer's metrics; goes when there is one.
+    """
+    from vllm.v1.metrics import loggers
+
+    from vllm_gsd.runtime.metrics import GraphKVConnectorLogging, GraphKVConnectorProm
+
+    loggers.PrometheusStatLogger._kv_connector_cls = GraphKVConnectorProm
+    loggers.KVConnectorLogging = GraphKVConnectorLogging  # type: ignore[misc]

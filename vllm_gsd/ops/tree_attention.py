@@ -137,7 +137,8 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(heads, 1, 1).expand(heads, rows, 1)
         scores = torch.cat([scores, sink], dim=2)
-    return torch.softmax(scores, dim=2).nan_to_num(nan=0.0)[:, :, :keys] if scores.shape[2] else scores
+    nothing = (scores == -torch.inf).all(dim=2, keepdim=True)
+    return torch.softmax(scores, dim=2).masked_fill(nothing, 0.0)[:, :, :keys]
 
 
 def _refuse_alibi(alibi_slopes: torch.Tensor | None) -> None:

@@ -1,28 +1,29 @@
-"""Counters of the graph's work in one worker."""
+"""Counters of the graph's work, from the worker to ``/metrics``.
 
-from dataclasses import dataclass, field, fields
+The worker sends what changed with every step's output, the scheduler hands it on with its own statistics, and
+``metrics`` turns it into Prometheus metrics in the front end.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass
 class GraphStats:
-    """Counts since start-up; ``take`` gives the change since the last call."""
+    """What happened since the last ``take``.
 
-    target_steps: int = 0  # request-steps: one target forward of one request that emitted tokens
-    generated_tokens: int = 0
-    draft_tokens: int = 0  # nodes and catch-up rows that the draft model ran
-    draft_levels: int = 0  # forwards of the draft model
-    nodes_added: int = 0
-    nodes_merged: int = 0
-    nodes_pruned: int = 0
-    nodes_verified: int = 0
-    nodes_accepted: int = 0
-    accepted_native: int = 0
-    accepted_merged: int = 0
-    accepted_ngram: int = 0
-    kv_rows_moved: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    ``counts`` holds plain counters (names in ``metrics.COUNTERS``), ``fallbacks`` requests decoded without a
+    graph by reason, ``accepted_lengths`` how many walks accepted that many nodes, ``drafted_depths`` the depth of the
+    graph verified for a request in this step.
+    """
 
-    def as_dict(self) -> dict[str, int]:
-        """All counters, flat; fallbacks as ``fallback:<reason>``."""
-        flat = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fallbacks"}
-        return flat | {f"fallback:{reason}": count for reason, count in self.fallbacks.items()}
+    counts: Counter = field(default_factory=Counter)
+    fallbacks: Counter = field(default_factory=Counter)
+    accepted_lengths: Counter = field(default_factory=Counter)
+    drafted_depths: dict[str, int] = field(default_factory=dict)
+
+    def take(self) -> dict[str, dict]:
+        """Everything as plain dicts, and start again from zero."""
+        taken = {name: dict(getattr(self, name)) for name in self.__dataclass_fields__}
+        self.__init__()  # type: ignore[misc]
+        return taken

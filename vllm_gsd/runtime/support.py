@@ -16,6 +16,10 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
         raise GSDConfigError(
             f'gsd brings its own worker class, but --worker-cls is "{args.worker_cls}"; leave it at "auto".'
         )
+    if args.scheduler_cls is not None:
+        raise GSDConfigError(
+            f"gsd brings its own scheduler class, but --scheduler-cls is {args.scheduler_cls}; leave it out."
+        )
     if args.spec_method or args.spec_model or args.spec_tokens:
         raise GSDConfigError(
             "--spec-method, --spec-model and --spec-tokens are not for method gsd; put the keys into the gsd config."

@@ -5,6 +5,8 @@ positions by depth; ``_build_attention_metadata`` adds the tree mask; the target
 ``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
 """
 
+import time
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilat
 
 from vllm_gsd.core.verify import path_to
 from vllm_gsd.ops.kv_move import move_kv
-from vllm_gsd.runtime.cpu_attention import TREE_ROWS, kv_layout
+from vllm_gsd.runtime.cpu_attention import kv_layout
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
+from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE
 from vllm_gsd.runtime.v1.step import VerifyStep, plan_step
 from vllm_gsd.runtime.v1.walk import walk
 
@@ -82,20 +85,46 @@ class GraphModelRunner(CPUModelRunner):
             self.step.attach_tree_rows(self, attn_metadata, common)
         return attn_metadata, common
 
+    def execute_model(self, *args: Any, **kwargs: Any):
+        """See upstream; timed."""
+        with self._timed("verify_seconds"):
+            return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, grammar_output):
+        """See upstream; sends the step's statistics along with its output."""
+        output = super().sample_tokens(grammar_output)
+        setattr(output, OUTPUT_ATTRIBUTE, self.drafter.stats.take())
+        return output
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any):
+        """See upstream; timed."""
+        with self._timed("draft_seconds"):
+            return super().propose_draft_token_ids(*args, **kwargs)
+
+    @contextmanager
+    def _timed(self, name: str):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.drafter.stats.counts[name] += time.perf_counter() - start
+
     def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
         step, self.step = self.step, None
         if spec_decode_metadata is None or logits is None or step is None:
             return super()._sample(logits, spec_decode_metadata)
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
-        output, places = walk(
-            self.sampler,
-            logits,
-            self.input_batch.sampling_metadata,
-            step.trees,
-            [request.output_token_ids for request in requests],
-            stateful=any(request.sampling_params.min_tokens > 0 for request in requests),
-        )
-        self._compact(step, places)
+        with self._timed("walk_seconds"):
+            output, places = walk(
+                self.sampler,
+                logits,
+                self.input_batch.sampling_metadata,
+                step.trees,
+                [request.output_token_ids for request in requests],
+                stateful=any(request.sampling_params.min_tokens > 0 for request in requests),
+            )
+        with self._timed("compaction_seconds"):
+            self._compact(step, places)
         self.drafter.observe(step, places)
         return output
 
@@ -118,12 +147,10 @@ class GraphModelRunner(CPUModelRunner):
                 torch.tensor(sources, dtype=torch.int64),
                 torch.tensor(destinations, dtype=torch.int64),
             )
-            self.drafter.stats.kv_rows_moved += len(sources)
+            self.drafter.stats.counts["kv_rows_moved"] += len(sources)
 
     def _input_fits_in_drafter(self, common_attn_metadata) -> bool:
         # Upstream gives up drafting for the whole batch when one request nears max_model_len;
         # the proposer limits that request alone.
         return common_attn_metadata is not None
 
-
-__all__ = ["TREE_ROWS", "GraphModelRunner"]

@@ -1,7 +1,5 @@
 """The proposer: grows a token graph for every request of the batch, one draft forward a level."""
 
-import time
-
 import numpy as np
 import torch
 
@@ -11,7 +9,7 @@ from vllm_gsd.core.flatten import flatten
 from vllm_gsd.core.graph import ORIGIN_NGRAM, new_graphs, reset
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.ngram import graft_ngrams
-from vllm_gsd.core.verify import path_to
+from vllm_gsd.core.verify import is_chain, path_to
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.draft_model import DraftModel
 from vllm_gsd.runtime.limits import draft_kv_slots
@@ -98,23 +96,27 @@ class GraphProposer:
         Args:
             places: int32 [num_requests], where each walk ended.
         """
+        counts = self.stats.counts
         starts = step.trees.starts
-        for request, tree in enumerate(step.proposed):
-            self.stats.target_steps += 1
-            self.stats.generated_tokens += 1
+        emitting = ~self.runner.discard_request_mask.np[: len(places)]
+        counts["target_steps"] += int(emitting.sum())
+        for request in np.flatnonzero(emitting):
+            tree = step.proposed[request]
             if tree is None:
                 continue
-            self.stats.nodes_verified += int(starts[request + 1] - starts[request]) - 1
-            path = path_to(step.trees.parent[starts[request] : starts[request + 1]], places[request])
-            self.stats.nodes_accepted += len(path)
-            self.stats.generated_tokens += len(path)
+            first, end = starts[request], starts[request + 1]
+            counts["nodes_verified"] += int(end - first) - 1
+            counts["chain_requests"] += int(is_chain(step.trees.parent, first, end))
+            path = path_to(step.trees.parent[first:end], places[request])
+            self.stats.accepted_lengths[len(path)] += 1
+            self.stats.drafted_depths[self.runner.input_batch.req_ids[request]] = int(step.depth[first:end].max())
             for place in path:
                 if tree.origin[place - 1] == ORIGIN_NGRAM:
-                    self.stats.accepted_ngram += 1
+                    counts["nodes_accepted_ngram"] += 1
                 elif tree.via_merge[place - 1]:
-                    self.stats.accepted_merged += 1
+                    counts["nodes_accepted_merged"] += 1
                 else:
-                    self.stats.accepted_native += 1
+                    counts["nodes_accepted_native"] += 1
 
     # --- drafting ---------------------------------------------------------------------------------
 
@@ -213,9 +215,9 @@ class GraphProposer:
                 config.theta_sib,
                 config.merge_ngram,
             )
-            self.stats.nodes_added += counts.added
-            self.stats.nodes_merged += counts.merged
-            self.stats.nodes_pruned += counts.pruned
+            self.stats.counts["nodes_added"] += counts.added
+            self.stats.counts["nodes_merged"] += counts.merged
+            self.stats.counts["nodes_pruned"] += counts.pruned
             if level == config.max_depth:
                 break
             room_now = np.where(max_depth > level, room - slots.used, 0).astype(np.int32)
@@ -247,8 +249,9 @@ class GraphProposer:
             rows=None,
         )
         flat_slots = _slots_of(block_table_rows.numpy(), request_of_row, base + slot, block_table.block_size)
-        self.stats.draft_tokens += num_rows
-        self.stats.draft_levels += 1
+        self.stats.counts["draft_rows"] += num_rows
+        self.stats.counts["draft_nodes"] += num_rows
+        self.stats.counts["draft_forwards"] += 1
         return self.draft.run_level(token, positions, flat_slots, tree)
 
     def _catch_up(self, known, drafts, token_ids_cpu):
@@ -293,8 +296,8 @@ class GraphProposer:
                 done[running].astype(np.int32),
                 block_table.block_table.cpu[torch.from_numpy(running)],
             )
-            self.stats.draft_tokens += int(starts[-1])
-            self.stats.draft_levels += 1
+            self.stats.counts["draft_rows"] += int(starts[-1])
+            self.stats.counts["draft_forwards"] += 1
             for index, request in enumerate(running):
                 tracker.advance(batch.req_ids[request], int(done[request]))
                 hidden_of[request] = hidden[starts[index + 1] - 1]
@@ -310,7 +313,7 @@ class GraphProposer:
             reason = fallback_reason(self.runner.requests[request_id])
             self.reasons[request_id] = reason
             if reason is not None:
-                self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
+                self.stats.fallbacks[reason] += 1
         return self.reasons[request_id] is None
 
     def _computed_tokens(self, num_requests: int) -> np.ndarray:
@@ -334,5 +337,3 @@ def _slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, 
     blocks = block_table[rows, positions // block_size].astype(np.int64)
     return blocks * block_size + positions % block_size
 
-
-__all__ = ["GraphProposer", "time"]

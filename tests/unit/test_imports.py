@@ -1,0 +1,49 @@
+"""What must not import vLLM does not, and the plugin itself costs nothing until vLLM calls it."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import vllm_gsd.core
+import vllm_gsd.ops
+
+FREE_OF_VLLM = [
+    "vllm_gsd",
+    "vllm_gsd.config",
+    "vllm_gsd.models",
+    "vllm_gsd.cli.main",
+    *[
+        module.name
+        for package in (vllm_gsd.core, vllm_gsd.ops)
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    ],
+]
+LIGHT = ["vllm_gsd", "vllm_gsd.config"]
+
+
+def loaded_by(module: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has loaded after importing a module."""
+    code = (
+        f"import importlib, json, sys; importlib.import_module({module!r}); "
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_no_vllm_in_any_of_them_together():
+    # One interpreter for all: with torch in most of them, one each would take a minute.
+    code = "import importlib, sys\n" + "".join(
+        f"importlib.import_module({name!r})\n" for name in FREE_OF_VLLM
+    )
+    code += "print([name for name in sys.modules if name.split('.')[0] == 'vllm'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_load_neither_vllm_nor_torch(module):
+    assert not loaded_by(module) & {"vllm", "torch", "transformers", "huggingface_hub"}
