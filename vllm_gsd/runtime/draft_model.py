@@ -62,12 +62,16 @@ class DraftModel:
         # because all draft layers have one shape.
         self.builder = groups[0].get_metadata_builder(0)
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Run once without KV cache, which compiles the model where compilation is on."""
+    def run_idle(self, num_tokens: int) -> torch.Tensor:
+        """Run over zeros without KV cache: compiles the model, and shows what a level costs.
+
+        Returns:
+            logits [num_tokens, vocab], meaningless.
+        """
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             tokens = torch.zeros(num_tokens, dtype=torch.int32)
             hidden = self.model(input_ids=tokens, positions=torch.arange(num_tokens), inputs_embeds=None)
-            self.model.compute_logits(hidden[:2])
+        return self.model.compute_logits(hidden)
 
     def run_causal(self, tokens, positions, slots, query_start_loc, seq_lens, block_table) -> torch.Tensor:
         """Run rows of committed text.

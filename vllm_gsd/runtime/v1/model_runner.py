@@ -61,6 +61,12 @@ class GraphModelRunner(CPUModelRunner):
         ]
         self.drafter.measure_costs()
 
+    def run_idle(self, num_tokens: int) -> torch.Tensor:
+        """Run the target over zeros without KV cache, up to the logits of all rows."""
+        with torch.inference_mode():
+            hidden, _ = self._dummy_run(num_tokens)
+            return self.model.compute_logits(hidden[:num_tokens])
+
     # --- one step ---------------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output):

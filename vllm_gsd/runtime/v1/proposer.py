@@ -1,9 +1,14 @@
 """The proposer: grows a token graph for every request of the batch, one draft forward a level."""
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.core.controller import DraftController
 from vllm_gsd.core.draft_level import level_rows, new_draft_slots
 from vllm_gsd.core.flatten import flatten
 from vllm_gsd.core.graph import ORIGIN_NGRAM, new_graphs, reset
@@ -17,6 +22,8 @@ from vllm_gsd.runtime.requests import fallback_reason
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.tree_rows import TreeRows
 from vllm_gsd.runtime.v1.step import DraftTree, VerifyStep
+
+logger = init_logger("vllm.gsd")
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
@@ -43,6 +50,7 @@ class GraphProposer:
         self.graphs = new_graphs(num_requests, capacity)
         self.slots = new_draft_slots(num_requests, capacity, self.max_slots)
         self.frontier = np.zeros((num_requests, nodes), np.int32)
+        self.controller = DraftController(self.config.max_depth)
         self.draft = None
         if self.config.model is not None:
             self.draft = DraftModel(
@@ -68,7 +76,7 @@ class GraphProposer:
     def warm_up(self) -> None:
         """Compile what can be compiled."""
         if self.draft is not None:
-            self.draft.warm_up(min(64, self.vllm_config.scheduler_config.max_num_batched_tokens))
+            self.draft.run_idle(min(64, self.vllm_config.scheduler_config.max_num_batched_tokens))
 
     def initialize_attention(self) -> None:
         """Called once the KV cache and the attention groups exist."""
@@ -76,7 +84,14 @@ class GraphProposer:
             self.draft.bind_attention(self.runner.attn_groups[0])
 
     def measure_costs(self) -> None:
-        """Placeholder for the cost table."""
+        """Time a draft level against a target step on this machine, once."""
+        if self.draft is None:
+            return
+        nodes = self.config.num_speculative_tokens
+        level = _median_seconds(lambda: topk_softmax(self.draft.run_idle(2), self.config.top_k))
+        step = _median_seconds(lambda: self.runner.run_idle(nodes + 1))
+        self.controller.level_cost = level / step
+        logger.info("gsd: a draft level takes %.2f ms, a target step %.2f ms", 1e3 * level, 1e3 * step)
 
     # --- between steps ----------------------------------------------------------------------------
 
@@ -109,6 +124,7 @@ class GraphProposer:
             counts["chain_requests"] += int(is_chain(step.trees.parent, first, end))
             path = path_to(step.trees.parent[first:end], places[request])
             self.stats.accepted_lengths[len(path)] += 1
+            self.controller.observe(tree.promised, len(path))
             self.stats.drafted_depths[self.runner.input_batch.req_ids[request]] = int(step.depth[first:end].max())
             for place in path:
                 if tree.origin[place - 1] == ORIGIN_NGRAM:
@@ -142,7 +158,13 @@ class GraphProposer:
         logits = None
         if self.draft is not None:
             known = np.where(sampled, length, self._computed_tokens(num_requests))
-            logits = self._catch_up(np.where(speculates, known, 0), drafts, token_ids_cpu)
+            waiting = int(drafts.sum())
+            if waiting and not self.controller.wants(1, waiting, waiting):
+                # Drafting doesn't pay now. What the draft has not seen it catches up on when it does.
+                speculates = speculates & ~drafts
+            logits = self._catch_up(np.where(speculates, known, 0), drafts & speculates, token_ids_cpu)
+            if "ngram" not in self.config.sources:
+                drafts &= speculates
         requests = np.flatnonzero(drafts)
         if len(requests) == 0:
             return [[] for _ in range(num_requests)]
@@ -157,6 +179,7 @@ class GraphProposer:
         budget = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         num_nodes = np.full(count, budget, np.int32)
         max_depth = self._max_depth(length, requests)
+        self.promised: list[list[float]] = [[1.0] for _ in requests]
         if self.draft is not None and root_logits is not None:
             self._grow(graphs, requests, length, root_logits, num_nodes, max_depth)
         if "ngram" in self.config.sources:
@@ -183,7 +206,7 @@ class GraphProposer:
                 depth=trees.depth[row, :size],
                 origin=graphs.origin[row, nodes],
                 via_merge=trees.via_merge[row, :size],
-                survival=graphs.survival[row, nodes],
+                promised=self.promised[row] if root_logits is not None else [],
             )
             result[request] = trees.token[row, :size].tolist()
         return result
@@ -221,11 +244,14 @@ class GraphProposer:
             if level == config.max_depth:
                 break
             room_now = np.where(max_depth > level, room - slots.used, 0).astype(np.int32)
-            gain = next_frontier(
+            promised = next_frontier(
                 graphs, first_new, num_nodes, room_now, np.float32(config.theta_prob), frontier, frontier_len
             )
-            if gain <= self._least_gain(count):
+            if not self.controller.wants(level + 1, promised, count):
                 break
+            for row in range(count):
+                survival = graphs.survival[row, frontier[row, : frontier_len[row]]].sum()
+                self.promised[row].append(float(survival))
             hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_table_rows, block_table)
             logits = self.draft.logits(hidden)
 
@@ -328,8 +354,14 @@ class GraphProposer:
         # The bonus token takes the last place.
         return np.minimum(left, self.max_model_len - length) - 1
 
-    def _least_gain(self, num_requests: int) -> float:
-        return 0.15 * num_requests
+
+def _median_seconds(run: Callable[[], object], times: int = 5) -> float:
+    seconds = []
+    for _ in range(times + 2):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[2:]))  # the first runs warm caches
 
 
 def _slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

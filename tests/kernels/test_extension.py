@@ -1,0 +1,38 @@
+"""With and without the compiled extension: the same answers, and never vLLM."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+if {blocked}:
+    sys.modules["vllm_gsd._C"] = None  # importing it now fails
+sys.path.insert(0, {folder!r})
+import torch
+from tree_cases import tree_case
+from vllm_gsd import ops
+from vllm_gsd.ops.kv_layout import KVLayout
+from vllm_gsd.ops.kv_move import move_kv
+from vllm_gsd.ops.topk_softmax import argmax_rows, topk_softmax
+from vllm_gsd.ops.tree_attention import tree_attention, tree_attention_reference
+
+assert not ({blocked} and ops.HAVE_EXTENSION)
+case = tree_case()
+torch.testing.assert_close(case.run(tree_attention), case.run(tree_attention_reference))
+kv_cache = torch.arange(64.0).view(1, 1, 4, 16)
+move_kv([kv_cache], KVLayout.plain(4, 8), torch.tensor([3]), torch.tensor([0]))
+assert kv_cache[0, 0, 0, 0] == 24
+assert topk_softmax(torch.tensor([[0.0, 1.0]]), 1)[1].tolist() == [[1]]
+assert argmax_rows(torch.tensor([[0.0, 1.0]])).tolist() == [1]
+assert not any(name == "vllm" or name.startswith("vllm.") for name in sys.modules), "vLLM was imported"
+"""
+
+
+@pytest.mark.parametrize("blocked", [True, False], ids=["without", "with"])
+def test_ops_work(blocked):
+    program = PROGRAM.format(blocked=blocked, folder=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

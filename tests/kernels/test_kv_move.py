@@ -1,0 +1,111 @@
+"""Moving cache slots: equal to gather and scatter, whatever overlaps."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tree_cases import LAYOUTS, random_separable
+
+from vllm_gsd.ops.kv_layout import KVLayout
+from vllm_gsd.ops.kv_move import move_kv, move_kv_reference
+
+OPS = [move_kv, move_kv_reference]
+
+
+def caches(count, block_size=16, head_size=32, dtype=torch.float32, blocks=5, kv_heads=3):
+    return [torch.randn(blocks, kv_heads, block_size, 2 * head_size).to(dtype) for _ in range(count)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    block_size=st.sampled_from([4, 16, 32]),
+    head_size=st.sampled_from([16, 80]),
+    layers=st.integers(1, 4),
+    moved=st.integers(0, 20),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_gather_and_scatter(layout, dtype, block_size, head_size, layers, moved, seed):
+    torch.manual_seed(seed)
+    layout = LAYOUTS[layout](block_size, head_size)
+    given = caches(layers, block_size, head_size, dtype)
+    src = torch.randint(5 * block_size, (moved,))
+    dst = torch.randperm(5 * block_size)[:moved]
+    every = torch.arange(5 * block_size)
+    expected = []
+    for kv_cache in given:
+        rows = [part.clone() for part in layout.read(kv_cache, every)]
+        for part in rows:
+            part[dst] = part[src]
+        expected.append(rows)
+    for op in OPS:
+        moved_caches = [kv_cache.clone() for kv_cache in given]
+        op(moved_caches, layout, src, dst)
+        for kv_cache, rows in zip(moved_caches, expected, strict=True):
+            assert all(map(torch.equal, layout.read(kv_cache, every), rows))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_swap(op):
+    """Every read comes before every write."""
+    layout = KVLayout.transposed(16, 32)
+    kv_cache = caches(1)[0]
+    before = layout.read(kv_cache, torch.tensor([7, 40]))
+    op([kv_cache], layout, torch.tensor([7, 40]), torch.tensor([40, 7]))
+    after = layout.read(kv_cache, torch.tensor([40, 7]))
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_layout_per_cache(op):
+    """Layers may differ in everything but the slots."""
+    layouts = [KVLayout.transposed(16, 32), random_separable(16, 64), KVLayout.plain(16, 16)]
+    given = [caches(1, head_size=layout.head_size, kv_heads=heads)[0] for layout, heads in zip(layouts, (1, 2, 4))]
+    src, dst = torch.tensor([3, 20]), torch.tensor([70, 3])
+    before = [layout.read(kv_cache, src) for layout, kv_cache in zip(layouts, given)]
+    op(given, layouts, src, dst)
+    for layout, kv_cache, rows in zip(layouts, given, before):
+        assert all(map(torch.equal, layout.read(kv_cache, dst), rows))
+
+
+def test_many_layers_in_parallel():
+    layout = KVLayout.transposed(32, 64)
+    given = caches(30, 32, 64, torch.bfloat16)
+    expected = [kv_cache.clone() for kv_cache in given]
+    src, dst = torch.arange(60, 90), torch.arange(50, 80)
+    move_kv(given, layout, src, dst)
+    move_kv_reference(expected, layout, src, dst)
+    assert all(map(torch.equal, given, expected))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_to_move(op):
+    none = torch.empty(0, dtype=torch.int64)
+    given = caches(2)
+    before = [kv_cache.clone() for kv_cache in given]
+    op(given, KVLayout.plain(16, 32), none, none)
+    op([], KVLayout.plain(16, 32), torch.tensor([1]), torch.tensor([2]))
+    assert all(map(torch.equal, given, before))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "src, dst",
+    [([80], [0]), ([0], [80]), ([-1], [0]), ([0], [-1]), ([0, 1], [2]), ([[0]], [[1]])],
+    ids=str,
+)
+def test_refuses_slots(op, src, dst):
+    with pytest.raises(ValueError):
+        op(caches(2), KVLayout.plain(16, 32), torch.tensor(src), torch.tensor(dst))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_refuses_layouts_and_dtypes(op):
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match="layouts"):
+        op(caches(3), [KVLayout.plain(16, 32)] * 2, one, one)
+    with pytest.raises(ValueError, match="layout"):
+        op(caches(1), KVLayout.plain(32, 32), one, one)
+    with pytest.raises(ValueError, match="int64"):
+        op(caches(1), KVLayout.plain(16, 32), one.int(), one.int())

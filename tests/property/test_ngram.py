@@ -1,0 +1,155 @@
+"""N-gram hypotheses against a naive search.
+
+Proven: ``longest_matches`` finds the same occurrences in the same order as a search that compares every suffix; what
+``graft_ngrams`` adds are exactly the texts that followed those occurrences, shared where they begin alike; in a graph
+that was grown already (merged edges included) nothing is changed or repeated, and every continuation can be walked;
+a full graph takes what fits and stays sound.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reference_graph import Limits, grow, has_cycle, random_draft, read_graph, unrolled
+
+from vllm_gsd.core.graph import ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
+from vllm_gsd.core.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
+
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
+
+# Few different tokens, or a phrase repeated, so that there is something to find.
+RANDOM = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+REPEATED = st.builds(
+    lambda phrase, times, noise: (phrase * times + noise + phrase)[-40:],
+    st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 5), max_size=3),
+)
+TEXT = RANDOM | REPEATED
+MIN_MATCH = st.integers(1, 4)
+
+
+def padded(text, length=None):
+    """A row as vLLM keeps it: int32, with something else behind the text."""
+    return np.array([*text, *[0] * 5], np.int32), len(text) if length is None else length
+
+
+def naive_matches(text, count, min_match):
+    """(where the continuation begins, tokens that matched): longest first, latest first among equals."""
+    found = []
+    for start in range(1, len(text)):
+        before, size = text[:start], 0
+        while size < min(start, MAX_MATCH) and before[-size - 1] == text[-size - 1]:
+            size += 1
+        if size >= max(1, min_match):
+            found.append((start, size))
+    return sorted(found, key=lambda match: (-match[1], -match[0]))[:count]
+
+
+@SETTINGS
+@given(TEXT, st.integers(1, 5), MIN_MATCH)
+@example([1] * 30, 3, 2)
+@example([1, 2] * 12, 5, 1)
+@example([7], 2, 1)
+def test_longest_matches(text, count, min_match):
+    starts, matched = np.full(count, -7, np.int32), np.full(count, -7, np.int32)
+    found = longest_matches(*padded(text), min_match, starts, matched)
+    expected = naive_matches(text, count, min_match)
+    assert list(zip(starts[:found].tolist(), matched[:found].tolist(), strict=True)) == expected
+
+
+def continuations(text, count, max_depth, min_match):
+    """(copied tokens, their probabilities) of each hypothesis."""
+    for start, size in naive_matches(text, count, min_match):
+        copied = tuple(text[start : start + max_depth])
+        yield copied, [MATCH_PROB[min(MAX_MATCH, size + i)] for i in range(len(copied))]
+
+
+@SETTINGS
+@given(TEXT, st.integers(1, 4), st.integers(1, 6), MIN_MATCH)
+def test_grafts_are_what_followed(text, count, max_depth, min_match):
+    graphs = new_graphs(1, 64)
+    reset(graphs, 0, np.array(text, np.int64))
+    used = graft_ngrams(graphs, 0, *padded(text), count, max_depth, min_match)
+    hypotheses = list(continuations(text, count, max_depth, min_match))
+    assert used == len(hypotheses)
+
+    expected: dict[tuple[int, ...], float] = {}
+    for copied, probs in hypotheses:
+        for end in range(1, len(copied) + 1):
+            expected.setdefault(copied[:end], probs[end - 1])  # the longest match says how likely
+    nodes = read_graph(graphs, 0)
+    # As many nodes as different beginnings: duplicates are shared.
+    assert len(nodes) - 1 == len(expected)
+    assert {node.path: node.prob for node in nodes[1:]} == expected
+    assert set(graphs.origin[0, 1 : len(nodes)].tolist()) <= {ORIGIN_NGRAM}
+    for node in nodes:
+        assert graphs.survival[0, node.index] == node.survival
+    # In so many words: after an earlier occurrence of the text's last token.
+    for node in nodes[1:]:
+        ngram = [text[-1], *node.path]
+        assert any(text[i : i + len(ngram)] == ngram for i in range(len(text)))
+
+
+@SETTINGS
+@given(TEXT, st.integers(0, 10**6), st.integers(0, 2), st.integers(1, 6))
+def test_grafts_on_a_grown_graph(text, seed, merge_ngram, max_depth):
+    limit = Limits(12, 4, 2, 0.0, 0.0, merge_ngram)
+    graphs = grow(random_draft(seed, 4, 1.0, 2), [tuple(text)], limit)
+    before = read_graph(graphs, 0)
+    graft_ngrams(graphs, 0, *padded(text), 3, max_depth, 1)
+    after = read_graph(graphs, 0)
+
+    def facts(node):
+        return node.path, node.prob, node.merged.path if node.merged else None
+
+    assert [facts(node) for node in after[: len(before)]] == [facts(node) for node in before]
+    assert set(graphs.origin[0, 1 : len(before)].tolist()) <= {ORIGIN_DRAFT}
+    assert set(graphs.origin[0, len(before) : len(after)].tolist()) <= {ORIGIN_NGRAM}
+    for node in after:
+        tokens = [child.token for child in node.children]
+        assert len(set(tokens)) == len(tokens)
+        assert node.merged is None or not node.children  # a merged edge continues as its target
+    assert not has_cycle(after)
+    paths = {place.tokens for place in unrolled(after[0], max_depth)}
+    for copied, _ in continuations(text, 3, max_depth, 1):
+        assert copied in paths
+
+
+@SETTINGS
+@given(TEXT, st.integers(1, 8))
+def test_grafts_on_a_full_graph(text, capacity):
+    graphs = new_graphs(1, capacity)
+    reset(graphs, 0, np.array(text, np.int64))
+    graft_ngrams(graphs, 0, *padded(text), 4, 6, 1)
+    nodes = read_graph(graphs, 0)
+    assert len(nodes) <= capacity
+    wanted = {c[:end] for c, _ in continuations(text, 4, 6, 1) for end in range(1, len(c) + 1)}
+    assert {node.path for node in nodes[1:]} <= wanted
+    assert len(nodes) == min(capacity, 1 + len(wanted))
+
+
+def test_grafts_go_through_merged_edges():
+    # "1" continues as "2", whose child is 3; the text 1 3 4 is then partly there.
+    graphs = new_graphs(1, 16)
+    text = [9, 1, 3, 4, 9]
+    reset(graphs, 0, np.array(text, np.int64))
+    two = add_child(graphs, 0, 0, 2, np.float32(0.5), ORIGIN_DRAFT)
+    add_child(graphs, 0, two, 3, np.float32(0.5), ORIGIN_DRAFT)
+    edge = add_child(graphs, 0, 0, 1, np.float32(0.5), ORIGIN_DRAFT)
+    graphs.merged[0, edge] = two
+    assert graft_ngrams(graphs, 0, *padded(text), 4, 3, 1) == 1
+    nodes = read_graph(graphs, 0)
+    assert [node.path for node in nodes[4:]] == [(2, 3, 4)]
+    assert (1, 3, 4) in {place.tokens for place in unrolled(nodes[0], 3)}
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_only_the_text_in_use_is_read(length):
+    # Whatever stands behind ``length`` is an old request's, and must not be found or copied.
+    text = [3, 3, 1, 3, 3, 1, 3, 3, 1]
+    graphs = new_graphs(1, 64)
+    reset(graphs, 0, np.array(text[:length], np.int64))
+    graft_ngrams(graphs, 0, *padded(text, length), 4, 6, 1)
+    expected = {c[:end] for c, _ in continuations(text[:length], 4, 6, 1) for end in range(1, len(c) + 1)}
+    assert {node.path for node in read_graph(graphs, 0)[1:]} == expected
