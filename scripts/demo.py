@@ -27,7 +27,7 @@ from vllm_gsd.models import ModelsError, built_in_pair
 PROMPTS = [
     "Explain in three sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number, and show how to call it.",
-    "Repeat this list three times, word for word: red apple, green pear, yellow banana, blue plum.",
+    "What is the capital of France, and what is it known for?",
     "List five tips for a good night's sleep.",
 ]
 # Two steps of bfloat16 for logits between 16 and 32.

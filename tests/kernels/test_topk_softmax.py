@@ -52,7 +52,7 @@ def test_ties_go_to_the_lower_id(rows, width, values, k, dtype, seed):
     random = torch.Generator().manual_seed(seed)
     logits = torch.randint(values, (rows, width), generator=random).to(dtype)
     check(logits, min(k, width))
-    assert torch.equal(argmax_rows(logits), logits.double().sort(1, True, stable=True).indices[:, 0])
+    assert torch.equal(argmax_rows(logits), logits.double().sort(dim=1, descending=True, stable=True).indices[:, 0])
 
 
 def test_masked_vocabulary(isa):

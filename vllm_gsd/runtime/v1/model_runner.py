@@ -38,7 +38,7 @@ class GraphModelRunner(CPUModelRunner):
         """Compile the draft model together with the target."""
         super().warming_up_model()
         with _set_global_compilation_settings(self.vllm_config):
-            self.drafter.warm_up()
+            self.drafter.warm_up(min(64, self.max_num_tokens))
 
     def initialize_kv_cache(self, kv_cache_config, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache; then prepare what reads and moves it."""
@@ -50,7 +50,6 @@ class GraphModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         group = self.kv_cache_config.kv_cache_groups[0]
         self.draft_kv = DraftKVTracker(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
-        self.drafter.initialize_attention()
         layers = self.compilation_config.static_forward_context
         draft_layers = set(self.drafter.layer_names)
         target_layers = [layers[name] for name in group.layer_names if name not in draft_layers]
@@ -59,7 +58,7 @@ class GraphModelRunner(CPUModelRunner):
             kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype)
             for layer in target_layers
         ]
-        self.drafter.measure_costs()
+        self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
         """Run the target over zeros without KV cache, up to the logits of all rows."""
@@ -77,7 +76,7 @@ class GraphModelRunner(CPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.step = plan_step(self, scheduler_output, self.drafter.take_trees())
+        self.step = plan_step(self, scheduler_output, self.drafter.trees)
         if self.step is not None:
             self.step.set_positions(self.positions)
             if self.step.has_placeholders:

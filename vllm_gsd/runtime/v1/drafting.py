@@ -1,0 +1,223 @@
+"""Growing token graphs with the draft model: catch-up over committed text, then one forward a level."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.core.controller import DraftController
+from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
+from vllm_gsd.core.graph import GraphBatch
+from vllm_gsd.core.growth import add_candidates, next_frontier
+from vllm_gsd.ops.topk_softmax import topk_softmax
+from vllm_gsd.runtime.draft_kv import DraftKVTracker
+from vllm_gsd.runtime.draft_model import DraftModel
+from vllm_gsd.runtime.limits import draft_kv_slots
+from vllm_gsd.runtime.stats import GraphStats
+from vllm_gsd.runtime.tree_rows import TreeRows
+
+logger = init_logger("vllm.gsd")
+
+
+class Drafter:
+    """The draft model at work on the runner's batch.
+
+    Args:
+        vllm_config, config: the engine's configuration and ours; ``config.model`` is not None.
+        stats: counters to add to.
+        capacity: nodes a graph can hold.
+    """
+
+    def __init__(self, vllm_config, config: GSDConfig, stats: GraphStats, capacity: int):
+        assert config.model is not None
+        self.config = config
+        self.stats = stats
+        self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size)
+        # Positions the draft knows; beyond them a request goes on without it.
+        self.max_positions = min(
+            vllm_config.model_config.max_model_len, self.model.model_config.max_model_len
+        )
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_slots = draft_kv_slots(config)
+        self.controller = DraftController(config.max_depth)
+        num_requests = vllm_config.scheduler_config.max_num_seqs
+        self.slots = new_draft_slots(num_requests, capacity, self.max_slots)
+        self.frontier = np.zeros((num_requests, config.num_speculative_tokens), np.int32)
+
+    def measure_costs(self, target_step: Callable[[], object]) -> None:
+        """Time a draft level against a target step on this machine, once.
+
+        Args:
+            target_step: runs the target over one request's root and nodes.
+        """
+        level = _median_seconds(lambda: topk_softmax(self.model.run_idle(2), self.config.top_k))
+        step = _median_seconds(target_step)
+        self.controller.level_cost = level / step
+        logger.info("gsd: a draft level takes %.2f ms, a target step %.2f ms", 1e3 * level, 1e3 * step)
+
+    def catch_up(
+        self, batch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        """Run the draft over committed text it has no KV for yet.
+
+        Args:
+            batch: the runner's input batch.
+            known: int64 [num_requests], tokens of each request whose draft KV is due; 0 for none.
+            wanted: bool [num_requests], requests to draft for.
+
+        Returns:
+            bool [num_requests], those of the wanted requests that can be drafted for, and the logits after their last
+            tokens, [number of them, vocab] (None without any).
+        """
+        num_requests = len(known)
+        block_table = batch.block_table[0]
+        capacity = block_table.num_blocks_per_row[:num_requests].astype(np.int64) * block_table.block_size
+        room = np.minimum(capacity, self.max_positions)
+        wanted = wanted & (known <= room)
+        known = np.minimum(known, room)
+        done = np.array([tracker.length[request_id] for request_id in batch.req_ids[:num_requests]], np.int64)
+        last_hidden: dict[int, torch.Tensor] = {}
+        while True:
+            missing = np.maximum(known - done, 0)
+            # Fill the forward request by request; what does not fit waits for the next one.
+            counts = np.clip(self.max_rows - (np.cumsum(missing) - missing), 0, missing)
+            running = np.flatnonzero(counts)
+            if len(running) == 0:
+                break
+            counts = counts[running]
+            starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+            requests = np.repeat(running, counts)
+            positions = done[requests] + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+            done[running] += counts
+            hidden = self.model.run_causal(
+                batch.token_ids_cpu[requests, positions],
+                positions,
+                slots_of(block_table.block_table.np, requests, positions, block_table.block_size),
+                starts,
+                done[running].astype(np.int32),
+                block_table.block_table.cpu[torch.from_numpy(running)],
+            )
+            self.stats.counts["draft_rows"] += int(starts[-1])
+            self.stats.counts["draft_forwards"] += 1
+            for index, request in enumerate(running):
+                tracker.advance(batch.req_ids[request], int(done[request]))
+                last_hidden[int(request)] = hidden[starts[index + 1] - 1]
+        # A request whose draft KV was complete already has no fresh logits to draft from.
+        drafted = wanted & np.isin(np.arange(num_requests), list(last_hidden))
+        if not drafted.any():
+            return drafted, None
+        rows = [last_hidden[int(request)] for request in np.flatnonzero(drafted)]
+        return drafted, self.model.logits(torch.stack(rows))
+
+    def grow(
+        self,
+        graphs: GraphBatch,
+        drafted: np.ndarray,
+        requests: np.ndarray,
+        length: np.ndarray,
+        root_logits: torch.Tensor,
+        num_nodes: np.ndarray,
+        max_depth: np.ndarray,
+        block_table,
+    ) -> list[list[float]]:
+        """Grow the graphs of a batch level by level.
+
+        Args:
+            graphs: one graph per request of ``requests``, lone roots.
+            drafted: bool [num_graphs], graphs to grow.
+            requests: int64 [num_graphs], rows of the block table.
+            length: int64 [num_graphs], committed tokens.
+            root_logits: [sum(drafted), vocab], the draft's after each root.
+            num_nodes, max_depth: int32 / int64 [num_graphs], limits of each graph.
+
+        Returns:
+            for each graph, the survival expanded at each level that was drafted for it.
+        """
+        config = self.config
+        count = len(requests)
+        frontier = self.frontier[:count]
+        frontier[:, 0] = 0
+        frontier_len = drafted.astype(np.int32)
+        promised = [[1.0] if is_drafted else [] for is_drafted in drafted]
+        slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
+        slots.used[:] = 0
+        block_rows = block_table.block_table.cpu[torch.from_numpy(requests)]
+        capacity = block_table.num_blocks_per_row[requests].astype(np.int64) * block_table.block_size
+        room = np.minimum(self.max_slots, capacity - length)
+        deepest = np.minimum(max_depth, self.max_positions - length)
+        logits = root_logits
+        for level in range(1, config.max_depth + 1):
+            first_new = graphs.size.copy()
+            probs, tokens = topk_softmax(logits, config.top_k)
+            counts = add_candidates(
+                graphs,
+                frontier,
+                frontier_len,
+                tokens.numpy(),
+                probs.numpy(),
+                num_nodes,
+                config.theta_sib,
+                config.merge_ngram,
+            )
+            self.stats.counts["nodes_added"] += counts.added
+            self.stats.counts["nodes_merged"] += counts.merged
+            self.stats.counts["nodes_pruned"] += counts.pruned
+            if level == config.max_depth:
+                break
+            room_now = np.where(drafted & (deepest > level), room - slots.used, 0).astype(np.int32)
+            expected = next_frontier(
+                graphs, first_new, num_nodes, room_now, np.float32(config.theta_prob), frontier, frontier_len
+            )
+            if not self.controller.wants(level + 1, expected, count):
+                break
+            for row in np.flatnonzero(frontier_len):
+                survival = graphs.survival[row, frontier[row, : frontier_len[row]]]
+                promised[row].append(float(survival.sum()))
+            hidden = self._run_level(
+                graphs, slots, frontier, frontier_len, length, block_rows, block_table.block_size
+            )
+            logits = self.model.logits(hidden)
+        return promised
+
+    def _run_level(self, graphs, slots, frontier, frontier_len, length, block_rows, block_size) -> torch.Tensor:
+        """One draft forward over the frontier nodes of all requests; returns hidden states [rows, hidden]."""
+        num_rows = int(frontier_len.sum())
+        token = np.empty(num_rows, np.int64)
+        depth = np.empty(num_rows, np.int32)
+        slot = np.empty(num_rows, np.int32)
+        mask = np.empty((num_rows, slots.mask.shape[2]), np.int64)
+        level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask)
+        request_of_row = np.repeat(np.arange(len(frontier_len)), frontier_len)
+        base = length[request_of_row]
+        positions = base - 1 + depth
+        tree = TreeRows(
+            query_start_loc=torch.from_numpy(np.concatenate([[0], np.cumsum(frontier_len)]).astype(np.int32)),
+            prefix_lens=torch.from_numpy(length.astype(np.int32)),
+            block_table=block_rows,
+            positions=torch.from_numpy(positions),
+            mask=torch.from_numpy(mask),
+            rows=None,
+        )
+        self.stats.counts["draft_rows"] += num_rows
+        self.stats.counts["draft_nodes"] += num_rows
+        self.stats.counts["draft_forwards"] += 1
+        flat_slots = slots_of(block_rows.numpy(), request_of_row, base + slot, block_size)
+        return self.model.run_level(token, positions, flat_slots, tree)
+
+
+def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Physical KV slots, int64, of logical positions of the given rows of a block table."""
+    blocks = block_table[rows, positions // block_size].astype(np.int64)
+    return blocks * block_size + positions % block_size
+
+
+def _median_seconds(run: Callable[[], object], times: int = 5) -> float:
+    seconds = []
+    for _ in range(times + 2):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[2:]))  # the first runs warm caches
