@@ -97,7 +97,7 @@ void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_
       found.sum[i] = kernels.scan(in.row(i / in.chunks), chunk * kChunk, in.chunk_end(chunk), k,
                                   &found.values[i * k], &found.ids[i * k], found.count[i]);
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t r = 0; r < in.rows; ++r)
       merge_row(found, r * in.chunks, in.chunks, k, probs + r * k, ids + r * k);
   }
@@ -115,7 +115,7 @@ void argmax_of_rows(const at::Tensor& logits, int64_t* ids) {
       const int64_t chunk = i % in.chunks;
       highest[i] = kernels.highest(in.row(i / in.chunks), chunk * kChunk, in.chunk_end(chunk));
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t r = 0; r < in.rows; ++r) {
       const float* of_row = &highest[r * in.chunks];
       const int64_t chunk = std::max_element(of_row, of_row + in.chunks) - of_row;

@@ -1,0 +1,174 @@
+"""Every upstream symbol that is wrapped, subclassed or read: an upstream change fails here, by name."""
+
+import dataclasses
+import inspect
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics import loggers
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.block_table import BlockTable
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+def parameters(function) -> list[str]:
+    """Names of a function's parameters, ``self`` left out."""
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def field_names(cls) -> set[str]:
+    """Fields of a dataclass or named tuple."""
+    return set(cls._fields) if hasattr(cls, "_fields") else {f.name for f in dataclasses.fields(cls)}
+
+
+SIGNATURES = [
+    # compat.hooks
+    (EngineArgs.add_cli_args, ["parser"]),
+    (VllmConfig.num_lookahead_tokens.fget, []),
+    # runtime.v1.model_runner
+    (GPUModelRunner._update_states, ["scheduler_output"]),
+    (GPUModelRunner._prepare_inputs, ["scheduler_output", "num_scheduled_tokens"]),
+    (GPUModelRunner._sample, ["logits", "spec_decode_metadata"]),
+    (GPUModelRunner._input_fits_in_drafter, ["common_attn_metadata"]),
+    (GPUModelRunner.sample_tokens, ["grammar_output"]),
+    (CPUModelRunner.warming_up_model, []),
+    (CPUModelRunner.__init__, ["vllm_config", "device"]),
+    # runtime.cpu_attention
+    (
+        CPUAttentionBackendImpl.forward,
+        [
+            "layer",
+            "query",
+            "key",
+            "value",
+            "kv_cache",
+            "attn_metadata",
+            "output",
+            "output_scale",
+            "output_block_scale",
+        ],
+    ),
+    (CPUAttentionMetadataBuilder.build, ["common_prefix_len", "common_attn_metadata", "fast_build"]),
+    (register_backend, ["backend", "class_path", "is_mamba"]),
+    # runtime.scheduler
+    (Scheduler.update_from_output, ["scheduler_output", "model_runner_output"]),
+    (
+        Scheduler.make_spec_decoding_stats,
+        ["spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"],
+    ),
+    (SpecDecodingStats.observe_draft, ["num_draft_tokens", "num_accepted_tokens"]),
+    # runtime.draft_model
+    (
+        SpeculativeConfig.create_draft_parallel_config,
+        ["target_parallel_config", "speculative_draft_tensor_parallel_size", "draft_model_config"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", ""))
+def test_signature(function, expected):
+    assert parameters(function) == expected
+
+
+@pytest.mark.parametrize(
+    ("cls", "needed"),
+    [
+        (SchedulerOutput, {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"}),
+        (SchedulerOutput, {"scheduled_spec_decode_tokens", "total_num_scheduled_tokens"}),
+        (NewRequestData, {"req_id", "block_ids", "num_computed_tokens"}),
+        (CachedRequestData, {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"}),
+        (SamplerOutput, {"sampled_token_ids", "logprobs_tensors"}),
+        (LogprobsTensors, {"logprob_token_ids", "logprobs", "selected_token_ranks"}),
+        (SchedulerStats, {"kv_connector_stats", "spec_decoding_stats"}),
+        (EngineArgs, {"speculative_config", "additional_config", "worker_cls", "scheduler_cls"}),
+        (
+            CommonAttentionMetadata,
+            {"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping", "is_prefilling"},
+        ),
+    ],
+)
+def test_fields(cls, needed):
+    assert needed <= field_names(cls)
+
+
+def test_sampling_metadata_is_known_completely():
+    """``walk`` slices every field by request: a new field must be sliced too."""
+    assert field_names(SamplingMetadata) == {
+        "temperature",
+        "all_greedy",
+        "all_random",
+        "top_p",
+        "top_k",
+        "generators",
+        "max_num_logprobs",
+        "no_penalties",
+        "prompt_token_ids",
+        "frequency_penalties",
+        "presence_penalties",
+        "repetition_penalties",
+        "output_token_ids",
+        "allowed_token_ids_mask",
+        "bad_words_token_ids",
+        "logitsprocs",
+        "logprob_token_ids",
+        "spec_token_ids",
+        "thinking_budget_state_holder",
+    }
+
+
+def test_model_runner_output_takes_our_attribute():
+    """The worker's statistics ride on the output as an extra attribute, which slots would forbid."""
+    assert not hasattr(ModelRunnerOutput, "__slots__")
+
+
+def test_worker_builds_the_runner_by_module_name():
+    source = inspect.getsource(cpu_worker.CPUWorker.init_device)
+    assert "CPUModelRunner(self.vllm_config" in source
+
+
+def test_custom_class_proposer_is_called_after_bookkeeping():
+    source = inspect.getsource(GPUModelRunner.propose_draft_token_ids)
+    assert 'spec_config.method == "custom_class"' in source
+    assert "self.input_batch.token_ids_cpu" in source
+
+
+def test_metric_hooks():
+    assert hasattr(loggers.PrometheusStatLogger, "_kv_connector_cls")
+    assert "KVConnectorLogging(" in inspect.getsource(loggers.LoggingStatLogger)
+    assert "self._kv_connector_cls(" in inspect.getsource(loggers.PrometheusStatLogger.__init__)
+
+
+def test_block_allocation_is_capped_at_max_model_len():
+    """Lookahead slots must not reach past max_model_len."""
+    source = inspect.getsource(KVCacheManager.allocate_slots)
+    assert "self.max_model_len" in source
+
+
+def test_sampler_and_forward_context():
+    assert {"logits", "sampling_metadata"} <= set(parameters(Sampler.forward))
+    assert {"attn_metadata", "vllm_config", "num_tokens", "slot_mapping"} <= set(parameters(set_forward_context))
+
+
+def test_block_table_attributes():
+    source = inspect.getsource(BlockTable.__init__)
+    for name in ("self.block_table", "self.num_blocks_per_row", "self.slot_mapping", "self.block_size"):
+        assert f"{name} = " in source
+
+
+def test_cpu_backend_can_be_overridden():
+    assert AttentionBackendEnum.CPU_ATTN.name == "CPU_ATTN"
