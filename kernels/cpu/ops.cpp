@@ -26,6 +26,6 @@ TORCH_LIBRARY_IMPL(vllm_gsd, CPU, library) {
 
 // Importing vllm_gsd._C loads this library, which registers the operators; the module itself is empty.
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
   return PyModule_Create(&module);
 }

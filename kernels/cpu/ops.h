@@ -9,10 +9,10 @@
 namespace gsd {
 
 void tree_attention(at::Tensor output, const at::Tensor& query, const at::Tensor& kv_cache,
-                    const at::Tensor& tables, const at::Tensor& block_table, const at::Tensor& query_start_loc,
-                    const at::Tensor& prefix_lens, const at::Tensor& positions, const at::Tensor& tree_mask,
-                    double scale, int64_t sliding_window, double softcap,
-                    const std::optional<at::Tensor>& sinks);
+                    const at::Tensor& tables, const at::Tensor& block_table,
+                    const at::Tensor& query_start_loc, const at::Tensor& prefix_lens,
+                    const at::Tensor& positions, const at::Tensor& tree_mask, double scale,
+                    int64_t sliding_window, double softcap, const std::optional<at::Tensor>& sinks);
 
 void move_kv(at::TensorList kv_caches, at::TensorList tables, const at::Tensor& src_slots,
              const at::Tensor& dst_slots);

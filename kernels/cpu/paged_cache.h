@@ -3,11 +3,14 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 
 namespace gsd {
 
-// A page holds the keys (or the values) of one block and one KV head: token t, dimension d at token[t] + dim[d].
+// A page holds the keys (or the values) of one block and one KV head: token t, dimension d lies at
+// token[t] + dim[d].
 struct PageOrder {
   const int32_t* token;
   const int32_t* dim;
@@ -33,7 +36,8 @@ struct PagedCache {
 // `tables` is KVLayout.tables: int32 key_token, key_dim, value_token, value_dim one after the other.
 inline PagedCache paged_cache(const at::Tensor& kv_cache, const at::Tensor& tables) {
   TORCH_CHECK_VALUE(kv_cache.dim() == 4 && kv_cache.size(3) % 2 == 0,
-                    "kv_cache must be [num_blocks, kv_heads, block_size, 2 * head_size], not ", kv_cache.sizes());
+                    "kv_cache must be [num_blocks, kv_heads, block_size, 2 * head_size], not ",
+                    kv_cache.sizes());
   TORCH_CHECK_VALUE(kv_cache.stride(3) == 1 && kv_cache.stride(2) == kv_cache.size(3),
                     "the pages of kv_cache must be contiguous");
   PagedCache cache;
@@ -48,13 +52,15 @@ inline PagedCache paged_cache(const at::Tensor& kv_cache, const at::Tensor& tabl
   const int64_t page = cache.block_size * cache.head_size;
   TORCH_CHECK_VALUE(tables.scalar_type() == at::kInt && tables.is_contiguous() &&
                         tables.numel() == 2 * (cache.block_size + cache.head_size),
-                    "the layout is not one for blocks of ", cache.block_size, " and heads of ", cache.head_size);
+                    "the layout is not one for blocks of ", cache.block_size, " and heads of ",
+                    cache.head_size);
   const int32_t* table = tables.const_data_ptr<int32_t>();
   cache.key = {table, table + cache.block_size};
   cache.value = {cache.key.dim + cache.head_size, cache.key.dim + cache.head_size + cache.block_size};
   for (const PageOrder& order : {cache.key, cache.value}) {
     int64_t low = 0, high = 0;
-    for (auto [entries, count] : {std::pair(order.token, cache.block_size), {order.dim, cache.head_size}}) {
+    for (auto [entries, count] :
+         {std::pair(order.token, cache.block_size), std::pair(order.dim, cache.head_size)}) {
       const auto [least, most] = std::minmax_element(entries, entries + count);
       low += *least;
       high += *most;

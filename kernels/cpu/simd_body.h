@@ -124,7 +124,8 @@ static GSD_INLINE vf exp_of(vf x) {
   return x < lowest ? vf{} : p * power;
 }
 
-// tanh: an odd polynomial near 0 (where 1 - 2 / (e^2x + 1) would cancel), the formula elsewhere (Cephes tanhf).
+// tanh: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel, and that formula elsewhere (Cephes
+// tanhf).
 static GSD_INLINE vf tanh_of(vf x) {
   const vf magnitude = x < 0.0f ? -x : x;
   const vf square = x * x;

@@ -39,13 +39,14 @@ AttentionFns kernel_for(at::ScalarType dtype) {
   }
 }
 
-// Every 16 entries are contiguous and, for `linear`, entries lie at one distance throughout.
+// Every 16 entries, from the first on, are contiguous.
 bool contiguous_by_16(const int32_t* table, int64_t size) {
   for (int64_t i = 0; i < size; ++i)
     if (i % 16 != 0 && table[i] != table[i - 1] + 1) return false;
   return size % 16 == 0;
 }
 
+// All entries lie at one distance.
 bool linear(const int32_t* table, int64_t size) {
   for (int64_t i = 2; i < size; ++i)
     if (table[i] - table[i - 1] != table[1] - table[0]) return false;
@@ -75,7 +76,8 @@ void check_inputs(const at::Tensor& output, const at::Tensor& query, const at::T
                     "query_start_loc must be a contiguous int32 vector");
   const int64_t requests = query_start_loc.size(0) - 1;
   TORCH_CHECK_VALUE(block_table.scalar_type() == at::kInt && block_table.dim() == 2 &&
-                        block_table.size(0) >= requests && (block_table.size(1) <= 1 || block_table.stride(1) == 1),
+                        block_table.size(0) >= requests &&
+                        (block_table.size(1) <= 1 || block_table.stride(1) == 1),
                     "block_table must be int32 [num_reqs, max_blocks]");
   TORCH_CHECK_VALUE(prefix_lens.scalar_type() == at::kInt && prefix_lens.dim() == 1 &&
                         prefix_lens.size(0) >= requests && prefix_lens.is_contiguous(),
@@ -86,8 +88,9 @@ void check_inputs(const at::Tensor& output, const at::Tensor& query, const at::T
                     "tree_mask must be a contiguous int64 [num_rows, words]");
   const int32_t rows = query_start_loc.const_data_ptr<int32_t>()[requests];
   TORCH_CHECK_VALUE(rows <= query.size(0) && rows <= positions.size(0) && rows <= tree_mask.size(0),
-                    "query_start_loc ends at row ", rows, ", but there are ", query.size(0), " rows in query, ",
-                    positions.size(0), " in positions, ", tree_mask.size(0), " in tree_mask");
+                    "query_start_loc ends at row ", rows, ", but there are ", query.size(0),
+                    " rows in query, ", positions.size(0), " in positions, ", tree_mask.size(0),
+                    " in tree_mask");
   if (sinks)
     TORCH_CHECK_VALUE(sinks->scalar_type() == at::kFloat && sinks->dim() == 1 && sinks->is_contiguous() &&
                           sinks->size(0) == query.size(1),
@@ -210,11 +213,12 @@ float* thread_scratch(int64_t floats) {
 }  // namespace
 
 void tree_attention(at::Tensor output, const at::Tensor& query, const at::Tensor& kv_cache,
-                    const at::Tensor& tables, const at::Tensor& block_table, const at::Tensor& query_start_loc,
-                    const at::Tensor& prefix_lens, const at::Tensor& positions, const at::Tensor& tree_mask,
-                    double scale, int64_t sliding_window, double softcap,
-                    const std::optional<at::Tensor>& sinks) {
-  check_inputs(output, query, kv_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask, sinks);
+                    const at::Tensor& tables, const at::Tensor& block_table,
+                    const at::Tensor& query_start_loc, const at::Tensor& prefix_lens,
+                    const at::Tensor& positions, const at::Tensor& tree_mask, double scale,
+                    int64_t sliding_window, double softcap, const std::optional<at::Tensor>& sinks) {
+  check_inputs(output, query, kv_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
+               sinks);
   TreeAttention op;
   op.cache = paged_cache(kv_cache, tables);
   const int64_t block_size = op.cache.block_size, head_size = op.cache.head_size;

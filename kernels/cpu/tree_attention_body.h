@@ -214,8 +214,9 @@ class TaskRun {
   // All of [from, from + count) may be read: the keys exist and their blocks hold live data.
   bool inside(int64_t from, int64_t count) const { return from >= first_ && from + count <= end_; }
 
-  const T* key_page(int64_t t) const { return cache_.key_page<T>(blocks_[t / cache_.block_size], kv_head_); }
-  const T* value_page(int64_t t) const { return cache_.value_page<T>(blocks_[t / cache_.block_size], kv_head_); }
+  int64_t block_of(int64_t t) const { return blocks_[t / cache_.block_size]; }
+  const T* key_page(int64_t t) const { return cache_.key_page<T>(block_of(t), kv_head_); }
+  const T* value_page(int64_t t) const { return cache_.value_page<T>(block_of(t), kv_head_); }
 
   void score(int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t += kTile) {
@@ -280,7 +281,8 @@ class TaskRun {
     if (word >= op_.mask_words) return 0;
     const int64_t* words = op_.mask + row * op_.mask_words;
     uint64_t bits = static_cast<uint64_t>(words[word]) >> shift;
-    if (shift > 48 && word + 1 < op_.mask_words) bits |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
+    if (shift > 48 && word + 1 < op_.mask_words)
+      bits |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
     return bits & 0xffff;
   }
 
@@ -423,6 +425,7 @@ static void run_task(const TreeAttention& op, const AttentionTask& task, float* 
 }
 
 template <typename T>
-static void merge_splits(const TreeAttention& op, const AttentionTask& task, float* scratch, float* partials) {
+static void merge_splits(const TreeAttention& op, const AttentionTask& task, float* scratch,
+                         float* partials) {
   TaskRun<T>(op, task, scratch).merge(task, partials);
 }

@@ -51,8 +51,8 @@ struct Rows {
   int64_t stride, rows, width, chunks;
 
   explicit Rows(const at::Tensor& logits)
-      : data(logits.const_data_ptr<T>()), stride(logits.stride(0)), rows(logits.size(0)), width(logits.size(1)),
-        chunks((width + kChunk - 1) / kChunk) {}
+      : data(logits.const_data_ptr<T>()), stride(logits.stride(0)), rows(logits.size(0)),
+        width(logits.size(1)), chunks((width + kChunk - 1) / kChunk) {}
   const T* row(int64_t r) const { return data + r * stride; }
   int64_t chunk_end(int64_t chunk) const { return std::min(width, (chunk + 1) * kChunk); }
   bool worth_threads() const { return rows * width > 2 * kChunk; }
@@ -147,11 +147,13 @@ void with_dtype(at::ScalarType dtype, F f) {
 
 std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_t k) {
   const at::Tensor in = check_rows(logits);
-  TORCH_CHECK_VALUE(k >= 1 && k <= in.size(1), "k must be from 1 to the vocabulary's ", in.size(1), ", not ", k);
+  TORCH_CHECK_VALUE(k >= 1 && k <= in.size(1), "k must be from 1 to the vocabulary's ", in.size(1), ", not ",
+                    k);
   at::Tensor probs = at::empty({in.size(0), k}, in.options().dtype(at::kFloat));
   at::Tensor ids = at::empty({in.size(0), k}, in.options().dtype(at::kLong));
   with_dtype(in.scalar_type(), [&](auto zero) {
-    topk_softmax_rows<decltype(zero)>(in, k, probs.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>());
+    topk_softmax_rows<decltype(zero)>(in, k, probs.mutable_data_ptr<float>(),
+                                      ids.mutable_data_ptr<int64_t>());
   });
   return {probs, ids};
 }

@@ -1,6 +1,7 @@
 // One chunk of one row of logits: its top k, its sum of exponentials, its highest element (see each_isa.h).
 
-// Keeps the k highest (value, id), descending; of equal values the one that came first (the lower id) is ahead.
+// Keeps the k highest (value, id), descending; of equal values the one that came first (the lower id) is
+// ahead.
 struct TopList {
   float* value;
   int32_t* id;

@@ -20,16 +20,25 @@ def writer_of(layout):
     return write
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("block_size, head_size", [(16, 32), (128, 64), (4, 512), (1024, 16)])
+@pytest.mark.parametrize(
+    ("block_size", "head_size", "dtype"),
+    [
+        (16, 32, torch.float32),
+        (16, 32, torch.float16),
+        (128, 64, torch.bfloat16),
+        (4, 512, torch.bfloat16),  # numbers that bfloat16 does not hold
+        (512, 16, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_probe_finds_the_layout(name, block_size, head_size, dtype):
     layout = LAYOUTS[name](block_size, head_size)
     probed = KVLayout.probe(writer_of(layout), block_size, head_size, dtype)
     kv_cache = torch.randn(2, 2, block_size, 2 * head_size)
     slots = torch.arange(2 * block_size)
-    for ours, given in zip(probed.read(kv_cache, slots), layout.read(kv_cache, slots), strict=True):
-        assert torch.equal(ours, given)
+    for ours, theirs in zip(probed.read(kv_cache, slots), layout.read(kv_cache, slots), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @settings(deadline=None, max_examples=25)
@@ -63,7 +72,7 @@ def wrong_block(key, value, key_cache, value_cache, slots):
 
 
 @pytest.mark.parametrize(
-    "write, message",
+    ("write", "message"),
     [
         (not_separable, "key page's order is not"),
         (drops_values, "value page does not hold"),
@@ -77,12 +86,7 @@ def test_probe_refuses(write, message):
 
 def test_refuses_another_cache():
     layout = KVLayout.plain(16, 32)
-    for kv_cache in (
-        torch.zeros(2, 1, 16, 32),
-        torch.zeros(2, 1, 32, 64),
-        torch.zeros(2, 16, 64),
-        torch.zeros(2, 16, 1, 64).transpose(1, 2),  # pages apart: [2, 1, 16, 64], but that is contiguous
-    )[:3]:
+    for kv_cache in (torch.zeros(2, 1, 16, 32), torch.zeros(2, 1, 32, 64), torch.zeros(2, 16, 64)):
         with pytest.raises(ValueError, match="the layout is for"):
             layout.read(kv_cache, torch.arange(1))
     with pytest.raises(ValueError, match="contiguous"):

@@ -45,8 +45,8 @@ def test_head_sizes(isa, head_size, dtype):
 def test_block_sizes(isa, layout, block_size):
     if layout == "pairs" and block_size % 2:
         pytest.skip("pairs of tokens need an even block size")
-    check(tree_case(rows=(17, 2), prefixes=(129, 300), block_size=block_size, head_size=32, layout=LAYOUTS[layout],
-                    dtype=torch.bfloat16))  # fmt: skip
+    check(tree_case(rows=(17, 2), prefixes=(129, 300), block_size=block_size, head_size=32,
+                    layout=LAYOUTS[layout], dtype=torch.bfloat16))  # fmt: skip
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1), (16, 16), (14, 2), (71, 1)], ids=str)
@@ -189,7 +189,7 @@ BROKEN = {
 @pytest.mark.parametrize("op", [tree_attention, tree_attention_reference])
 @pytest.mark.parametrize("what", BROKEN)
 def test_refuses(op, what):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"block|dtype|head|rows|row for each|int64|layout|prefix"):
         BROKEN[what](tree_case(rows=(5,), prefixes=(40,))).run(op)
 
 

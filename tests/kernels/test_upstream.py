@@ -20,7 +20,7 @@ def writer(upstream, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("block_size, head_size", [(32, 32), (32, 64), (128, 64), (128, 128), (32, 256)])
+@pytest.mark.parametrize(("block_size", "head_size"), [(32, 32), (32, 64), (128, 64), (128, 128), (32, 256)])
 def test_probed_layout_reads_what_upstream_wrote(upstream, isa, block_size, head_size, dtype):
     write = writer(upstream, isa)
     layout = KVLayout.probe(write, block_size, head_size, dtype)
@@ -45,19 +45,22 @@ def test_kernel_on_probed_layouts(upstream, isa, dtype):
     def probed(block_size, head_size):
         return KVLayout.probe(writer(upstream, isa), block_size, head_size, dtype)
 
-    options = dict(rows=(17, 3), prefixes=(130, 70), num_heads=9, kv_heads=3, head_size=64, dtype=dtype)
-    expected = tree_case(**options, layout=KVLayout.plain).run(tree_attention)
-    assert torch.equal(tree_case(**options, layout=probed).run(tree_attention), expected)
+    def run(layout):
+        return tree_case(
+            rows=(17, 3), prefixes=(130, 70), num_heads=9, kv_heads=3, dtype=dtype, layout=layout
+        ).run(tree_attention)
+
+    assert torch.equal(run(probed), run(KVLayout.plain))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [-1, 1, 7, 40])
-@pytest.mark.parametrize("isa, block_size", [("vec", 32), ("vec", 128), ("vec16", 16)])
+@pytest.mark.parametrize(("isa", "block_size"), [("vec", 32), ("vec", 128), ("vec16", 16)])
 def test_chains_equal_causal_attention(upstream, isa, block_size, window, dtype):
     """A chain's mask is causal; windows reach into the prefix only, so the chain is shorter than they are."""
     rows = (1, 1) if window == 1 else (5, 7)
-    case = tree_case(rows=rows, prefixes=(100, 64), num_heads=9, kv_heads=3, block_size=block_size, dtype=dtype,
-                     chains=True)  # fmt: skip
+    case = tree_case(rows=rows, prefixes=(100, 64), num_heads=9, kv_heads=3, block_size=block_size,
+                     dtype=dtype, chains=True)  # fmt: skip
     if window == 1:  # a row sees itself only
         case.query_start_loc, case.query = case.query_start_loc[:2], case.query[:1]
         case.positions, case.tree_mask = case.positions[:1], case.tree_mask[:1]
@@ -71,8 +74,8 @@ def test_chains_equal_causal_attention(upstream, isa, block_size, window, dtype)
     expected = torch.empty_like(case.query)
     kv_cache = case.kv_cache.nan_to_num(nan=0.0)  # upstream reads whole tiles
     upstream.cpu_attention_with_kv_cache(
-        case.query, *pages_of(kv_cache), expected, case.query_start_loc, lengths, case.scale, True, None, window,
-        case.block_table, 0.0, metadata, None,
+        case.query, *pages_of(kv_cache), expected, case.query_start_loc, lengths, case.scale, True, None,
+        window, case.block_table, 0.0, metadata, None,
     )  # fmt: skip
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
@@ -89,6 +92,7 @@ def test_chains_equal_causal_attention_with_options(upstream, option):
     expected = torch.empty_like(case.query)
     upstream.cpu_attention_with_kv_cache(
         case.query, *pages_of(case.kv_cache.nan_to_num(nan=0.0)), expected, case.query_start_loc, lengths,
-        case.scale, True, None, -1, case.block_table, case.options["softcap"], metadata, case.options.get("sinks"),
+        case.scale, True, None, -1, case.block_table, case.options["softcap"], metadata,
+        case.options.get("sinks"),
     )  # fmt: skip
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Random inputs for tree attention. Every cache element that no row attends is NaN, so that reading it shows."""
+"""Random inputs for tree attention. Cache elements that no row attends are NaN, so that reading them shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests hold the core against: token graphs as objects and recursion, written from docs/design only.
+"""What the tests hold the core against: token graphs as objects and recursion, written from the design.
 
 Nothing of ``vllm_gsd.core`` is used to *judge*; ``grow`` only calls it level by level, as a proposer does.
 """

@@ -1,9 +1,10 @@
 """Flattened lists, masks and the walk over them, against recursion over the graph.
 
-Proven for random acyclic graphs with arbitrary merged edges (equal, zero and one probabilities included): the list is a
-tree in topological order within its node and depth limits, best first, closed under ancestors, siblings distinct; its
-paths are paths of the graph, the N most probable of all; a batch gives what each graph gives alone. ``ancestor_masks``
-(several words too), ``is_chain``, ``path_to`` and ``step_into`` equal their references.
+Proven for random acyclic graphs with arbitrary merged edges (equal, zero and one probabilities included): the
+list is a tree in topological order within its node and depth limits, best first, closed under ancestors,
+siblings distinct; its paths are paths of the graph, the N most probable of all; a batch gives what each graph
+gives alone. ``ancestor_masks`` (several words too), ``is_chain``, ``path_to`` and ``step_into`` equal their
+references.
 """
 
 import numpy as np
@@ -131,8 +132,8 @@ def test_a_batch_gives_what_each_graph_gives_alone(batch):
 
 @FEW
 @given(BATCHES)
-def test_smaller_limits_give_a_prefix_or_fewer_levels(batch):
-    # Fewer nodes: the same list, cut. (A scheduler's cut is therefore what a smaller budget would have given.)
+def test_a_smaller_budget_gives_a_prefix(batch):
+    # Fewer nodes: the same list, cut. So a cut by the scheduler is what a smaller budget would have given.
     graphs, num_nodes, max_depth = build(batch)
     full = flatten(graphs, num_nodes, max_depth)
     for less in (1, 3):

@@ -1,10 +1,11 @@
-"""Growth against a plain model of it: what is added, pruned, merged, expanded next, and the draft's rows of a level.
+"""Growth against a plain model: what is added, pruned, merged, expanded next, and the rows of a draft level.
 
-Proven: ``theta_sib`` and ``theta_prob`` prune what the design says; pruning by the node budget changes nothing in the
-flattened list (merging off): it equals that of a model which never prunes by budget; survivals are products and children
-distinct; a merged edge joins equal n-grams (context before the root included), never closes a cycle, and every
-candidate that may be merged is; ``merge_ngram`` 0 merges nothing; a full graph stays sound; a batch grows as each
-request alone; the next frontier and the draft's slots and masks equal their references.
+Proven: ``theta_sib`` and ``theta_prob`` prune what the design says; pruning by the node budget changes
+nothing in the flattened list (merging off): it equals that of a model which never prunes by budget; survivals
+are products and children distinct; a merged edge joins equal n-grams (context before the root included),
+never closes a cycle, and every candidate that may be merged is; ``merge_ngram`` 0 merges nothing; a full
+graph stays sound; a batch grows as each request alone; the next frontier and the draft's slots and masks
+equal their references.
 """
 
 import numpy as np
@@ -14,7 +15,7 @@ from reference_graph import Limits, Node, candidates, grow, has_cycle, random_dr
 
 from vllm_gsd.core.draft_level import level_rows, new_draft_slots
 from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.graph import NONE, ORIGIN_DRAFT, add_child, new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_DRAFT, add_child, new_graphs, reset
 from vllm_gsd.core.growth import add_candidates, next_frontier
 
 FEW = settings(derandomize=True, deadline=None, max_examples=80)
@@ -197,7 +198,7 @@ def last_tokens(committed, node, length):
 
 
 def may_merge(committed, nodes, new, target, length):
-    """Whether the design lets ``new`` continue as ``target``; ``nodes`` are those that exist before ``new``."""
+    """Whether the design lets ``new`` continue as ``target``; ``nodes`` existed before ``new``."""
     if target.index == 0 or target.merged is not None or target in new.ancestors:
         return False
     ngram = last_tokens(committed, new, length)
@@ -241,7 +242,7 @@ def test_no_merged_edges_when_merging_is_off(draft, committed, limit):
 
 
 def grow_script(committed, levels, merge_ngram):
-    """Grow one graph from scripted candidates, ``{path: tokens}`` level by level, each with probability 0.5."""
+    """Grow one graph from scripted candidates, ``{path: tokens}`` by level, each with probability 0.5."""
     graphs = new_graphs(1, 64)
     reset(graphs, 0, np.array(committed, np.int64))
     for level in levels:
@@ -256,8 +257,8 @@ def grow_script(committed, levels, merge_ngram):
 
 
 def test_an_n_gram_reaches_back_over_the_root():
-    # Root 2 after 1: "1 2 1 2" repeats what ends at the root, but the root itself is no target; "2 3" below the
-    # root and "2 3" below "1 2" are the same bigram, "1 2 3" the same trigram; the 4-grams differ.
+    # The text ends in "1 2". Below the root, "3" and "1 2 3" both end in the trigram "1 2 3", the first with
+    # the text's help; their 4-grams are "9 1 2 3" and "2 1 2 3".
     levels = [{(): [1, 3]}, {(1,): [2]}, {(1, 2): [3]}]
     for merge_ngram, target in [(1, (3,)), (2, (3,)), (3, (3,)), (4, None)]:
         assert grow_script([9, 1, 2], levels, merge_ngram)[1, 2, 3] == target
@@ -318,7 +319,9 @@ def build(shape):
 
 @MANY
 @given(
-    st.lists(st.tuples(GRAPH, st.integers(0, 14), st.integers(1, 14), st.integers(0, 6)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(GRAPH, st.integers(0, 14), st.integers(1, 14), st.integers(0, 6)), min_size=1, max_size=3
+    ),
     st.integers(1, 6),
     st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),
 )
@@ -362,7 +365,7 @@ def test_next_frontier_without_room():
 
 
 def drafted(draft, committed, limit, max_slots):
-    """Grow, and collect every row the draft model would run: (row, node) -> (token, depth, slot, slots attended)."""
+    """Grow, and collect the draft model's rows: (row, node) -> (token, depth, slot, slots attended)."""
     slots = new_draft_slots(len(committed), limit.capacity, max_slots)
     rows = {}
     frontiers = []
@@ -419,5 +422,5 @@ def test_draft_rows_of_several_words():
         frontier, length = np.array([[node]], np.int32), np.ones(1, np.int32)
         level_rows(graphs, slots, frontier, length, token, depth, slot, mask)
         assert (token[0], depth[0], slot[0]) == (number, number + 1, number)
-        assert sum((int(word) & (2**64 - 1)) << 64 * w for w, word in enumerate(mask[0])) == 2 ** (number + 1) - 1
-    assert graphs.parent[0, 0] == NONE
+        attended = sum((int(word) & (2**64 - 1)) << 64 * w for w, word in enumerate(mask[0]))
+        assert attended == 2 ** (number + 1) - 1

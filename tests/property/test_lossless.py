@@ -1,10 +1,10 @@
 """Exact enumeration: a verification step changes neither the target's distribution nor its greedy text.
 
-Random targets (float64, vocabulary 3 to 5, some tokens impossible) and random token graphs with merged edges, grown by
-the core from a random draft, some with n-grams grafted on. Every outcome of a step is enumerated with its probability:
-nothing here is sampled. Proven to 1e-12: one step followed by plain sampling, two steps in a row and every cut of the
-flattened list give the target's own distribution of sequences; greedy steps give the greedy text. Two controls show
-that the check notices wrong verification.
+Random targets (float64, vocabulary 3 to 5, some tokens impossible) and random token graphs with merged edges,
+grown by the core from a random draft, some with n-grams grafted on. Every outcome of a step is enumerated
+with its probability: nothing here is sampled. Proven to 1e-12: one step followed by plain sampling, two steps
+in a row and every cut of the flattened list give the target's own distribution of sequences; greedy steps
+give the greedy text. Two controls show that the check notices wrong verification.
 """
 
 import functools
@@ -227,9 +227,7 @@ def test_the_cases_have_merged_edges_and_accept_across_them():
         paths = {tuple(trees.path_tokens(0, place)): place for place in range(trees.size[0])}
         across = {path for path, place in paths.items() if trees.via_merge[0, place]}
         with_merge += bool(across)
-        prefixes = {
-            text[:end] for text in step_outcomes(case, case.context) for end in range(1, len(text))
-        }
+        prefixes = {text[:end] for text in step_outcomes(case, case.context) for end in range(1, len(text))}
         accepted += bool(prefixes & paths.keys())
         accepted_across += bool(prefixes & across)
     assert accepted >= len(SEEDS) * 3 // 4

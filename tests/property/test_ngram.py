@@ -1,9 +1,9 @@
 """N-gram hypotheses against a naive search.
 
-Proven: ``longest_matches`` finds the same occurrences in the same order as a search that compares every suffix; what
-``graft_ngrams`` adds are exactly the texts that followed those occurrences, shared where they begin alike; in a graph
-that was grown already (merged edges included) nothing is changed or repeated, and every continuation can be walked;
-a full graph takes what fits and stays sound.
+Proven: ``longest_matches`` finds the same occurrences in the same order as a search that compares every
+suffix; what ``graft_ngrams`` adds are exactly the texts that followed those occurrences, shared where they
+begin alike; in a graph that was grown already (merged edges included) nothing is changed or repeated, and
+every continuation can be walked; a full graph takes what fits and stays sound.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """Which draft KV the tracker claims, against a model that remembers what every physical slot holds.
 
-The model plays vLLM's block manager (prefix cache, blocks shared and reused, preemption, chunked prefill) and the draft
-model (catching up, writing drafted nodes behind the text). Proven: whatever happens, the tracker never claims a slot
-that holds something else than the draft KV of exactly the request's text up to there; and a request that starts or
-resumes is credited with all leading draft KV that its cached blocks hold.
+The model plays vLLM's block manager (prefix cache, blocks shared and reused, preemption, chunked prefill) and
+the draft model (catching up, writing drafted nodes behind the text). Proven: whatever happens, the tracker
+never claims a slot that holds something else than the draft KV of exactly the request's text up to there; and
+a request that starts or resumes is credited with all leading draft KV that its cached blocks hold.
 """
 
 from types import SimpleNamespace
@@ -114,7 +114,7 @@ def test_advances_in_pieces(block_size):
     for length in (1, 2, 5, 6, 7, 16, 17, 33):
         tracker.advance("a", length)
         cached = length // block_size * block_size
-        tracker.admit("b", blocks[: length // block_size] + [0], cached)
+        tracker.admit("b", [*blocks[: length // block_size], 0], cached)
         assert tracker.length["b"] == cached
 
 
@@ -172,7 +172,7 @@ def test_a_finished_request_s_blocks_are_reused_in_the_same_step():
 
 
 def test_two_new_requests_share_fresh_blocks_in_one_step():
-    # vLLM puts a block into the prefix cache when it is handed out, so b finds a's blocks in the step that fills them.
+    # vLLM caches a block when it is handed out, so b finds a's blocks in the step that fills them.
     tracker = tracker_with()
     tracker.update(scheduled(new=[("old", [1, 2], 0)]))
     tracker.advance("old", 8)
@@ -182,8 +182,8 @@ def test_two_new_requests_share_fresh_blocks_in_one_step():
 
 SAME_STEP = pytest.mark.xfail(
     strict=True,
-    reason="DraftKVTracker.update looks at new requests before it empties the blocks that running and resumed "
-    "requests were given in the same step",
+    reason="DraftKVTracker.update looks at new requests before it empties the blocks that running and "
+    "resumed requests were given in the same step",
 )
 
 
@@ -227,7 +227,7 @@ class Request:
 
 
 class World(RuleBasedStateMachine):
-    """vLLM's block manager and a draft model, remembering the content of every slot of the draft's KV cache."""
+    """vLLM's block manager and a draft model; remembers the content of every slot of the draft's cache."""
 
     in_pieces = False  # whether the draft may stop anywhere, and not only when it has caught up
 
@@ -324,7 +324,7 @@ class World(RuleBasedStateMachine):
     def admit_the_same_text(self, choice, chunk, lookahead):
         text = self.running[self.pick(choice)].tokens
         self.names += 1
-        self.begin(f"r{self.names}", Request(list(text) + [0]), chunk, lookahead, choice)
+        self.begin(f"r{self.names}", Request([*text, 0]), chunk, lookahead, choice)
 
     @precondition(lambda self: self.running)
     @rule(

@@ -1,8 +1,8 @@
 """Operators of graph-structured speculation, each with its slow and obvious reference beside it.
 
-The compiled kernels (``kernels/cpu``) serve CPU tensors; where the extension ``vllm_gsd._C`` is not built, and
-on other devices, the PyTorch references serve instead, with the same results. Nothing here imports vLLM or
-has a gradient.
+The compiled kernels (``kernels/cpu``) serve CPU tensors. Where the extension ``vllm_gsd._C`` is not built,
+and on other devices, the PyTorch references serve instead, with the same results up to rounding. Nothing here
+imports vLLM or has a gradient.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ import torch
 def _load_extension() -> bool:
     """Register ``torch.ops.vllm_gsd``; False where that cannot be done, loudly if it should have worked."""
     try:
-        import vllm_gsd._C  # type: ignore[import-not-found]  # noqa: F401
+        import vllm_gsd._C  # noqa: F401
     except ImportError as error:
         if "vllm_gsd._C" in str(error) and importlib.util.find_spec("vllm_gsd._C") is None:
             return False

@@ -1,9 +1,10 @@
 """The order of the elements inside a page of vLLM's CPU KV cache.
 
-A layer's cache is ``[num_blocks, kv_heads, block_size, 2 * head_size]``. For one block and one KV head it holds
-a page of keys and, behind it, a page of values, ``block_size * head_size`` elements each. Which order they have
-inside a page depends on the instruction set vLLM runs with (transposed keys, pairs interleaved for AMX...), but
-every order it uses is separable: the element of token ``t`` and dimension ``d`` lies at ``token[t] + dim[d]``.
+A layer's cache is ``[num_blocks, kv_heads, block_size, 2 * head_size]``. For one block and one KV head it
+holds a page of keys and, behind it, a page of values, ``block_size * head_size`` elements each. Which order
+they have inside a page depends on the instruction set that vLLM runs with (keys transposed, pairs interleaved
+for AMX...), but every order it uses is separable: the element of token ``t`` and dimension ``d`` lies at
+``token[t] + dim[d]``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _DIGIT = 128  # ids are written in digits of this base: exact in bfloat16
 def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The key and the value pages of a cache, as views ``[num_blocks, kv_heads, block_size, head_size]``."""
     num_blocks, kv_heads, block_size, _ = kv_cache.shape
-    return kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)  # type: ignore[return-value]
+    key, value = kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+    return key, value
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,14 +109,14 @@ class KVLayout:
         """Raise ValueError if ``kv_cache`` does not have the shape and strides that this layout is for."""
         if kv_cache.dim() != 4 or kv_cache.shape[2:] != (self.block_size, 2 * self.head_size):
             raise ValueError(
-                f"the layout is for a KV cache [num_blocks, kv_heads, {self.block_size}, {2 * self.head_size}], "
-                f"not {list(kv_cache.shape)}"
+                f"the layout is for a KV cache [num_blocks, kv_heads, {self.block_size}, "
+                f"{2 * self.head_size}], not {list(kv_cache.shape)}"
             )
         if kv_cache.stride()[2:] != (kv_cache.shape[3], 1):
             raise ValueError("the pages of kv_cache must be contiguous")
 
     def read(self, kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[n, kv_heads, head_size]`` of ``slots`` (int64 [n], ``block * block_size + offset``)."""
+        """Keys and values ``[n, kv_heads, head_size]`` of int64 ``slots``, each ``block * block_size + offset``."""
         self.check(kv_cache)
         key, value = self._addresses(slots)
         flat = kv_cache.flatten(2)[slots // self.block_size]  # [n, kv_heads, both pages]
@@ -130,7 +132,7 @@ class KVLayout:
         """Store what :meth:`read` reads."""
         self.check(kv_cache)
         block = (slots // self.block_size).view(-1, 1, 1)
-        head = torch.arange(kv_cache.shape[1]).view(1, -1, 1)
+        head = torch.arange(kv_cache.shape[1], device=slots.device).view(1, -1, 1)
         width = kv_cache.shape[3]
         for addresses, rows in zip(self._addresses(slots), (key, value), strict=True):
             at = addresses.unsqueeze(1)
@@ -139,8 +141,11 @@ class KVLayout:
     def _addresses(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the key and the value of ``slots`` lie behind the start of their key page, [n, head_size]."""
         offset = slots % self.block_size
-        key = self.key_token.long()[offset].unsqueeze(1) + self.key_dim.long()
-        value = self.value_token.long()[offset].unsqueeze(1) + self.value_dim.long()
+        key_token, key_dim, value_token, value_dim = (
+            table.to(slots) for table in (self.key_token, self.key_dim, self.value_token, self.value_dim)
+        )
+        key = key_token[offset].unsqueeze(1) + key_dim
+        value = value_token[offset].unsqueeze(1) + value_dim
         return key, value + self.block_size * self.head_size
 
 

@@ -35,9 +35,7 @@ def move_kv(
     if not kv_caches or not use_kernel(kv_caches[0]):
         move_kv_reference(kv_caches, layouts, src_slots, dst_slots)
         return
-    torch.ops.vllm_gsd.move_kv(
-        list(kv_caches), [layout.tables for layout in layouts], src_slots, dst_slots
-    )
+    torch.ops.vllm_gsd.move_kv(list(kv_caches), [layout.tables for layout in layouts], src_slots, dst_slots)
 
 
 def move_kv_reference(

@@ -70,8 +70,8 @@ def tree_attention(
     if sinks is not None:
         sinks = sinks.to(torch.float32)
     torch.ops.vllm_gsd.tree_attention(
-        output, query, kv_cache, layout.tables, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-        scale, sliding_window, softcap, sinks,
+        output, query, kv_cache, layout.tables, block_table, query_start_loc, prefix_lens, positions,
+        tree_mask, scale, sliding_window, softcap, sinks,
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def tree_attention_reference(
 def _attended(
     prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int
 ) -> torch.Tensor:
-    """bool ``[rows, prefix + 64 * words]``: which logical index each row attends."""
+    """Booleans ``[rows, prefix + 64 * words]``: which logical index each row attends."""
     index = torch.arange(prefix, device=positions.device)
     in_prefix = torch.ones(len(positions), prefix, dtype=torch.bool, device=positions.device)
     if sliding_window > 0:
@@ -161,7 +161,8 @@ def _check(
     layout.check(kv_cache)
     if output.dtype != query.dtype or kv_cache.dtype != query.dtype:
         raise ValueError(
-            f"output, query and kv_cache must have one dtype, not {output.dtype}, {query.dtype}, {kv_cache.dtype}"
+            f"output, query and kv_cache must have one dtype, not {output.dtype}, {query.dtype} "
+            f"and {kv_cache.dtype}"
         )
     if query.dim() != 3 or output.shape != query.shape or query.shape[2] != layout.head_size:
         raise ValueError(
@@ -169,9 +170,7 @@ def _check(
             f"not {list(query.shape)} and {list(output.shape)}"
         )
     if query.shape[1] % kv_cache.shape[1]:
-        raise ValueError(
-            f"the {query.shape[1]} query heads cannot share {kv_cache.shape[1]} KV heads evenly"
-        )
+        raise ValueError(f"the {query.shape[1]} query heads cannot share {kv_cache.shape[1]} KV heads evenly")
     for name, tensor, dtype, dims in (
         ("block_table", block_table, torch.int32, 2),
         ("query_start_loc", query_start_loc, torch.int32, 1),
@@ -187,4 +186,6 @@ def _check(
     if min(len(block_table), len(prefix_lens)) < requests:
         raise ValueError(f"block_table and prefix_lens must have a row for each of {requests} requests")
     if min(len(query), len(positions), len(tree_mask)) < rows:
-        raise ValueError(f"query, positions and tree_mask must have at least the {rows} rows of query_start_loc")
+        raise ValueError(
+            f"query, positions and tree_mask must have at least the {rows} rows of query_start_loc"
+        )

@@ -1,0 +1,103 @@
+"""Generate for a prompt file with one engine and print JSON: tokens, speed, steps. The other scripts call it."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_gsd.models import built_in_pair
+
+
+def load_prompts(path: Path, limit: int | None) -> list[str]:
+    """First turns of a Spec-Bench file (one JSON object with ``turns`` a line), evenly thinned out to ``limit``."""
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    prompts = [line["turns"][0] for line in lines]
+    if limit and limit < len(prompts):
+        prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
+    return prompts
+
+
+def metrics_of(llm) -> dict[str, float]:
+    """Counters of the engine, by name."""
+    values = {}
+    for metric in llm.get_metrics():
+        value = getattr(metric, "value", None)
+        if value is not None and not metric.labels.get("reason"):
+            values[metric.name] = values.get(metric.name, 0) + value
+    return values
+
+
+def main(
+    prompts: Annotated[Path, typer.Argument(help="Spec-Bench style file")],
+    method: Annotated[str, typer.Option(help="plain, gsd, or JSON of a speculative config")] = "plain",
+    limit: int | None = None,
+    batch: int = 1,
+    max_tokens: int = 96,
+    dtype: str = "float32",
+    compiled: bool = False,
+    rounds: Annotated[int, typer.Option(help="repeat the whole set; the first round's tokens are reported")] = 1,
+    out: Annotated[Path | None, typer.Option(help="write the JSON here instead of standard output")] = None,
+) -> None:
+    """Run one engine over the prompts, greedily, at most ``batch`` requests at a time."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # vLLM logs to standard output
+    from vllm import LLM, SamplingParams
+
+    pair = built_in_pair()
+    config: dict | None = None
+    if method == "gsd":
+        config = {"method": "gsd", "model": str(pair.draft)}
+    elif method != "plain":
+        config = json.loads(method)
+        if config.get("model") == "draft":
+            config["model"] = str(pair.draft)
+    chats = [[{"role": "user", "content": text}] for text in load_prompts(prompts, limit)]
+    llm = LLM(
+        str(pair.target),
+        dtype=dtype,
+        max_model_len=2048,
+        max_num_seqs=batch,
+        kv_cache_memory_bytes=2 << 30,
+        enforce_eager=not compiled,
+        speculative_config=config,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    llm.chat(chats[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    before, seconds, tokens = metrics_of(llm), [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        outputs = llm.chat(chats, params, use_tqdm=sys.stderr.isatty())
+        seconds.append(time.perf_counter() - start)
+        tokens = tokens or [list(output.outputs[0].token_ids) for output in outputs]
+    counters = {name: value - before.get(name, 0) for name, value in metrics_of(llm).items()}
+    generated = sum(len(t) for t in tokens)
+    # Every token is either sampled at the end of a target step or an accepted draft.
+    accepted = counters.get("vllm:spec_decode_num_accepted_tokens", 0) / rounds
+    result = {
+        "method": method,
+        "batch": batch,
+        "dtype": dtype,
+        "compiled": compiled,
+        "generated": generated,
+        "seconds": seconds,
+        "tokens_per_second": [generated / s for s in seconds],
+        "tokens_per_step": generated / (generated - accepted),
+        "counters": counters,
+        "tokens": tokens,
+    }
+    text = json.dumps(result)
+    if out is None:
+        os.write(stdout, text.encode() + b"\n")
+    else:
+        out.write_text(text)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    typer.run(main)

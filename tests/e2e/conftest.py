@@ -1,0 +1,61 @@
+"""Fixtures of the end-to-end tests."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pair
+
+from engine_process import Engine, draft_every_level  # noqa: E402
+from tiny_pair import VOCAB_SIZE, build_tiny_pair  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    """Everything here starts an engine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory):
+    """A tiny random target and its draft; see ``tiny_pair.TinyPair``."""
+    return build_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="module")
+def start_engine(tiny_pair):
+    """Starts engines of the tiny pair and shuts them down after the module's tests.
+
+    ``start_engine(gsd, **options)``: ``gsd`` is None for plain vLLM, else a dict of keys beside method and model.
+    Equal arguments give the same engine again.
+    """
+    engines: dict[str, Engine] = {}
+
+    def start(gsd: dict | None = None, **options) -> Engine:
+        key = repr((gsd, sorted(options.items())))
+        if key not in engines:
+            config = None if gsd is None else {"method": "gsd", "model": str(tiny_pair.draft), **gsd}
+            options.setdefault("skip_tokenizer_init", True)
+            setup = [draft_every_level] if gsd is not None else []
+            engines[key] = Engine(tiny_pair.target, config, setup, **options)
+        return engines[key]
+
+    yield start
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def random_prompts():
+    """``random_prompts(n, shortest, longest, seed)``: lists of token ids."""
+
+    def make(count: int, shortest: int = 5, longest: int = 40, seed: int = 0) -> list[list[int]]:
+        rng = random.Random(seed)
+        return [
+            [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)
+        ]
+
+    return make

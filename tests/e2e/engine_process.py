@@ -1,0 +1,287 @@
+"""vLLM engines for the tests, each in a process of its own, and what the tests ask of them.
+
+Engines with and without gsd never share a process, so the reference is plain vLLM and nothing else. The processes are
+forked from one that has imported vLLM already: an engine for the tiny pair starts in a second or two instead of thirty.
+Functions below whose first argument is ``llm`` run in the engine's process.
+"""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+# One thread each: two busy OpenMP threads on a machine shared with others wait for one another most of the time.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",
+}
+# Small engines: what a test does not say.
+DEFAULTS = {
+    "dtype": "float32",
+    "seed": 0,
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 1 << 27,
+    "disable_log_stats": False,
+}
+START_SECONDS = 180
+CALL_SECONDS = 240
+
+
+class EngineError(RuntimeError):
+    """What went wrong in an engine's process, with its traceback."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that came back for one prompt."""
+
+    completions: list[Completion]
+    prompt_logprobs: list[dict[int, float] | None] | None
+    num_cached_tokens: int | None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.completions[0].tokens
+
+
+@dataclass(frozen=True)
+class Params:
+    """Sampling parameters, by ``SamplingParams``'s names; vLLM is imported in the engine's process only."""
+
+    keys: dict = field(default_factory=dict)
+    bad_words_token_ids: list[list[int]] | None = None  # upstream makes them from strings, with a tokenizer
+
+    def build(self):
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        keys = dict(self.keys)
+        if "json_schema" in keys:
+            keys["structured_outputs"] = StructuredOutputsParams(json=keys.pop("json_schema"))
+        params = SamplingParams(**keys)
+        if self.bad_words_token_ids is not None:
+            params._bad_words_token_ids = self.bad_words_token_ids
+        return params
+
+
+class Engine:
+    """An ``LLM`` in a process of its own.
+
+    Args:
+        model: folder of the target.
+        speculative_config: as for ``LLM``; None for plain vLLM.
+        setup: functions called with the ``LLM`` once it is there.
+        options: further arguments of ``LLM``.
+    """
+
+    def __init__(self, model, speculative_config=None, setup=(), **options):
+        arguments = {**DEFAULTS, "model": str(model), "speculative_config": speculative_config, **options}
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([Path(__file__).stem])
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, arguments, setup), daemon=True)
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
+            self.process.start()
+        theirs.close()
+        try:
+            self._receive(START_SECONDS)
+        except BaseException:
+            self._end()
+            raise
+
+    def call(self, function, *args):
+        """Run ``function(llm, *args)``, a function of this module, in the engine's process."""
+        self.connection.send((function, args))
+        return self._receive(CALL_SECONDS)
+
+    def generate(self, prompts, params) -> list[Answer]:
+        """Answers to ``prompts`` (lists of token ids, or chat messages as strings), in order.
+
+        Args:
+            params: a ``Params`` or a dict of its keys for all prompts, or a list of them.
+        """
+        one_for_all = isinstance(params, (dict, Params))
+        params = [params] * len(prompts) if one_for_all else params
+        params = [p if isinstance(p, Params) else Params(p) for p in params]
+        return self.call(generate, list(prompts), params)
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """All of ``LLM.get_metrics()``, by name without "vllm:", labels told only for gsd_fallbacks."""
+        return self.call(metrics)
+
+    def close(self) -> None:
+        """Shut the engine down and see to it that its process ends by itself."""
+        if self.process.is_alive():
+            self.connection.send(None)
+        self.process.join(30)
+        exit_code = self.process.exitcode
+        self._end()
+        assert exit_code == 0, f"the engine's process did not end properly (exit code {exit_code})"
+
+    def _receive(self, seconds: float):
+        if not self.connection.poll(seconds):
+            raise EngineError(f"no answer from the engine within {seconds} s")
+        try:
+            ok, value = self.connection.recv()
+        except EOFError as error:
+            raise EngineError("the engine's process died") from error
+        if not ok:
+            raise EngineError(value)
+        return value
+
+    def _end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.connection.close()
+
+
+def run(engine: Engine, prompts, params) -> list[list[int]]:
+    """Token ids generated for each prompt."""
+    return [answer.tokens for answer in engine.generate(prompts, params)]
+
+
+def _serve(connection, arguments, setup) -> None:
+    """The engine's process: build the engine, do what is asked, shut down."""
+    try:
+        from vllm import LLM
+
+        llm = LLM(**arguments)
+        for function in setup:
+            function(llm)
+        connection.send((True, None))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+        sys.exit(0)
+    while (message := _next_message(connection)) is not None:
+        function, args = message
+        try:
+            connection.send((True, function(llm, *args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _next_message(connection):
+    try:
+        return connection.recv()
+    except EOFError:  # the tests' process is gone
+        return None
+
+
+# --- in the engine's process --------------------------------------------------------------------------
+
+
+def generate(llm, prompts, params: list[Params]) -> list[Answer]:
+    """See ``Engine.generate``."""
+    params = [p.build() for p in params]
+    if isinstance(prompts[0], str):
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        outputs = llm.chat(chats, params, use_tqdm=False)
+    else:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [_answer(output) for output in outputs]
+
+
+def _answer(output) -> Answer:
+    completions = [
+        Completion(
+            tokens=list(one.token_ids),
+            text=one.text,
+            finish_reason=one.finish_reason,
+            stop_reason=one.stop_reason,
+            logprobs=None if one.logprobs is None else [_plain_logprobs(place) for place in one.logprobs],
+        )
+        for one in output.outputs
+    ]
+    prompt = output.prompt_logprobs
+    prompt = None if prompt is None else [place and _plain_logprobs(place) for place in prompt]
+    return Answer(completions, prompt, output.num_cached_tokens)
+
+
+def _plain_logprobs(place) -> dict[int, float]:
+    return {token: entry.logprob for token, entry in place.items()}
+
+
+def metrics(llm) -> dict:
+    """See ``Engine.metrics``."""
+    values = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:")
+        if name == "gsd_fallbacks":
+            name = f"{name}:{metric.labels['reason']}"
+        values[name] = getattr(metric, "value", getattr(metric, "values", getattr(metric, "count", None)))
+    return values
+
+
+def model_runner(llm):
+    """The V1 model runner inside an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def scheduler(llm):
+    """The scheduler inside an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def draft_every_level(llm) -> None:
+    """Draft whatever it costs.
+
+    A level of the tiny draft costs what a step of the tiny target costs, so on its own gsd would (rightly) not draft.
+    """
+    drafter = model_runner(llm).drafter.drafter
+    if drafter is not None:
+        drafter.controller.level_cost = None
+
+
+def free_blocks(llm) -> int:
+    """KV blocks that no request holds."""
+    return scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def reset_prefix_cache(llm) -> bool:
+    """Forget all cached prefixes; False if some request still holds blocks."""
+    return llm.reset_prefix_cache()
+
+
+def gsd_request_state(llm) -> dict[str, int]:
+    """How many requests the plugin's own bookkeeping still knows."""
+    runner = model_runner(llm)
+    return {
+        "requests": len(runner.requests),
+        "trees": len(runner.drafter.trees),
+        "reasons": len(runner.drafter.reasons),
+        "draft_kv_blocks": len(runner.draft_kv.blocks),
+        "draft_kv_length": len(runner.draft_kv.length),
+    }
+
+
+if "forkserver" in " ".join(sys.orig_argv):
+    # The process that engines are forked from: import now what every engine needs. Not the workers, though: they
+    # import numba, and with numba's modules loaded vLLM 0.32 fails to register its CPU kernels.
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama  # noqa: F401

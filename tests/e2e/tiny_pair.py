@@ -1,0 +1,85 @@
+"""A tiny random target and a draft that mostly agrees with it, made in a second."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+VOCAB_SIZE = 512
+# Noise on the draft's weights, as a share of each weight matrix's deviation: it then mostly agrees with the target.
+NOISE = 0.2
+
+
+@dataclass(frozen=True)
+class TinyPair:
+    """Folders of the two models, with a tokenizer of one word per token."""
+
+    target: Path
+    draft: Path
+    eos: int  # a token that greedy text does contain
+
+
+def build_tiny_pair(folder: Path) -> TinyPair:
+    """Build the pair in ``folder``."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).float().eval()
+    eos = _common_token(model)
+    model.config.eos_token_id = eos
+    model.generation_config.eos_token_id = eos
+    pair = TinyPair(folder / "target", folder / "draft", eos)
+    model.save_pretrained(pair.target)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight += NOISE * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(pair.draft)
+    for path in (pair.target, pair.draft):
+        _write_tokenizer(path, eos)
+    return pair
+
+
+def _common_token(model) -> int:
+    """A token in the middle of many greedy continuations, to be the pair's EOS."""
+    import torch
+
+    prompts = torch.randint(3, VOCAB_SIZE, (32, 12))
+    texts = model.generate(prompts, max_new_tokens=32, do_sample=False)[:, 12:].tolist()
+    counts = Counter(token for text in texts for token in set(text[8:]) - set(text[:8]))
+    return counts.most_common(1)[0][0]
+
+
+def _write_tokenizer(folder: Path, eos: int) -> None:
+    words = [f"w{index}" for index in range(VOCAB_SIZE)]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: index for index, word in enumerate(words)},
+            "unk_token": "w2",
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": words[eos]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
