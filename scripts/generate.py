@@ -23,7 +23,7 @@ def load_prompts(path: Path, limit: int | None) -> list[str]:
 
 def metrics_of(llm) -> dict[str, float]:
     """Counters of the engine, by name."""
-    values = {}
+    values: dict[str, float] = {}
     for metric in llm.get_metrics():
         value = getattr(metric, "value", None)
         if value is not None and not metric.labels.get("reason"):
@@ -69,7 +69,9 @@ def main(
     )
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.chat(chats[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-    before, seconds, tokens = metrics_of(llm), [], []
+    before = metrics_of(llm)
+    seconds: list[float] = []
+    tokens: list[list[int]] = []
     for _ in range(rounds):
         start = time.perf_counter()
         outputs = llm.chat(chats, params, use_tqdm=sys.stderr.isatty())

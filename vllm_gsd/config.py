@@ -122,9 +122,7 @@ class GSDConfig(BaseModel):
             )
         most = self.num_speculative_tokens
         if self.budget != "auto" and not 1 <= self.budget <= most:
-            raise ValueError(
-                f'"budget" is {shown(self.budget)}, but must be {_ALLOWED["budget"]}, here {most}'
-            )
+            raise ValueError(f'"budget" is {shown(self.budget)}, but must be {_ALLOWED["budget"]}, here {most}')
         return self
 
 
@@ -158,9 +156,7 @@ def is_gsd(value: Any) -> bool:
     return False
 
 
-def check_draft_model(
-    config: GSDConfig, target_vocab_size: int, target: str | os.PathLike[str] | None = None
-) -> None:
+def check_draft_model(config: GSDConfig, target_vocab_size: int, target: str | os.PathLike[str] | None = None) -> None:
     """Check, without loading weights, that the config's draft model exists and has the target's vocabulary.
 
     Args:

@@ -79,9 +79,7 @@ def _vocab_size(model: str, folder: Path) -> int:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
-        _refuse(
-            model, "has a config.json that is not readable or lacks vocab_size, but must be a whole model"
-        )
+        _refuse(model, "has a config.json that is not readable or lacks vocab_size, but must be a whole model")
 
 
 def _tokenizers_differ(model: str, one: Path, other: Path) -> bool:

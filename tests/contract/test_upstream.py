@@ -69,7 +69,13 @@ SIGNATURES = [
     (Scheduler.update_from_output, ["scheduler_output", "model_runner_output"]),
     (
         Scheduler.make_spec_decoding_stats,
-        ["spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"],
+        [
+            "spec_decoding_stats",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+            "num_invalid_spec_tokens",
+            "request_id",
+        ],
     ),
     (SpecDecodingStats.observe_draft, ["num_draft_tokens", "num_accepted_tokens"]),
     # runtime.draft_model
@@ -88,7 +94,10 @@ def test_signature(function, expected):
 @pytest.mark.parametrize(
     ("cls", "needed"),
     [
-        (SchedulerOutput, {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"}),
+        (
+            SchedulerOutput,
+            {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"},
+        ),
         (SchedulerOutput, {"scheduled_spec_decode_tokens", "total_num_scheduled_tokens"}),
         (NewRequestData, {"req_id", "block_ids", "num_computed_tokens"}),
         (CachedRequestData, {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"}),
@@ -98,7 +107,14 @@ def test_signature(function, expected):
         (EngineArgs, {"speculative_config", "additional_config", "worker_cls", "scheduler_cls"}),
         (
             CommonAttentionMetadata,
-            {"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping", "is_prefilling"},
+            {
+                "query_start_loc",
+                "query_start_loc_cpu",
+                "seq_lens",
+                "block_table_tensor",
+                "slot_mapping",
+                "is_prefilling",
+            },
         ),
     ],
 )

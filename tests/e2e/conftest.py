@@ -8,8 +8,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pair
 
-from engine_process import Engine, draft_every_level  # noqa: E402
-from tiny_pair import VOCAB_SIZE, build_tiny_pair  # noqa: E402
+from engine_process import Engine, draft_every_level
+from tiny_pair import VOCAB_SIZE, build_tiny_pair
 
 
 def pytest_collection_modifyitems(items):
@@ -49,13 +49,37 @@ def start_engine(tiny_pair):
 
 
 @pytest.fixture(scope="session")
+def built_in_pair():
+    """The built-in models; converts the target on first use."""
+    from vllm_gsd.models import built_in_pair
+
+    return built_in_pair()
+
+
+@pytest.fixture(scope="module")
+def start_built_in(built_in_pair):
+    """Starts an engine of the built-in pair, ``start_built_in(gsd=True)`` or plain, as ``start_engine`` does."""
+    engines: dict[bool, Engine] = {}
+
+    def start(gsd: bool) -> Engine:
+        if gsd not in engines:
+            config = {"method": "gsd", "model": str(built_in_pair.draft)} if gsd else None
+            options = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 29}
+            setup = [draft_every_level] if gsd else []
+            engines[gsd] = Engine(built_in_pair.target, config, setup, **options)
+        return engines[gsd]
+
+    yield start
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
 def random_prompts():
     """``random_prompts(n, shortest, longest, seed)``: lists of token ids."""
 
     def make(count: int, shortest: int = 5, longest: int = 40, seed: int = 0) -> list[list[int]]:
         rng = random.Random(seed)
-        return [
-            [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)
-        ]
+        return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
 
     return make

@@ -103,9 +103,7 @@ def test_more_than_the_kernel_keeps():
 
 
 @pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference])
-@pytest.mark.parametrize(
-    ("shape", "k"), [((2, 5), 0), ((2, 5), 6), ((5,), 1), ((2, 0), 1), ((1, 2, 3), 1)], ids=str
-)
+@pytest.mark.parametrize(("shape", "k"), [((2, 5), 0), ((2, 5), 6), ((5,), 1), ((2, 0), 1), ((1, 2, 3), 1)], ids=str)
 def test_refuses(op, shape, k):
     with pytest.raises(ValueError, match="must be"):
         op(torch.zeros(shape), k)

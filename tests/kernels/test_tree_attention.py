@@ -67,7 +67,7 @@ def test_sliding_window(isa, window, block_size):
     check(tree_case(rows=(17, 1, 2), prefixes=(530, 60, 2), sliding_window=window, block_size=block_size))
 
 
-@pytest.mark.parametrize("rows", [(1,), (17,), (1, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(1,), (17,)], ids=str)
 @pytest.mark.parametrize("option", [{}, {"sinks": True}, {"sliding_window": 900}], ids=str)
 def test_long_prefix(isa, threads, rows, option):
     """Long enough for the keys to be split over tasks, with one thread and with more than the machine has."""

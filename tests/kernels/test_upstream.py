@@ -46,9 +46,9 @@ def test_kernel_on_probed_layouts(upstream, isa, dtype):
         return KVLayout.probe(writer(upstream, isa), block_size, head_size, dtype)
 
     def run(layout):
-        return tree_case(
-            rows=(17, 3), prefixes=(130, 70), num_heads=9, kv_heads=3, dtype=dtype, layout=layout
-        ).run(tree_attention)
+        return tree_case(rows=(17, 3), prefixes=(130, 70), num_heads=9, kv_heads=3, dtype=dtype, layout=layout).run(
+            tree_attention
+        )
 
     assert torch.equal(run(probed), run(KVLayout.plain))
 

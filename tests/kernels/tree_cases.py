@@ -1,4 +1,4 @@
-"""Random inputs for tree attention. Cache elements that no row attends are NaN, so that reading them shows."""
+"""Random inputs for tree attention. What no row attends is NaN in the cache, so that reading it shows."""
 
 from __future__ import annotations
 

@@ -225,9 +225,7 @@ def test_step_into_moves_to_the_sampled_child(raw, random):
     trees = [rooted(forest[0] if forest else [], random) for forest in raw]
     parent, starts = laid_out([parents for parents, _ in trees])
     token = np.array([t for _, tokens in trees for t in tokens], np.int64)
-    children = [
-        {(p, t): place for place, (p, t) in enumerate(zip(*tree, strict=True)) if place} for tree in trees
-    ]
+    children = [{(p, t): place for place, (p, t) in enumerate(zip(*tree, strict=True)) if place} for tree in trees]
     places = [random.randrange(len(parents)) for parents, _ in trees]
     active = [random.random() < 0.8 for _ in trees]
     for _ in range(4):

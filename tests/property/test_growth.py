@@ -319,9 +319,7 @@ def build(shape):
 
 @MANY
 @given(
-    st.lists(
-        st.tuples(GRAPH, st.integers(0, 14), st.integers(1, 14), st.integers(0, 6)), min_size=1, max_size=3
-    ),
+    st.lists(st.tuples(GRAPH, st.integers(0, 14), st.integers(1, 14), st.integers(0, 6)), min_size=1, max_size=3),
     st.integers(1, 6),
     st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),
 )
@@ -377,9 +375,7 @@ def drafted(draft, committed, limit, max_slots):
         level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask)
         pairs = [(row, int(n)) for row in range(len(committed)) for n in frontier[row, : frontier_len[row]]]
         for line, pair in enumerate(pairs):
-            seen = {
-                64 * w + bit for w, word in enumerate(mask[line]) for bit in range(64) if int(word) >> bit & 1
-            }
+            seen = {64 * w + bit for w, word in enumerate(mask[line]) for bit in range(64) if int(word) >> bit & 1}
             assert pair not in rows  # a node is drafted from once
             rows[pair] = int(token[line]), int(depth[line]), int(slot[line]), seen
         frontiers.append(pairs)

@@ -280,9 +280,7 @@ def test_paper_preset_yields_to_the_user():
     assert (own.top_k, own.theta_prob, own.theta_sib) == (2, 0.2, 0.1)
 
 
-@pytest.mark.parametrize(
-    "keys", [MINIMAL, without_draft(), with_keys(preset="paper", top_k=2), with_keys(budget=3)]
-)
+@pytest.mark.parametrize("keys", [MINIMAL, without_draft(), with_keys(preset="paper", top_k=2), with_keys(budget=3)])
 def test_survives_the_way_through_json(keys):
     config = GSDConfig.load(keys)
     assert GSDConfig.load(json.loads(config.model_dump_json())) == config

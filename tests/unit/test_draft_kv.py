@@ -24,13 +24,13 @@ def tracker_with(block_size=4, num_blocks=16):
 
 def test_a_new_request_has_none():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5], 0)
+    tracker.admit([("a", [3, 5], 0)])
     assert tracker.length["a"] == 0
 
 
 def test_what_was_drafted_is_there():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5], 0)
+    tracker.admit([("a", [3, 5], 0)])
     tracker.advance("a", 6)
     assert tracker.length["a"] == 6
     tracker.extend("a", [7])
@@ -40,9 +40,9 @@ def test_what_was_drafted_is_there():
 
 def test_a_prefix_hit_takes_over_whole_blocks():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5, 6], 0)
+    tracker.admit([("a", [3, 5, 6], 0)])
     tracker.advance("a", 12)
-    tracker.admit("b", [3, 5, 8], 8)
+    tracker.admit([("b", [3, 5, 8], 8)])
     assert tracker.length["b"] == 8
     # The fresh block of b is its own.
     tracker.advance("b", 10)
@@ -51,57 +51,57 @@ def test_a_prefix_hit_takes_over_whole_blocks():
 
 def test_a_prefix_hit_on_blocks_the_draft_never_ran_over():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5], 0)  # speculation was off: no advance
-    tracker.admit("b", [3, 5, 6], 8)
+    tracker.admit([("a", [3, 5], 0)])  # speculation was off: no advance
+    tracker.admit([("b", [3, 5, 6], 8)])
     assert tracker.length["b"] == 0
     tracker.advance("b", 12)
-    tracker.admit("c", [3, 5, 7], 8)
+    tracker.admit([("c", [3, 5, 7], 8)])
     assert tracker.length["c"] == 8
 
 
 def test_a_prefix_hit_stops_at_the_first_gap():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5, 6], 0)
+    tracker.admit([("a", [3, 5, 6], 0)])
     tracker.advance("a", 6)  # the second block is half there
     tracker.remove("a")
-    tracker.admit("b", [3, 5, 6, 7], 12)
+    tracker.admit([("b", [3, 5, 6, 7], 12)])
     assert tracker.length["b"] == 6
 
 
 def test_a_hole_in_the_middle_ends_the_claim():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5, 6], 0)
+    tracker.admit([("a", [3, 5, 6], 0)])
     tracker.advance("a", 12)
     tracker.remove("a")
     # Block 5 was evicted and computed again without the draft; 3 and 6 are still what they were.
-    tracker.admit("other", [5], 0)
+    tracker.admit([("other", [5], 0)])
     tracker.remove("other")
-    tracker.admit("b", [3, 5, 6, 7], 12)
+    tracker.admit([("b", [3, 5, 6, 7], 12)])
     assert tracker.length["b"] == 4
 
 
 def test_a_block_that_is_used_again_is_empty():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5], 0)
+    tracker.admit([("a", [3, 5], 0)])
     tracker.advance("a", 8)
     tracker.remove("a")
-    tracker.admit("b", [5, 3], 0)
+    tracker.admit([("b", [5, 3], 0)])
     assert tracker.length["b"] == 0
     tracker.remove("b")
-    tracker.admit("c", [9], 0)
+    tracker.admit([("c", [9], 0)])
     tracker.extend("c", [5])
     tracker.remove("c")
-    tracker.admit("d", [9, 5], 8)
+    tracker.admit([("d", [9, 5], 8)])
     assert tracker.length["d"] == 0
 
 
 def test_a_resumed_request_starts_anew():
     tracker = tracker_with()
-    tracker.admit("a", [3, 5, 6], 0)
+    tracker.admit([("a", [3, 5, 6], 0)])
     tracker.advance("a", 11)
     # Preempted; block 6 went to somebody else; blocks 3 and 5 are still cached.
-    tracker.admit("b", [6], 0)
-    tracker.admit("a", [3, 5, 7], 8)
+    tracker.admit([("b", [6], 0)])
+    tracker.admit([("a", [3, 5, 7], 8)])
     assert tracker.length["a"] == 8
     assert tracker.blocks["a"] == [3, 5, 7]
 
@@ -110,11 +110,11 @@ def test_a_resumed_request_starts_anew():
 def test_advances_in_pieces(block_size):
     tracker = tracker_with(block_size, 40)
     blocks = list(range(36, 0, -1))
-    tracker.admit("a", blocks, 0)
+    tracker.admit([("a", blocks, 0)])
     for length in (1, 2, 5, 6, 7, 16, 17, 33):
         tracker.advance("a", length)
         cached = length // block_size * block_size
-        tracker.admit("b", [*blocks[: length // block_size], 0], cached)
+        tracker.admit([("b", [*blocks[: length // block_size], 0], cached)])
         assert tracker.length["b"] == cached
 
 
@@ -134,9 +134,7 @@ def scheduled(finished=(), new=(), running=(), resumed=()):
     cached = [(r, None if b is None else (b,), 0) for r, b in running] + [(r, (b,), n) for r, b, n in resumed]
     return SimpleNamespace(
         finished_req_ids=set(finished),
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=r, block_ids=(b,), num_computed_tokens=n) for r, b, n in new
-        ],
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, block_ids=(b,), num_computed_tokens=n) for r, b, n in new],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[r for r, _, _ in cached],
             new_block_ids=[b for _, b, _ in cached],
@@ -180,14 +178,6 @@ def test_two_new_requests_share_fresh_blocks_in_one_step():
     assert tracker.length == {"a": 0, "b": 0}
 
 
-SAME_STEP = pytest.mark.xfail(
-    strict=True,
-    reason="DraftKVTracker.update looks at new requests before it empties the blocks that running and "
-    "resumed requests were given in the same step",
-)
-
-
-@SAME_STEP
 def test_a_new_request_shares_a_running_request_s_fresh_block():
     # a's prompt is prefilled in pieces; b has the same prompt and starts while a is given block 2.
     tracker = tracker_with()
@@ -199,7 +189,6 @@ def test_a_new_request_shares_a_running_request_s_fresh_block():
     assert tracker.length["b"] == 4  # block 2 holds old's draft KV, of another text
 
 
-@SAME_STEP
 def test_a_new_request_shares_a_resumed_request_s_fresh_block():
     tracker = tracker_with()
     tracker.update(scheduled(new=[("old", [2], 0), ("a", [1], 0)]))
@@ -292,7 +281,7 @@ class World(RuleBasedStateMachine):
                 self.owners[block] -= 1
             return False
         request.blocks, request.known = hits + fresh, known
-        self.tracker.admit(name, list(request.blocks), len(hits) * self.size)
+        self.tracker.admit([(name, list(request.blocks), len(hits) * self.size)])
         self.running[name] = request
         self.cache_full_blocks(request)
         if not self.in_pieces:

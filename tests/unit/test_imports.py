@@ -36,9 +36,7 @@ def loaded_by(module: str) -> set[str]:
 
 def test_no_vllm_in_any_of_them_together():
     # One interpreter for all: with torch in most of them, one each would take a minute.
-    code = "import importlib, sys\n" + "".join(
-        f"importlib.import_module({name!r})\n" for name in FREE_OF_VLLM
-    )
+    code = "import importlib, sys\n" + "".join(f"importlib.import_module({name!r})\n" for name in FREE_OF_VLLM)
     code += "print([name for name in sys.modules if name.split('.')[0] == 'vllm'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

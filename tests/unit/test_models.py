@@ -22,9 +22,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD, INNER, LAYERS = 64, 4, 2, 16, 96, 2
 def llama_cpp_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
     """As llama.cpp's converter does it to Q and K (conversion from Hugging Face, LlamaModel.permute)."""
     rows = weight.shape[0]
-    return (
-        weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
+    return weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def llama_weights(seed: int = 0) -> dict[str, np.ndarray]:
@@ -327,9 +325,7 @@ def test_real_target_answers_in_english(pair):
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     model = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     answer = tokens[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

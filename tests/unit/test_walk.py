@@ -29,16 +29,6 @@ from vllm_gsd.runtime.v1.walk import FOREIGN, PLACEHOLDER, WalkTrees, walk
 VOCAB = 8
 SEEDS = range(25)
 
-WRONG_ROW = pytest.mark.xfail(
-    strict=True,
-    reason="vLLM's thinking-budget holder counts rows as upstream's rejection sampler lays them out, not one "
-    "per request: the forced token misses its row, or hits another request's",
-)
-WRONG_COUNT = pytest.mark.xfail(
-    strict=True,
-    reason="the levels below the first pass the holder rows of other requests, which it counts as its own",
-)
-
 # --- requests, the model and trees ------------------------------------------------------------------
 
 
@@ -237,9 +227,7 @@ def check_path(tree, tokens, place):
 def check_batch(sampler, model, requests, trees):
     """Walk a batch and compare every request that is not left to chance with plain decoding."""
     _, emitted, places, generators = run(sampler, model, requests, trees)
-    for request, tree, tokens, place, generator in zip(
-        requests, trees, emitted, places, generators, strict=True
-    ):
+    for request, tree, tokens, place, generator in zip(requests, trees, emitted, places, generators, strict=True):
         check_path(tree, tokens, place)
         if not request.greedy and request.seed is None:
             continue
@@ -374,9 +362,7 @@ def test_walks_with_double_precision_noise(seed):
 
 def test_the_batches_accept_something(sampler):
     lengths = [
-        len(tokens)
-        for seed in SEEDS
-        for tokens in run(sampler, *random_batch(seed, sampling, penalties, bad_words))[1]
+        len(tokens) for seed in SEEDS for tokens in run(sampler, *random_batch(seed, sampling, penalties, bad_words))[1]
     ]
     assert max(lengths) >= 4
     assert sum(length > 1 for length in lengths) > len(lengths) / 4
@@ -440,7 +426,7 @@ def test_a_penalty_counts_the_path(sampler):
     assert emitted == [[1, 1, 2, 1]]
 
 
-# --- thinking budgets: known to be wrong ------------------------------------------------------------
+# --- thinking budgets ------------------------------------------------------------
 
 
 def walk_beside_a_thinker(sampler, thinker, budget):
@@ -471,9 +457,7 @@ def walk_beside_a_thinker(sampler, thinker, budget):
         metadata.output_token_ids = [request.output for request in some]
         metadata.thinking_budget_state_holder = holder
         metadata.spec_token_ids = [[token for _, token in tree.rows] for tree in their_trees]
-        output, _ = walk(
-            sampler, logits, metadata, rows, [request.output for request in some], stateful=False
-        )
+        output, _ = walk(sampler, logits, metadata, rows, [request.output for request in some], stateful=False)
         return [[t for t in line if t != PLACEHOLDER] for line in output.sampled_token_ids.tolist()]
 
     holder = holder_for(requests[thinker], thinker, 2)
@@ -486,7 +470,6 @@ def walk_beside_a_thinker(sampler, thinker, budget):
     return tokens[thinker], other, expected, counts
 
 
-@WRONG_ROW
 @pytest.mark.parametrize("thinker", [0, 1])
 def test_a_thinking_budget_that_is_used_up(sampler, thinker):
     tokens, other, expected, _ = walk_beside_a_thinker(sampler, thinker, budget=2)
@@ -494,7 +477,7 @@ def test_a_thinking_budget_that_is_used_up(sampler, thinker):
     assert other == expected
 
 
-@pytest.mark.parametrize("thinker", [pytest.param(0, marks=WRONG_COUNT), 1])
+@pytest.mark.parametrize("thinker", [0, 1])
 def test_a_thinking_budget_that_is_not_used_up(sampler, thinker):
     _, other, expected, (counted, alone) = walk_beside_a_thinker(sampler, thinker, budget=20)
     assert other == expected
@@ -509,9 +492,7 @@ def logprobs_by_request(output, emitted):
     if output.sampled_token_ids.shape[1] == 1:
         lists = output.logprobs_tensors.tolists()
     else:
-        parsed, lists = RejectionSampler.parse_output(
-            output.sampled_token_ids, VOCAB, (), output.logprobs_tensors
-        )
+        parsed, lists = RejectionSampler.parse_output(output.sampled_token_ids, VOCAB, (), output.logprobs_tensors)
         assert parsed == emitted
     return [lists.slice_request(row, len(tokens)) for row, tokens in enumerate(emitted)]
 

@@ -44,7 +44,7 @@ def _accept_config_files() -> None:
                 action.type = functools.partial(_parse_option, action.type)
         return parser
 
-    EngineArgs.add_cli_args = staticmethod(add_cli_args)  # type: ignore[method-assign]
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)
 
 
 def _parse_option(upstream_type, value: str) -> Any:
@@ -82,7 +82,10 @@ def _translate_config() -> None:
             "model": PROPOSER,
             "num_speculative_tokens": config.num_speculative_tokens,
         }
-        self.additional_config = {**(self.additional_config or {}), ADDITIONAL_KEY: config.model_dump(mode="json")}
+        self.additional_config = {
+            **(self.additional_config or {}),
+            ADDITIONAL_KEY: config.model_dump(mode="json"),
+        }
         self.worker_cls = "vllm_gsd.runtime.v1.worker.GraphCPUWorker"
         self.scheduler_cls = "vllm_gsd.runtime.scheduler.GraphScheduler"
         try:
@@ -92,7 +95,7 @@ def _translate_config() -> None:
         check_engine(vllm_config, config)
         return vllm_config
 
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def _reserve_draft_slots() -> None:
@@ -110,7 +113,7 @@ def _reserve_draft_slots() -> None:
         config = gsd_config(self)
         return upstream_get(self) if config is None else ours(config)
 
-    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=upstream.__doc__)  # type: ignore[misc,assignment]
+    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=upstream.__doc__)
 
 
 def _report_metrics() -> None:
@@ -123,4 +126,4 @@ def _report_metrics() -> None:
     from vllm_gsd.runtime.metrics import GraphKVConnectorLogging, GraphKVConnectorProm
 
     loggers.PrometheusStatLogger._kv_connector_cls = GraphKVConnectorProm
-    loggers.KVConnectorLogging = GraphKVConnectorLogging  # type: ignore[misc]
+    loggers.KVConnectorLogging = GraphKVConnectorLogging

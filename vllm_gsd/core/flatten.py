@@ -42,7 +42,13 @@ def _flatten(graphs, num_nodes, max_depth, token, parent, depth, node_of, via_me
         # Entries: (-survival, order of discovery, node, place of the parent, depth, via a merged edge).
         heap = [(np.float32(0.0), 0, np.int32(0), np.int32(NONE), np.int32(0), False)]
         heap.pop()
-        survival, source, place, level, crossed = np.float32(1.0), np.int32(0), np.int32(NONE), np.int32(0), False
+        survival, source, place, level, crossed = (
+            np.float32(1.0),
+            np.int32(0),
+            np.int32(NONE),
+            np.int32(0),
+            False,
+        )
         count, order = 0, 0
         while True:
             if level < max_depth[row]:

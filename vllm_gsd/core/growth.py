@@ -64,9 +64,7 @@ def _add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, th
     return added, merged, pruned
 
 
-def add_candidates(
-    graphs, frontier, frontier_len, tokens, probs, num_nodes, theta_sib, merge_ngram
-) -> GrowthCounts:
+def add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, theta_sib, merge_ngram) -> GrowthCounts:
     """Add the draft model's candidates below the frontier nodes.
 
     Args:

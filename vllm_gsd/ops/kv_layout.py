@@ -116,7 +116,7 @@ class KVLayout:
             raise ValueError("the pages of kv_cache must be contiguous")
 
     def read(self, kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[n, kv_heads, head_size]`` of int64 ``slots``, each ``block * block_size + offset``."""
+        """Keys and values ``[n, kv_heads, head_size]`` of ``slots``: int64, ``block * block_size + offset``."""
         self.check(kv_cache)
         key, value = self._addresses(slots)
         flat = kv_cache.flatten(2)[slots // self.block_size]  # [n, kv_heads, both pages]
@@ -126,9 +126,7 @@ class KVLayout:
             flat.gather(2, value.unsqueeze(1).expand(-1, heads, -1)),
         )
 
-    def write(
-        self, kv_cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
+    def write(self, kv_cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store what :meth:`read` reads."""
         self.check(kv_cache)
         block = (slots // self.block_size).view(-1, 1, 1)

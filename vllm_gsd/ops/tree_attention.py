@@ -118,9 +118,7 @@ def tree_attention_reference(
         output[rows] = torch.einsum("hrk,khd->rhd", weights, value).to(output.dtype)
 
 
-def _attended(
-    prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int
-) -> torch.Tensor:
+def _attended(prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int) -> torch.Tensor:
     """Booleans ``[rows, prefix + 64 * words]``: which logical index each row attends."""
     index = torch.arange(prefix, device=positions.device)
     in_prefix = torch.ones(len(positions), prefix, dtype=torch.bool, device=positions.device)
@@ -161,8 +159,7 @@ def _check(
     layout.check(kv_cache)
     if output.dtype != query.dtype or kv_cache.dtype != query.dtype:
         raise ValueError(
-            f"output, query and kv_cache must have one dtype, not {output.dtype}, {query.dtype} "
-            f"and {kv_cache.dtype}"
+            f"output, query and kv_cache must have one dtype, not {output.dtype}, {query.dtype} and {kv_cache.dtype}"
         )
     if query.dim() != 3 or output.shape != query.shape or query.shape[2] != layout.head_size:
         raise ValueError(
@@ -179,13 +176,9 @@ def _check(
         ("tree_mask", tree_mask, torch.int64, 2),
     ):
         if tensor.dtype != dtype or tensor.dim() != dims:
-            raise ValueError(
-                f"{name} must be {dtype} with {dims} dimensions, not {tensor.dtype} {list(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must be {dtype} with {dims} dimensions, not {tensor.dtype} {list(tensor.shape)}")
     requests, rows = len(query_start_loc) - 1, int(query_start_loc[-1])
     if min(len(block_table), len(prefix_lens)) < requests:
         raise ValueError(f"block_table and prefix_lens must have a row for each of {requests} requests")
     if min(len(query), len(positions), len(tree_mask)) < rows:
-        raise ValueError(
-            f"query, positions and tree_mask must have at least the {rows} rows of query_start_loc"
-        )
+        raise ValueError(f"query, positions and tree_mask must have at least the {rows} rows of query_start_loc")

@@ -60,9 +60,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         if tree.plain_rows is not None:
             plain_query = query.index_select(0, tree.plain_rows)
             plain_output = torch.empty_like(plain_query)
-            super().forward(
-                layer, plain_query, key, value, kv_cache, tree.plain_metadata, plain_output
-            )
+            super().forward(layer, plain_query, key, value, kv_cache, tree.plain_metadata, plain_output)
             output.index_copy_(0, tree.plain_rows, plain_output.view(-1, *output.shape[1:]))
         return output
 

@@ -23,21 +23,24 @@ class DraftKVTracker:
         self.blocks: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}  # leading tokens of each request with draft KV
 
-    def admit(self, request_id: str, block_ids: list[int], num_cached_tokens: int) -> None:
-        """A request starts (or resumes) with these blocks, the first of them from the prefix cache.
+    def admit(self, starting: list[tuple[str, list[int], int]]) -> None:
+        """Requests start (or resume) in one step.
 
         Args:
-            num_cached_tokens: tokens whose target KV is cached already; blocks beyond them are fresh.
+            starting: request, its blocks, and how many of its tokens have target KV from the prefix cache; blocks
+                beyond those tokens are fresh.
         """
-        num_cached_blocks = num_cached_tokens // self.block_size
-        self.valid[block_ids[num_cached_blocks:]] = 0
-        self.blocks[request_id] = list(block_ids)
-        length = 0
-        for block in block_ids[:num_cached_blocks]:
-            length += int(self.valid[block])
-            if self.valid[block] < self.block_size:
-                break
-        self.length[request_id] = length
+        # A request may share blocks that another was given in this very step: empty all fresh ones before counting.
+        for _, blocks, num_cached in starting:
+            self.valid[blocks[num_cached // self.block_size :]] = 0
+        for request_id, blocks, num_cached in starting:
+            self.blocks[request_id] = list(blocks)
+            length = 0
+            for block in blocks[: num_cached // self.block_size]:
+                length += int(self.valid[block])
+                if self.valid[block] < self.block_size:
+                    break
+            self.length[request_id] = length
 
     def extend(self, request_id: str, block_ids: list[int]) -> None:
         """A running request got further, fresh blocks."""
@@ -61,12 +64,12 @@ class DraftKVTracker:
         """Apply one step's ``SchedulerOutput`` (a single KV cache group is assumed)."""
         for request_id in scheduler_output.finished_req_ids:
             self.remove(request_id)
-        for request in scheduler_output.scheduled_new_reqs:
-            self.admit(request.req_id, request.block_ids[0], request.num_computed_tokens)
+        starting = [(r.req_id, r.block_ids[0], r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs]
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                self.admit(request_id, new_blocks[0], cached.num_computed_tokens[index])
+                starting.append((request_id, new_blocks[0], cached.num_computed_tokens[index]))
             elif new_blocks is not None:
                 self.extend(request_id, new_blocks[0])
+        self.admit(starting)

@@ -147,7 +147,7 @@ def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:
         trust_remote_code=target.trust_remote_code,
         dtype=target.dtype,
         seed=target.seed,
-        max_model_len=None,  # type: ignore[arg-type]
+        max_model_len=None,
         spec_target_max_model_len=target.max_model_len,
         enforce_eager=target.enforce_eager,
         max_logprobs=target.max_logprobs,

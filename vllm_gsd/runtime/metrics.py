@@ -36,7 +36,8 @@ class GraphPrometheus:
     def __init__(self, prom: KVConnectorProm, labelnames: list[str], per_engine: dict[int, list[object]]):
         self.counters = {
             name: create_metric_per_engine(
-                prom._counter_cls(name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames), per_engine
+                prom._counter_cls(name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames),
+                per_engine,
             )
             for name, text in COUNTERS.items()
         }
@@ -76,7 +77,7 @@ class GraphKVConnectorProm(KVConnectorProm):
         from vllm_gsd.compat.hooks import gsd_config
 
         if gsd_config(vllm_config) is not None:
-            self.prom_metrics = GraphPrometheus(self, labelnames, per_engine_labelvalues)  # type: ignore[assignment]
+            self.prom_metrics = GraphPrometheus(self, labelnames, per_engine_labelvalues)
 
 
 class GraphKVConnectorLogging(KVConnectorLogging):

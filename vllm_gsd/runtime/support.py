@@ -75,14 +75,17 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         "set --tensor-parallel-size to 1",
     )
     yield "micro-batching (DBO)", parallel.use_ubatching, "leave --enable-dbo off"
+    yield ("KV connectors", vllm_config.kv_transfer_config is not None, "leave --kv-transfer-config out")
     yield (
-        "KV connectors", vllm_config.kv_transfer_config is not None, "leave --kv-transfer-config out"
+        "encoder-cache connectors",
+        vllm_config.ec_transfer_config is not None,
+        "leave --ec-transfer-config out",
     )
-    yield "encoder-cache connectors", vllm_config.ec_transfer_config is not None, "leave --ec-transfer-config out"
     yield "LoRA yet", vllm_config.lora_config is not None, "leave --enable-lora off"
     yield (
-        f"a quantised KV cache ({cache.cache_dtype})", cache.cache_dtype not in ("auto", "bfloat16", "float16",
-        "float32"), 'set --kv-cache-dtype to "auto"'
+        f"a quantised KV cache ({cache.cache_dtype})",
+        cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        'set --kv-cache-dtype to "auto"',
     )
     yield "prompt embeddings", model.enable_prompt_embeds, "leave --enable-prompt-embeds off"
     tp = config.draft_tensor_parallel_size

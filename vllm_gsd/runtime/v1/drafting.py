@@ -37,9 +37,7 @@ class Drafter:
         self.stats = stats
         self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size)
         # Positions the draft knows; beyond them a request goes on without it.
-        self.max_positions = min(
-            vllm_config.model_config.max_model_len, self.model.model_config.max_model_len
-        )
+        self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_slots = draft_kv_slots(config)
         self.controller = DraftController(config.max_depth)
@@ -176,9 +174,7 @@ class Drafter:
             for row in np.flatnonzero(frontier_len):
                 survival = graphs.survival[row, frontier[row, : frontier_len[row]]]
                 promised[row].append(float(survival.sum()))
-            hidden = self._run_level(
-                graphs, slots, frontier, frontier_len, length, block_rows, block_table.block_size
-            )
+            hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_rows, block_table.block_size)
             logits = self.model.logits(hidden)
         return promised
 

@@ -158,4 +158,3 @@ class GraphModelRunner(CPUModelRunner):
         # Upstream gives up drafting for the whole batch when one request nears max_model_len;
         # the proposer limits that request alone.
         return common_attn_metadata is not None
-

@@ -7,6 +7,7 @@ from vllm_gsd.core.flatten import flatten
 from vllm_gsd.core.graph import ORIGIN_NGRAM, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
 from vllm_gsd.core.verify import is_chain, path_to
+from vllm_gsd.core.warmup import warm_up as compile_core
 from vllm_gsd.runtime.requests import fallback_reason
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.v1.drafting import Drafter
@@ -31,9 +32,7 @@ class GraphProposer:
         self.trees: dict[str, DraftTree] = {}  # proposed, not verified yet
         self.reasons: dict[str, str | None] = {}  # why a request has no graph
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.num_nodes = (
-            self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
-        )
+        self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         nodes = self.config.num_speculative_tokens
         capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
@@ -64,6 +63,7 @@ class GraphProposer:
 
     def initialize_attention(self) -> None:
         """Called once the KV cache and the attention groups exist."""
+        compile_core()
         if self.drafter is not None:
             self.drafter.model.bind_attention(self.runner.attn_groups[0])
             self.drafter.measure_costs(lambda: self.runner.run_idle(self.num_nodes + 1))
@@ -108,9 +108,7 @@ class GraphProposer:
 
     # --- drafting ---------------------------------------------------------------------------------
 
-    def propose(
-        self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None
-    ) -> list[list[int]]:
+    def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None) -> list[list[int]]:
         """Draft for every request of the batch.
 
         Args:
@@ -175,9 +173,7 @@ class GraphProposer:
         promised: list[list[float]] = [[] for _ in requests]
         if self.drafter is not None and logits is not None:
             block_table = self.runner.input_batch.block_table[0]
-            promised = self.drafter.grow(
-                graphs, drafted, requests, length, logits, num_nodes, max_depth, block_table
-            )
+            promised = self.drafter.grow(graphs, drafted, requests, length, logits, num_nodes, max_depth, block_table)
         if "ngram" in self.config.sources:
             for row, request in enumerate(requests):
                 graft_ngrams(
@@ -203,8 +199,7 @@ class GraphProposer:
         """Deepest node worth verifying for each request, int64: max_tokens and max_model_len end its text."""
         states = [self.runner.requests[request_id] for request_id in self.runner.input_batch.req_ids[: len(length)]]
         limits = (
-            self.max_model_len if s.sampling_params.max_tokens is None else s.sampling_params.max_tokens
-            for s in states
+            self.max_model_len if s.sampling_params.max_tokens is None else s.sampling_params.max_tokens for s in states
         )
         left = np.array([limit - len(s.output_token_ids) for limit, s in zip(limits, states, strict=True)], np.int64)
         # The bonus token takes the last place.

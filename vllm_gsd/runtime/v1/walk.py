@@ -52,6 +52,11 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
     logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
     original_lengths = [len(output) for output in outputs]
     starts = trees.starts[:-1]
+    thinking = metadata.thinking_budget_state_holder
+    if thinking is not None and thinking.has_tracked_requests():
+        # Its rows are one per request here, as without speculation, not drafts as in upstream's rejection sampler.
+        thinking.in_spec_mode = False
+        metadata = replace(metadata, spec_token_ids=None)
     while True:
         chosen = np.flatnonzero(active)
         whole = len(chosen) == num_requests or stateful
@@ -69,6 +74,8 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
             break
         for request in np.flatnonzero(active):
             outputs[request].append(int(column[request]))
+        # Requests with a thinking budget have no tree: their only row was the first.
+        metadata = replace(metadata, thinking_budget_state_holder=None) if thinking is not None else metadata
         if stateful:
             for processor in metadata.logitsprocs.all:
                 processor.update_state(None)

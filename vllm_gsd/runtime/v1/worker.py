@@ -11,9 +11,7 @@ class GraphCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         """Set up the device as upstream does, but build ``GraphModelRunner``."""
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend"
-        )
+        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend")
         # Upstream's init_device names the class it builds; there is no hook to choose another.
         upstream = cpu_worker.CPUModelRunner
         cpu_worker.CPUModelRunner = GraphModelRunner

@@ -1,0 +1,158 @@
+"""Output with the graph equals plain vLLM's, token for token, in float32 on a tiny pair."""
+
+import pytest
+from engine_process import run
+
+SAMPLING = [
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.3, "top_p": 0.5},
+    {"temperature": 0},
+]
+# Keys of gsd.json beside method and model, by what they exercise.
+CONFIGS = {
+    "default": {},
+    "no-merging": {"merge_ngram": 0},
+    "one-node": {"num_speculative_tokens": 1},
+    "five-nodes": {"num_speculative_tokens": 5, "merge_ngram": 1},
+    "two-mask-words": {"num_speculative_tokens": 70, "max_depth": 8, "theta_prob": 0.0, "theta_sib": 0.0},
+    "chain": {"top_k": 1},
+    "ngram-only": {"model": None},
+    "both-sources": {"sources": ["draft", "ngram"]},
+    "paper": {"preset": "paper"},
+    "budget": {"budget": 4},
+}
+
+
+def greedy(max_tokens=40):
+    return {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+
+
+def seeded(count, max_tokens=40):
+    return [
+        {**SAMPLING[i % len(SAMPLING)], "seed": 100 + i, "max_tokens": max_tokens, "ignore_eos": True}
+        for i in range(count)
+    ]
+
+
+def mixed(count):
+    """Greedy and sampled, of different lengths, with and without EOS, some opted out."""
+    params = []
+    for i, keys in enumerate(seeded(count)):
+        keys = {**keys, "max_tokens": 1 + 5 * i % 48, "ignore_eos": i % 3 > 0}
+        params.append({**keys, "extra_args": {"gsd": False}} if i % 5 == 4 else keys)
+    return params
+
+
+@pytest.fixture(scope="module")
+def workloads(random_prompts):
+    """Name: (batches of prompts, parameters)."""
+    prompts = random_prompts(32)
+    return {
+        "greedy-1": ([[prompt] for prompt in prompts[:4]], greedy()),
+        "greedy-8": ([prompts[:8]], greedy()),
+        "greedy-32": ([prompts], greedy()),
+        "seeded-1": ([[prompts[1]]], seeded(2)[1:]),
+        "seeded-8": ([prompts[:8]], seeded(8)),
+        "seeded-32": ([prompts], seeded(32)),
+        "mixed-32": ([prompts], mixed(32)),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine, workloads):
+    """What plain vLLM answers, by name of the workload."""
+    engine = start_engine(None)
+    return {name: [run(engine, batch, params) for batch in batches] for name, (batches, params) in workloads.items()}
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def config(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "workload",
+    ["greedy-1", "greedy-8", "greedy-32", "seeded-1", "seeded-8", "seeded-32", "mixed-32"],
+)
+def test_equals_plain_vllm(start_engine, workloads, plain, config, workload):
+    engine = start_engine(CONFIGS[config])
+    batches, params = workloads[workload]
+    assert [run(engine, batch, params) for batch in batches] == plain[workload]
+
+
+def counters_of_a_run(start_engine, config, prompts, params):
+    """Differences of all counters over one run, and the tokens it generated."""
+    engine = start_engine(CONFIGS[config])
+    before = engine.metrics()
+    tokens = sum(map(len, run(engine, prompts, params)))
+    after = engine.metrics()
+    return {k: v - before.get(k, 0) for k, v in after.items() if isinstance(v, (int, float))}, tokens
+
+
+class TestTheGraphIsUsed:
+    """Equal output proves nothing if nothing was speculated: what each config must have done."""
+
+    def test_several_tokens_a_step(self, start_engine, random_prompts):
+        counts, tokens = counters_of_a_run(start_engine, "default", random_prompts(32), greedy())
+        per_step = tokens / counts["gsd_target_steps"]
+        assert 1.3 < per_step < 7  # max_depth is 6
+        assert counts["gsd_nodes_merged"] > 0
+        assert counts["gsd_nodes_accepted_merged"] > 0
+        assert counts["gsd_kv_rows_moved"] > 0
+        assert counts["spec_decode_num_accepted_tokens"] == sum(
+            counts[f"gsd_nodes_accepted_{origin}"] for origin in ("native", "merged", "ngram")
+        )
+        # Every step emits its accepted nodes and one token more, save where max_tokens cuts nothing here.
+        assert tokens == counts["gsd_target_steps"] + counts["spec_decode_num_accepted_tokens"]
+
+    def test_sampled_text_gains_too(self, start_engine, random_prompts):
+        counts, tokens = counters_of_a_run(start_engine, "default", random_prompts(32), seeded(32))
+        assert tokens / counts["gsd_target_steps"] > 1.3
+
+    def test_merging_off_merges_nothing(self, start_engine, random_prompts):
+        counts, _ = counters_of_a_run(start_engine, "no-merging", random_prompts(8), greedy())
+        assert counts["gsd_nodes_merged"] == 0
+        assert counts["spec_decode_num_accepted_tokens"] > 0
+
+    def test_wide_graphs_take_two_mask_words(self, start_engine, random_prompts):
+        counts, tokens = counters_of_a_run(start_engine, "two-mask-words", random_prompts(8), greedy())
+        # Graphs shrink near max_tokens only.
+        assert counts["gsd_nodes_verified"] / counts["spec_decode_num_drafts"] > 60
+        assert tokens / counts["gsd_target_steps"] > 2
+
+    def test_top_k_1_makes_chains(self, start_engine, random_prompts):
+        counts, _ = counters_of_a_run(start_engine, "chain", random_prompts(8), greedy())
+        assert counts["gsd_chain_requests"] == counts["spec_decode_num_drafts"] > 0
+        assert counts["gsd_kv_rows_moved"] == 0
+        assert counts["spec_decode_num_accepted_tokens"] > 0
+
+    def test_budget_bounds_verified_nodes(self, start_engine, random_prompts):
+        counts, _ = counters_of_a_run(start_engine, "budget", random_prompts(8), greedy())
+        assert 0 < counts["gsd_nodes_verified"] <= 4 * counts["spec_decode_num_drafts"]
+
+    def test_ngrams_without_a_draft_model(self, start_engine, plain):
+        start_engine(None)
+        prompts = [[7, 8, 9, 10, 11, 12] * 6, [20, 21] * 15, [30 + i % 3 for i in range(40)]]
+        expected = run(start_engine(None), prompts, greedy(60))
+        counts, tokens = counters_of_a_run(start_engine, "ngram-only", prompts, greedy(60))
+        assert run(start_engine(CONFIGS["ngram-only"]), prompts, greedy(60)) == expected
+        assert counts["gsd_nodes_accepted_ngram"] > 0
+        assert counts["gsd_draft_forwards"] == 0
+        assert tokens > counts["gsd_target_steps"]
+
+    def test_both_sources_contribute(self, start_engine, random_prompts):
+        counts, _ = counters_of_a_run(start_engine, "both-sources", random_prompts(32), greedy())
+        assert counts["gsd_nodes_accepted_ngram"] > 0
+        assert counts["gsd_nodes_accepted_native"] > 0
+
+    def test_opt_out_verifies_nothing(self, start_engine, random_prompts):
+        params = {**greedy(), "extra_args": {"gsd": False}}
+        counts, tokens = counters_of_a_run(start_engine, "default", random_prompts(8), params)
+        assert counts["spec_decode_num_drafts"] == 0
+        assert counts["gsd_target_steps"] == tokens
+        assert counts["gsd_fallbacks:opt_out"] == 8

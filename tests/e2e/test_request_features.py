@@ -1,0 +1,197 @@
+"""Request features beside plain sampling: served as plain vLLM serves them, with the graph where that is possible."""
+
+import json
+
+import pytest
+from engine_process import EngineError, Params, run
+
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+SEEDED = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
+FEATURES = {
+    "repetition-penalty": {"repetition_penalty": 1.4},
+    "presence-penalty": {"presence_penalty": 1.5},
+    "frequency-penalty": {"frequency_penalty": 0.8},
+    "all-penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.3},
+    "allowed-token-ids": {"allowed_token_ids": list(range(5, 60))},
+}
+
+
+def with_seeds(keys, count):
+    return [{**SEEDED, **keys, "seed": 7 + i} for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompts):
+    return random_prompts(8)
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine):
+    return start_engine(None)
+
+
+@pytest.fixture(scope="module")
+def gsd(start_engine):
+    return start_engine({})
+
+
+def accepted(engine):
+    return engine.metrics()["spec_decode_num_accepted_tokens"]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_penalties_and_allowed_tokens(plain, gsd, prompts, feature):
+    keys = FEATURES[feature]
+    before = accepted(gsd)
+    for params in ({**GREEDY, **keys}, with_seeds(keys, len(prompts))):
+        expected = run(plain, prompts, params)
+        assert expected != run(plain, prompts, GREEDY)  # the feature does something here
+        assert run(gsd, prompts, params) == expected
+    assert accepted(gsd) > before
+
+
+def test_bad_words_of_one_and_more_tokens(plain, gsd, prompts):
+    """Whether a longer bad word ends at a node depends on the path to it."""
+    free = run(plain, prompts, GREEDY)
+    params = []
+    for tokens in free:
+        words = [tokens[3:4], tokens[10:12], tokens[20:23]]
+        params.append(Params(GREEDY, bad_words_token_ids=words))
+    expected = run(plain, prompts, params)
+    assert all(new != old for new, old in zip(expected, free, strict=True))
+    before = accepted(gsd)
+    assert run(gsd, prompts, params) == expected
+    assert accepted(gsd) > before
+
+
+def test_min_tokens_hold_back_stop_tokens(plain, gsd, prompts):
+    free = run(plain, prompts, GREEDY)
+    before = accepted(gsd)
+    for min_tokens in (0, 9, 10, 25, 40):
+        params = [{**GREEDY, "stop_token_ids": [tokens[8], tokens[12]], "min_tokens": min_tokens} for tokens in free]
+        expected = run(plain, prompts, params)
+        assert run(gsd, prompts, params) == expected
+        assert min(map(len, expected)) >= min_tokens
+    assert accepted(gsd) > before
+
+
+def test_min_tokens_with_sampling_and_penalties(plain, gsd, prompts):
+    params = [
+        {**keys, "min_tokens": 5 * i, "stop_token_ids": list(range(5, 200)), "presence_penalty": 0.2 * (i % 3)}
+        for i, keys in enumerate(with_seeds({}, len(prompts)))
+    ]
+    expected = run(plain, prompts, params)
+    assert len({len(tokens) for tokens in expected}) > 3
+    assert run(gsd, prompts, params) == expected
+
+
+def test_everything_in_one_batch(plain, gsd, random_prompts):
+    prompts = random_prompts(16, seed=5)
+    keys = [*FEATURES.values(), {"logprobs": 2}, {"min_tokens": 20, "stop_token_ids": list(range(5, 300))}, {}]
+    seeded = with_seeds({}, 16)
+    params = [
+        {**(seeded[i] if i % 2 else GREEDY), **keys[i // 2], "max_tokens": 10 + 3 * i} for i in range(len(prompts))
+    ]
+    expected = run(plain, prompts, params)
+    assert run(gsd, prompts, params) == expected
+
+
+def assert_same_logprobs(ours, theirs):
+    assert len(ours) == len(theirs)
+    for our_place, their_place in zip(ours, theirs, strict=True):
+        if their_place is None:
+            assert our_place is None
+            continue
+        assert our_place.keys() == their_place.keys()
+        for token, logprob in their_place.items():
+            assert our_place[token] == pytest.approx(logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_logprobs(plain, gsd, prompts, count, sampled):
+    params = with_seeds({"logprobs": count}, len(prompts)) if sampled else {**GREEDY, "logprobs": count}
+    before = accepted(gsd)
+    theirs, ours = plain.generate(prompts, params), gsd.generate(prompts, params)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.tokens == their.tokens
+        assert len(our.completions[0].logprobs) == len(our.tokens)
+        assert_same_logprobs(our.completions[0].logprobs, their.completions[0].logprobs)
+    assert accepted(gsd) > before
+
+
+def test_logprobs_of_some_requests_of_a_batch(plain, gsd, prompts):
+    params = [{**GREEDY, "logprobs": i} if i % 3 == 0 else GREEDY for i in range(len(prompts))]
+    theirs, ours = plain.generate(prompts, params), gsd.generate(prompts, params)
+    for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        assert our.tokens == their.tokens
+        if i % 3 == 0:
+            assert_same_logprobs(our.completions[0].logprobs, their.completions[0].logprobs)
+        else:
+            assert our.completions[0].logprobs is None
+
+
+def test_logprobs_of_a_text_that_stops_in_the_middle_of_a_path(plain, gsd, prompts):
+    free = run(plain, prompts, GREEDY)
+    params = [{**GREEDY, "logprobs": 2, "stop_token_ids": [tokens[9], tokens[17]]} for tokens in free]
+    for our, their in zip(gsd.generate(prompts, params), plain.generate(prompts, params), strict=True):
+        assert our.tokens == their.tokens
+        assert_same_logprobs(our.completions[0].logprobs, their.completions[0].logprobs)
+
+
+def test_prompt_logprobs(plain, gsd, prompts):
+    params = {**GREEDY, "prompt_logprobs": 2, "logprobs": 1}
+    theirs, ours = plain.generate(prompts, params), gsd.generate(prompts, params)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.tokens == their.tokens
+        assert_same_logprobs(our.prompt_logprobs, their.prompt_logprobs)
+        assert_same_logprobs(our.completions[0].logprobs, their.completions[0].logprobs)
+
+
+def test_several_completions_of_a_prompt(plain, gsd, prompts):
+    params = {**SEEDED, "n": 3, "seed": 11}
+    theirs, ours = plain.generate(prompts[:4], params), gsd.generate(prompts[:4], params)
+    for our, their in zip(ours, theirs, strict=True):
+        assert [one.tokens for one in our.completions] == [one.tokens for one in their.completions]
+        assert len({tuple(one.tokens) for one in our.completions}) == 3
+
+
+def test_unseeded_sampling_differs_between_runs_and_is_served(gsd, prompts):
+    first, second = run(gsd, prompts, SEEDED), run(gsd, prompts, SEEDED)
+    assert first != second
+    assert all(len(tokens) == 40 for tokens in first + second)
+
+
+@pytest.mark.parametrize("keys", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
+def test_what_vllm_refuses_beside_speculation_stays_refused(gsd, prompts, keys):
+    with pytest.raises(EngineError, match="not yet supported with speculative decoding"):
+        run(gsd, prompts[:1], {**SEEDED, **keys})
+    assert len(run(gsd, prompts[:1], GREEDY)[0]) == 40  # and the engine lives on
+
+
+class TestStructuredOutput:
+    """Served right, without a graph for now, and counted."""
+
+    SCHEMA = json.dumps(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    )
+
+    def test_json_schema_beside_speculating_requests(self, start_built_in):
+        schema = {"temperature": 0, "max_tokens": 32, "json_schema": self.SCHEMA}
+        free = {"temperature": 0, "max_tokens": 16}
+        prompts = ["Tell me of a person, as JSON.", "Count from one to ten.", "Name a person and an age, as JSON."]
+        params = [schema, free, schema]
+        theirs = start_built_in(gsd=False).generate(prompts, params)
+        gsd = start_built_in(gsd=True)
+        ours = gsd.generate(prompts, params)
+        assert [our.tokens for our in ours] == [their.tokens for their in theirs]
+        for our in (ours[0], ours[2]):
+            assert set(json.loads(our.completions[0].text)) == {"name", "age"}
+        counts = gsd.metrics()
+        assert counts["gsd_fallbacks:structured_outputs"] == 2
+        assert counts["spec_decode_num_drafts"] > 0

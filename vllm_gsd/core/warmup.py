@@ -1,0 +1,36 @@
+"""Compile every core function at start-up, so that the first request doesn't wait for it."""
+
+import numpy as np
+
+from vllm_gsd.core.draft_level import level_rows, new_draft_slots
+from vllm_gsd.core.flatten import ancestor_masks, flatten
+from vllm_gsd.core.graph import new_graphs, reset
+from vllm_gsd.core.growth import add_candidates, next_frontier
+from vllm_gsd.core.ngram import graft_ngrams
+from vllm_gsd.core.verify import is_chain, path_to, step_into
+
+
+def warm_up() -> None:
+    """Run one tiny step with the array types the runtime uses."""
+    graphs = new_graphs(1, 16)
+    text = np.array([1, 2, 1, 2], np.int32)
+    reset(graphs, 0, text.astype(np.int64))
+    nodes, ones = np.full(1, 4, np.int32), np.ones(1, np.int32)
+    frontier = np.zeros((1, 4), np.int32)
+    tokens, probs = np.array([[3, 4]], np.int64), np.array([[0.6, 0.4]], np.float32)
+    add_candidates(graphs, frontier, ones, tokens, probs, nodes, 0.1, 2)
+    next_frontier(graphs, ones.copy(), nodes, nodes, np.float32(0.05), frontier, ones)
+    slots = new_draft_slots(1, 16, 8)
+    rows = int(ones[0])
+    token, depth, slot = np.empty(rows, np.int64), np.empty(rows, np.int32), np.empty(rows, np.int32)
+    level_rows(graphs, slots, frontier, ones, token, depth, slot, np.empty((rows, 1), np.int64))
+    graft_ngrams(graphs, 0, np.stack([text])[0], len(text), 2, 2, 1)
+    trees = flatten(graphs, nodes, nodes)
+    starts = np.array([0, trees.size[0] + 1], np.int32)
+    parent = np.concatenate([[-1], trees.parent[0, : trees.size[0]] + 1]).astype(np.int32)
+    line_tokens = np.concatenate([[0], trees.token[0, : trees.size[0]]])
+    ancestor_masks(parent, starts, np.zeros((len(parent), 1), np.int64))
+    places, active = np.zeros(1, np.int32), np.ones(1, np.bool_)
+    step_into(line_tokens, parent, starts, places, line_tokens[1:2].copy(), active)
+    path_to(parent, places[0])
+    is_chain(parent, starts[0], starts[1])
