@@ -253,9 +253,7 @@ def draft_every_level(llm) -> None:
 
     A level of the tiny draft costs what a step of the tiny target costs, so on its own gsd would (rightly) not draft.
     """
-    drafter = model_runner(llm).drafter.drafter
-    if drafter is not None:
-        drafter.controller.level_cost = None
+    model_runner(llm).drafter.planner.costs = None
 
 
 def free_blocks(llm) -> int:

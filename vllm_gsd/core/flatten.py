@@ -1,8 +1,8 @@
 """Flattening: unroll a token graph into the tree of at most N nodes that the target model verifies.
 
 A node that is reachable over two paths is laid out twice: its key and value depend on all tokens before
-it, so sharing them would not be lossless. Best first by survival, hence parents come before children and
-every prefix of the list is itself a valid tree (the scheduler may cut the list).
+it, so sharing them would not be lossless. Best first by (calibrated) survival, hence parents come before
+children and every prefix of the list is itself a valid tree (the scheduler may cut the list).
 """
 
 import heapq
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from vllm_gsd.core.graph import NONE, GraphBatch
+from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, Calibration, calibrated
+from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, GraphBatch
 
 
 class FlatTrees(NamedTuple):
@@ -25,6 +26,8 @@ class FlatTrees(NamedTuple):
     depth: np.ndarray  # int32, children of the root are 1
     node: np.ndarray  # int32, node of the graph
     via_merge: np.ndarray  # bool, whether the path to this place uses a merged edge
+    survival: np.ndarray  # float32, product of conditional probabilities along the path
+    value: np.ndarray  # float32, calibrated survival, never above the parent's
     size: np.ndarray
 
     def path_tokens(self, row: int, place: int) -> list[int]:
@@ -37,18 +40,13 @@ class FlatTrees(NamedTuple):
 
 
 @numba.njit(cache=True)
-def _flatten(graphs, num_nodes, max_depth, token, parent, depth, node_of, via_merge, size):
+def _flatten(graphs, num_nodes, max_depth, factor, token, parent, depth, node_of, via_merge, survival, value, size):
     for row in range(len(num_nodes)):
-        # Entries: (-survival, order of discovery, node, place of the parent, depth, via a merged edge).
-        heap = [(np.float32(0.0), 0, np.int32(0), np.int32(NONE), np.int32(0), False)]
+        # Entries: (-value, order of discovery, node, place of the parent, depth, via a merged edge, survival).
+        heap = [(np.float32(0.0), 0, np.int32(0), np.int32(NONE), np.int32(0), False, np.float32(0.0))]
         heap.pop()
-        survival, source, place, level, crossed = (
-            np.float32(1.0),
-            np.int32(0),
-            np.int32(NONE),
-            np.int32(0),
-            False,
-        )
+        likely, chance, source = np.float32(1.0), np.float32(1.0), np.int32(0)
+        place, level, crossed = np.int32(NONE), np.int32(0), False
         count, order = 0, 0
         while True:
             if level < max_depth[row]:
@@ -57,30 +55,45 @@ def _flatten(graphs, num_nodes, max_depth, token, parent, depth, node_of, via_me
                 child = graphs.first_child[row, source if target == NONE else target]
                 while child != NONE:
                     order += 1
-                    likelihood = survival * graphs.prob[row, child]
-                    heapq.heappush(heap, (-likelihood, order, child, place, np.int32(level + 1), crossed))
+                    below = likely * graphs.prob[row, child]
+                    kind = NATIVE
+                    if graphs.origin[row, child] == ORIGIN_NGRAM:
+                        kind = NGRAM
+                    elif crossed or graphs.merged[row, child] != NONE:
+                        kind = MERGED
+                    worth = min(chance, calibrated(factor, kind, level + 1, below))
+                    heapq.heappush(heap, (-worth, order, child, place, np.int32(level + 1), crossed, below))
                     child = graphs.next_sibling[row, child]
             if count >= num_nodes[row] or len(heap) == 0:
                 break
-            negative, _, source, above, level, crossed = heapq.heappop(heap)
-            survival = -negative
+            negative, _, source, above, level, crossed, likely = heapq.heappop(heap)
+            chance = -negative
             place = np.int32(count)
             token[row, place] = graphs.token[row, source]
             parent[row, place] = above
             depth[row, place] = level
             node_of[row, place] = source
             via_merge[row, place] = crossed or graphs.merged[row, source] != NONE
+            survival[row, place] = likely
+            value[row, place] = chance
             count += 1
         size[row] = count
 
 
-def flatten(graphs: GraphBatch, num_nodes: np.ndarray, max_depth: np.ndarray) -> FlatTrees:
+# Factors of a calibration that has seen nothing.
+_UNCALIBRATED = Calibration().factor
+
+
+def flatten(
+    graphs: GraphBatch, num_nodes: np.ndarray, max_depth: np.ndarray, factor: np.ndarray = _UNCALIBRATED
+) -> FlatTrees:
     """Unroll every graph of the batch, best first.
 
     Args:
         graphs: GraphBatch of ``num_graphs`` graphs.
         num_nodes: int32 [num_graphs], most nodes of each flattened graph.
         max_depth: int32 [num_graphs], deepest place allowed (limits of max_tokens and max_model_len).
+        factor: of a ``Calibration``.
     """
     shape = (len(num_nodes), max(1, int(num_nodes.max(initial=1))))
     trees = FlatTrees(
@@ -89,9 +102,11 @@ def flatten(graphs: GraphBatch, num_nodes: np.ndarray, max_depth: np.ndarray) ->
         depth=np.zeros(shape, np.int32),
         node=np.zeros(shape, np.int32),
         via_merge=np.zeros(shape, np.bool_),
+        survival=np.zeros(shape, np.float32),
+        value=np.zeros(shape, np.float32),
         size=np.zeros(len(num_nodes), np.int32),
     )
-    _flatten(graphs, num_nodes, max_depth, *trees)
+    _flatten(graphs, num_nodes, max_depth, factor, *trees)
     return trees
 
 

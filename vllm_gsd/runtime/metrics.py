@@ -17,6 +17,8 @@ COUNTERS = {
     "nodes_added": "Candidates that became nodes of a token graph.",
     "nodes_merged": "Candidates merged with an existing node instead of being drafted again.",
     "nodes_pruned": "Candidates dropped by theta_sib or the node budget.",
+    "nodes_cut": "Nodes of flattened graphs left out because verifying them would not pay.",
+    "drafts_skipped": "Request-steps that were not drafted for because it would not pay.",
     "nodes_verified": "Nodes of flattened graphs that the target verified.",
     "nodes_accepted_native": "Accepted nodes drafted on their own path.",
     "nodes_accepted_merged": "Accepted nodes reached over a merged edge.",

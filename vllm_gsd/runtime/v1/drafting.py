@@ -1,25 +1,20 @@
 """Growing token graphs with the draft model: catch-up over committed text, then one forward a level."""
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.controller import DraftController
+from vllm_gsd.core.calibration import NATIVE
 from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
 from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
+from vllm_gsd.core.planner import Planner
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_model import DraftModel
 from vllm_gsd.runtime.limits import draft_kv_slots
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.tree_rows import TreeRows
-
-logger = init_logger("vllm.gsd")
 
 
 class Drafter:
@@ -28,10 +23,11 @@ class Drafter:
     Args:
         vllm_config, config: the engine's configuration and ours; ``config.model`` is not None.
         stats: counters to add to.
+        planner: says how far drafting pays.
         capacity: nodes a graph can hold.
     """
 
-    def __init__(self, vllm_config, config: GSDConfig, stats: GraphStats, capacity: int):
+    def __init__(self, vllm_config, config: GSDConfig, stats: GraphStats, planner: Planner, capacity: int):
         assert config.model is not None
         self.config = config
         self.stats = stats
@@ -40,21 +36,10 @@ class Drafter:
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_slots = draft_kv_slots(config)
-        self.controller = DraftController(config.max_depth)
+        self.planner = planner
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self.slots = new_draft_slots(num_requests, capacity, self.max_slots)
         self.frontier = np.zeros((num_requests, config.num_speculative_tokens), np.int32)
-
-    def measure_costs(self, target_step: Callable[[], object]) -> None:
-        """Time a draft level against a target step on this machine, once.
-
-        Args:
-            target_step: runs the target over one request's root and nodes.
-        """
-        level = _median_seconds(lambda: topk_softmax(self.model.run_idle(2), self.config.top_k))
-        step = _median_seconds(target_step)
-        self.controller.level_cost = level / step
-        logger.info("gsd: a draft level takes %.2f ms, a target step %.2f ms", 1e3 * level, 1e3 * step)
 
     def catch_up(
         self, batch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
@@ -120,8 +105,8 @@ class Drafter:
         num_nodes: np.ndarray,
         max_depth: np.ndarray,
         block_table,
-    ) -> list[list[float]]:
-        """Grow the graphs of a batch level by level.
+    ) -> None:
+        """Grow the graphs of a batch level by level, as far as it pays.
 
         Args:
             graphs: one graph per request of ``requests``, lone roots.
@@ -130,16 +115,12 @@ class Drafter:
             length: int64 [num_graphs], committed tokens.
             root_logits: [sum(drafted), vocab], the draft's after each root.
             num_nodes, max_depth: int32 / int64 [num_graphs], limits of each graph.
-
-        Returns:
-            for each graph, the survival expanded at each level that was drafted for it.
         """
         config = self.config
         count = len(requests)
         frontier = self.frontier[:count]
         frontier[:, 0] = 0
         frontier_len = drafted.astype(np.int32)
-        promised = [[1.0] if is_drafted else [] for is_drafted in drafted]
         slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
         slots.used[:] = 0
         block_rows = block_table.block_table.cpu[torch.from_numpy(requests)]
@@ -150,6 +131,7 @@ class Drafter:
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.copy()
             probs, tokens = topk_softmax(logits, config.top_k)
+            self.planner.drafted(probs.numpy())
             counts = add_candidates(
                 graphs,
                 frontier,
@@ -166,17 +148,14 @@ class Drafter:
             if level == config.max_depth:
                 break
             room_now = np.where(drafted & (deepest > level), room - slots.used, 0).astype(np.int32)
-            expected = next_frontier(
-                graphs, first_new, num_nodes, room_now, np.float32(config.theta_prob), frontier, frontier_len
-            )
-            if not self.controller.wants(level + 1, expected, count):
+            next_frontier(graphs, first_new, num_nodes, room_now, np.float32(config.theta_prob), frontier, frontier_len)
+            rows = np.repeat(np.arange(count), frontier_len)
+            nodes = frontier[np.arange(frontier.shape[1]) < frontier_len[:, None]]
+            depth, survival = graphs.depth[rows, nodes], graphs.survival[rows, nodes]
+            if not self.planner.wants_level(self.planner.calibration.value(NATIVE, depth, survival)):
                 break
-            for row in np.flatnonzero(frontier_len):
-                survival = graphs.survival[row, frontier[row, : frontier_len[row]]]
-                promised[row].append(float(survival.sum()))
             hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_rows, block_table.block_size)
             logits = self.model.logits(hidden)
-        return promised
 
     def _run_level(self, graphs, slots, frontier, frontier_len, length, block_rows, block_size) -> torch.Tensor:
         """One draft forward over the frontier nodes of all requests; returns hidden states [rows, hidden]."""
@@ -208,12 +187,3 @@ def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, b
     """Physical KV slots, int64, of logical positions of the given rows of a block table."""
     blocks = block_table[rows, positions // block_size].astype(np.int64)
     return blocks * block_size + positions % block_size
-
-
-def _median_seconds(run: Callable[[], object], times: int = 5) -> float:
-    seconds = []
-    for _ in range(times + 2):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds[2:]))  # the first runs warm caches

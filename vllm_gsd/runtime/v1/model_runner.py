@@ -52,11 +52,11 @@ class GraphModelRunner(CPUModelRunner):
         self.draft_kv = DraftKVTracker(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
         layers = self.compilation_config.static_forward_context
         draft_layers = set(self.drafter.layer_names)
-        target_layers = [layers[name] for name in group.layer_names if name not in draft_layers]
-        self.target_caches = [layer.kv_cache for layer in target_layers]
+        self.target_layers = [layers[name] for name in group.layer_names if name not in draft_layers]
+        self.target_caches = [layer.kv_cache for layer in self.target_layers]
         self.target_layouts = [
             kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype)
-            for layer in target_layers
+            for layer in self.target_layers
         ]
         self.drafter.initialize_attention()
 

@@ -3,11 +3,14 @@
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM
 from vllm_gsd.core.flatten import flatten
 from vllm_gsd.core.graph import ORIGIN_NGRAM, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
+from vllm_gsd.core.planner import Planner
 from vllm_gsd.core.verify import is_chain, path_to
 from vllm_gsd.core.warmup import warm_up as compile_core
+from vllm_gsd.runtime.measure import measure_costs
 from vllm_gsd.runtime.requests import fallback_reason
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.v1.drafting import Drafter
@@ -36,9 +39,10 @@ class GraphProposer:
         nodes = self.config.num_speculative_tokens
         capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
+        self.planner = Planner(self.config.top_k)
         self.drafter = None
         if self.config.model is not None:
-            self.drafter = Drafter(vllm_config, self.config, self.stats, capacity)
+            self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -66,7 +70,8 @@ class GraphProposer:
         compile_core()
         if self.drafter is not None:
             self.drafter.model.bind_attention(self.runner.attn_groups[0])
-            self.drafter.measure_costs(lambda: self.runner.run_idle(self.num_nodes + 1))
+        if self.config.budget == "auto":
+            self.planner.costs = measure_costs(self.runner, self.drafter)
 
     # --- between steps ----------------------------------------------------------------------------
 
@@ -86,25 +91,27 @@ class GraphProposer:
         starts = step.trees.starts
         emitting = ~self.runner.discard_request_mask.np[: len(places)]
         counts["target_steps"] += int(emitting.sum())
+        verified = []
         for request in np.flatnonzero(emitting):
             tree = step.proposed[request]
             if tree is None:
                 continue
             first, end = starts[request], starts[request + 1]
-            counts["nodes_verified"] += int(end - first) - 1
+            count = int(end - first) - 1
+            counts["nodes_verified"] += count
             counts["chain_requests"] += int(is_chain(step.trees.parent, first, end))
             path = path_to(step.trees.parent[first:end], places[request])
             self.stats.accepted_lengths[len(path)] += 1
             self.stats.drafted_depths[self.runner.input_batch.req_ids[request]] = int(step.depth[first:end].max())
-            if self.drafter is not None and tree.promised:
-                self.drafter.controller.observe(tree.promised, len(path))
-            for place in path:
-                if tree.origin[place - 1] == ORIGIN_NGRAM:
-                    counts["nodes_accepted_ngram"] += 1
-                elif tree.via_merge[place - 1]:
-                    counts["nodes_accepted_merged"] += 1
-                else:
-                    counts["nodes_accepted_native"] += 1
+            source = np.where(tree.via_merge, MERGED, NATIVE)
+            source[tree.origin == ORIGIN_NGRAM] = NGRAM
+            accepted = np.zeros(count, np.bool_)
+            accepted[np.asarray(path, np.int64) - 1] = True
+            for name, index in (("native", NATIVE), ("merged", MERGED), ("ngram", NGRAM)):
+                counts[f"nodes_accepted_{name}"] += int((source[:count][accepted] == index).sum())
+            verified.append((source[:count], tree.depth[:count], tree.survival[:count], accepted))
+        if verified:
+            self.planner.calibration.observe(*(np.concatenate(column) for column in zip(*verified, strict=True)))
 
     # --- drafting ---------------------------------------------------------------------------------
 
@@ -130,13 +137,15 @@ class GraphProposer:
         sampled = np.array([len(tokens) > 0 for tokens in sampled_token_ids])
         speculates = np.array([self._speculates(request_id) for request_id in request_ids])
         wanted = speculates & sampled & (max_depth > 0)
+        self.planner.begin(num_requests, int(length.sum()))
         drafted, logits = np.zeros(num_requests, np.bool_), None
         if self.drafter is not None:
             waiting = int(wanted.sum())
             drafts_now = wanted
-            if waiting and not self.drafter.controller.wants(1, waiting, waiting):
-                # Drafting doesn't pay now; what the draft has not seen it catches up on when it does.
+            if waiting and not self.planner.wants_drafts(waiting):
+                # What the draft has not seen it catches up on when it is wanted again.
                 drafts_now = np.zeros_like(wanted)
+                self.stats.counts["drafts_skipped"] += waiting
             known = np.where(sampled, length, self.runner.optimistic_seq_lens_cpu[:num_requests].numpy())
             due = np.where(speculates & (drafts_now | ~wanted), known, 0)
             drafted, logits = self.drafter.catch_up(batch, self.runner.draft_kv, due, drafts_now)
@@ -146,11 +155,13 @@ class GraphProposer:
         if len(requests) == 0:
             return proposals
         graphs = GraphBatch(*(array[: len(requests)] for array in self.graphs))
-        trees, promised = self._grow(
+        trees = self._grow(
             graphs, requests, length[requests], max_depth[requests], token_ids_cpu, drafted[requests], logits
         )
+        sizes = self.planner.choose(trees.value, trees.size, length[requests])
+        self.stats.counts["nodes_cut"] += int((trees.size - sizes).sum())
         for row, request in enumerate(requests):
-            size = trees.size[row]
+            size = sizes[row]
             if size == 0:
                 continue
             self.trees[request_ids[request]] = DraftTree(
@@ -159,7 +170,7 @@ class GraphProposer:
                 depth=trees.depth[row, :size],
                 origin=graphs.origin[row, trees.node[row, :size]],
                 via_merge=trees.via_merge[row, :size],
-                promised=promised[row],
+                survival=trees.survival[row, :size],
             )
             proposals[request] = trees.token[row, :size].tolist()
         return proposals
@@ -170,10 +181,9 @@ class GraphProposer:
             text = token_ids_cpu[request, max(0, length[row] - CONTEXT) : length[row]]
             reset(graphs, row, text.astype(np.int64))
         num_nodes = np.full(len(requests), self.num_nodes, np.int32)
-        promised: list[list[float]] = [[] for _ in requests]
         if self.drafter is not None and logits is not None:
             block_table = self.runner.input_batch.block_table[0]
-            promised = self.drafter.grow(graphs, drafted, requests, length, logits, num_nodes, max_depth, block_table)
+            self.drafter.grow(graphs, drafted, requests, length, logits, num_nodes, max_depth, block_table)
         if "ngram" in self.config.sources:
             for row, request in enumerate(requests):
                 graft_ngrams(
@@ -185,7 +195,7 @@ class GraphProposer:
                     int(min(max_depth[row], self.num_nodes)),
                     MIN_NGRAM_MATCH,
                 )
-        return flatten(graphs, num_nodes, max_depth.astype(np.int32)), promised
+        return flatten(graphs, num_nodes, max_depth.astype(np.int32), self.planner.calibration.factor)
 
     def _speculates(self, request_id: str) -> bool:
         if request_id not in self.reasons:

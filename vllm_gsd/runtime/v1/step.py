@@ -23,7 +23,7 @@ class DraftTree:
     depth: np.ndarray  # int32 [n]
     origin: np.ndarray  # int8 [n], ORIGIN_* of each node
     via_merge: np.ndarray  # bool [n]
-    promised: list[float]  # survival that each draft level expanded, first level first
+    survival: np.ndarray  # float32 [n], as promised by its source
 
 
 @dataclass

@@ -1,0 +1,89 @@
+"""The cost table of this machine, measured once the models are loaded; takes a few seconds."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from vllm_gsd.core.costs import Costs
+from vllm_gsd.ops.topk_softmax import topk_softmax
+from vllm_gsd.runtime.tree_rows import TreeRows
+
+logger = init_logger("vllm.gsd")
+
+# Rows at which the forwards are timed, as far as a step of the engine can have them.
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
+# Rows and context at which the target's attention is timed.
+TREE_SIZE, CONTEXT = 9, 1024
+
+
+def measure_costs(runner, drafter) -> Costs:
+    """Time target forwards, draft levels and tree attention.
+
+    Args:
+        runner: the model runner, its KV cache allocated.
+        drafter: the ``Drafter``, or None.
+    """
+    most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.drafter.num_nodes + 1)))
+    rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
+    target = [_median_ms(partial(runner.run_idle, count), count) for count in rows]
+    draft = [0.0] * len(rows)
+    if drafter is not None:
+        draft = [_median_ms(partial(_draft_level, drafter, count), count) for count in rows]
+    costs = Costs(
+        rows=np.array(rows, np.int64),
+        # More rows never cost less: what says so is noise.
+        target=np.maximum.accumulate(target),
+        draft=np.maximum.accumulate(draft),
+        attention=_attention_ms(runner),
+    )
+    last = len(rows) - 1
+    logger.info(
+        "gsd: a target step takes %.1f ms for 1 row and %.1f ms for %d, a draft level %.1f and %.1f ms; "
+        "attending 1,000 tokens takes a row %.2f ms.",
+        *(target[0], target[last], rows[last], draft[0], draft[last], 1000 * costs.attention),
+    )
+    return costs
+
+
+def _draft_level(drafter, num_rows: int) -> None:
+    topk_softmax(drafter.model.run_idle(num_rows), drafter.config.top_k)
+
+
+def _attention_ms(runner) -> float:
+    """Milliseconds that one row's attention to one token of context takes, over all target layers."""
+    layer = runner.target_layers[0]
+    block_size = layer.kv_cache.shape[2]
+    context = min(CONTEXT, block_size * layer.kv_cache.shape[0], runner.max_model_len) - TREE_SIZE
+    if context < TREE_SIZE:
+        return 0.0
+    num_blocks = -(-(context + TREE_SIZE) // block_size)
+    block_table = (torch.arange(num_blocks, dtype=torch.int32) % layer.kv_cache.shape[0])[None]
+
+    def run(num_rows: int) -> None:
+        tree = TreeRows(
+            query_start_loc=torch.tensor([0, num_rows], dtype=torch.int32),
+            prefix_lens=torch.tensor([context], dtype=torch.int32),
+            block_table=block_table,
+            positions=torch.full((num_rows,), context, dtype=torch.int64),
+            mask=torch.ones((num_rows, 1), dtype=torch.int64),
+            rows=None,
+        )
+        query = torch.zeros((num_rows, layer.num_heads, layer.head_size), dtype=layer.kv_cache.dtype)
+        layer.impl._tree(layer, query, layer.kv_cache, tree, torch.empty_like(query))
+
+    more = _median_ms(lambda: run(TREE_SIZE)) - _median_ms(lambda: run(1))
+    return max(0.0, more) * len(runner.target_layers) / ((TREE_SIZE - 1) * context)
+
+
+def _median_ms(run: Callable[[], object], rows: int = 1) -> float:
+    times = 7 if rows <= 32 else 3
+    seconds = []
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(seconds[1:]))  # the first warms caches
