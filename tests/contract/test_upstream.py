@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pickle
 
 import pytest
 from vllm.config import VllmConfig
@@ -12,14 +13,16 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -48,6 +51,15 @@ SIGNATURES = [
     (GPUModelRunner.sample_tokens, ["grammar_output"]),
     (CPUModelRunner.warming_up_model, []),
     (CPUModelRunner.__init__, ["vllm_config", "device"]),
+    (GPUModelRunner.take_draft_token_ids, []),
+    # runtime.scheduler, runtime.grammar
+    (Scheduler.update_draft_token_ids, ["draft_token_ids"]),
+    (Scheduler.get_grammar_bitmask, ["scheduler_output"]),
+    (StructuredOutputManager.validate_tokens, ["request", "spec_tokens"]),
+    (StructuredOutputManager._get_constraint_bounds, ["request", "spec_tokens", "spec_tokens_committed"]),
+    (StructuredOutputManager._fill_bitmasks, ["batch"]),
+    (StructuredOutputGrammar.accept_tokens, ["request_id", "tokens"]),
+    (StructuredOutputGrammar.rollback, ["num_tokens"]),
     # runtime.cpu_attention
     (
         CPUAttentionBackendImpl.forward,
@@ -150,6 +162,14 @@ def test_sampling_metadata_is_known_completely():
 def test_model_runner_output_takes_our_attribute():
     """The worker's statistics ride on the output as an extra attribute, which slots would forbid."""
     assert not hasattr(ModelRunnerOutput, "__slots__")
+
+
+def test_draft_tokens_and_scheduler_output_take_our_attributes():
+    drafts = DraftTokenIds([], [])
+    drafts.gsd_trees = {}
+    assert pickle.loads(pickle.dumps(drafts)).gsd_trees == {}
+    assert not hasattr(SchedulerOutput, "__slots__")
+    assert field_names(GrammarOutput) == {"structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts"}
 
 
 def test_worker_builds_the_runner_by_module_name():

@@ -59,15 +59,16 @@ def built_in_pair():
 @pytest.fixture(scope="module")
 def start_built_in(built_in_pair):
     """Starts an engine of the built-in pair, ``start_built_in(gsd=True)`` or plain, as ``start_engine`` does."""
-    engines: dict[bool, Engine] = {}
+    engines: dict[str, Engine] = {}
 
-    def start(gsd: bool) -> Engine:
-        if gsd not in engines:
+    def start(gsd: bool, **options) -> Engine:
+        key = repr((gsd, sorted(options.items())))
+        if key not in engines:
             config = {"method": "gsd", "model": str(built_in_pair.draft)} if gsd else None
-            options = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 29}
+            options = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 29, **options}
             setup = [draft_every_level] if gsd else []
-            engines[gsd] = Engine(built_in_pair.target, config, setup, **options)
-        return engines[gsd]
+            engines[key] = Engine(built_in_pair.target, config, setup, **options)
+        return engines[key]
 
     yield start
     for engine in engines.values():

@@ -77,8 +77,9 @@ class Params:
         from vllm.sampling_params import StructuredOutputsParams
 
         keys = dict(self.keys)
-        if "json_schema" in keys:
-            keys["structured_outputs"] = StructuredOutputsParams(json=keys.pop("json_schema"))
+        if "structured_outputs" in keys:
+            grammar = keys.pop("structured_outputs")
+            keys["structured_outputs"] = StructuredOutputsParams(**grammar) if grammar else None
         params = SamplingParams(**keys)
         if self.bad_words_token_ids is not None:
             params._bad_words_token_ids = self.bad_words_token_ids

@@ -1,7 +1,5 @@
 """Request features beside plain sampling: served as plain vLLM serves them, with the graph where that is possible."""
 
-import json
-
 import pytest
 from engine_process import EngineError, Params, run
 
@@ -167,31 +165,3 @@ def test_what_vllm_refuses_beside_speculation_stays_refused(gsd, prompts, keys):
     with pytest.raises(EngineError, match="not yet supported with speculative decoding"):
         run(gsd, prompts[:1], {**SEEDED, **keys})
     assert len(run(gsd, prompts[:1], GREEDY)[0]) == 40  # and the engine lives on
-
-
-class TestStructuredOutput:
-    """Served right, without a graph for now, and counted."""
-
-    SCHEMA = json.dumps(
-        {
-            "type": "object",
-            "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
-            "required": ["name", "age"],
-            "additionalProperties": False,
-        }
-    )
-
-    def test_json_schema_beside_speculating_requests(self, start_built_in):
-        schema = {"temperature": 0, "max_tokens": 32, "json_schema": self.SCHEMA}
-        free = {"temperature": 0, "max_tokens": 16}
-        prompts = ["Tell me of a person, as JSON.", "Count from one to ten.", "Name a person and an age, as JSON."]
-        params = [schema, free, schema]
-        theirs = start_built_in(gsd=False).generate(prompts, params)
-        gsd = start_built_in(gsd=True)
-        ours = gsd.generate(prompts, params)
-        assert [our.tokens for our in ours] == [their.tokens for their in theirs]
-        for our in (ours[0], ours[2]):
-            assert set(json.loads(our.completions[0].text)) == {"name", "age"}
-        counts = gsd.metrics()
-        assert counts["gsd_fallbacks:structured_outputs"] == 2
-        assert counts["spec_decode_num_drafts"] > 0

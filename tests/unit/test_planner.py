@@ -103,7 +103,9 @@ def test_sources_without_a_draft_are_tried_again_too():
     chosen = []
     for _ in range(2 * PROBE_EVERY):
         planner.begin(64, 6400)
-        chosen.append(planner.choose(np.full((64, 2), 0.1, np.float32), np.full(64, 2, np.int32), np.full(64, 99)).sum())
+        chosen.append(
+            planner.choose(np.full((64, 2), 0.1, np.float32), np.full(64, 2, np.int32), np.full(64, 99)).sum()
+        )
     assert sorted(set(chosen)) == [0, 64]
     assert chosen.count(64) == 2
 

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import sys
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -51,12 +52,26 @@ def _parse_option(upstream_type, value: str) -> Any:
     try:
         if is_gsd(value):
             GSDConfig.load(value)  # complain now, before anything is loaded
+            _end_in_one_sentence()
             return read(value)
         if value.lstrip().startswith("{") or value in ("", "None"):
             return upstream_type(value)
         return read(value)
     except GSDConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _end_in_one_sentence() -> None:
+    """Spare the command line's user the traceback where an engine with gsd is refused after parsing."""
+    upstream = sys.excepthook
+
+    def excepthook(kind, error, traceback):
+        if isinstance(error, GSDConfigError):
+            print(f"vllm: error: {error}", file=sys.stderr)  # noqa: T201
+        else:
+            upstream(kind, error, traceback)
+
+    sys.excepthook = excepthook
 
 
 def _translate_config() -> None:

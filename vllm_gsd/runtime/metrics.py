@@ -18,6 +18,7 @@ COUNTERS = {
     "nodes_merged": "Candidates merged with an existing node instead of being drafted again.",
     "nodes_pruned": "Candidates dropped by theta_sib or the node budget.",
     "nodes_cut": "Nodes of flattened graphs left out because verifying them would not pay.",
+    "nodes_invalid": "Places of graphs left empty because grammars forbid their nodes.",
     "drafts_skipped": "Request-steps that were not drafted for because it would not pay.",
     "nodes_verified": "Nodes of flattened graphs that the target verified.",
     "nodes_accepted_native": "Accepted nodes drafted on their own path.",

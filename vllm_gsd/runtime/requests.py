@@ -15,8 +15,6 @@ def fallback_reason(request) -> str | None:
         return "no_sampling_params"
     if params.extra_args and params.extra_args.get(OPT_OUT) is False:
         return "opt_out"
-    if params.structured_outputs is not None:
-        return "structured_outputs"
     if request.prompt_embeds is not None:
         return "prompt_embeds"
     if getattr(params, "thinking_token_budget", None) is not None:

@@ -1,8 +1,18 @@
-"""vLLM's scheduler with truthful statistics for graphs."""
+"""vLLM's scheduler with grammars along graphs and truthful statistics."""
 
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_gsd.runtime.grammar import (
+    KEPT_ATTRIBUTE,
+    PROPOSED_ATTRIBUTE,
+    KeptTree,
+    ProposedTree,
+    allowed_nodes,
+    tree_bitmask,
+)
 from vllm_gsd.runtime.metrics import STATS_KEY
 
 # Attribute of ModelRunnerOutput under which the worker sends GraphStats.take().
@@ -12,11 +22,60 @@ OUTPUT_ATTRIBUTE = "gsd_stats"
 class GraphScheduler(Scheduler):
     """Scheduling itself is upstream's: a flattened graph is accounted for exactly as a chain of that length."""
 
-    graph_stats: dict | None = None
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.graph_stats: dict | None = None
+        self.kept: dict[str, KeptTree] = {}  # of requests with structured output
+        self.nodes_invalid = 0  # not told yet
+
+    # --- structured output ------------------------------------------------------------------------
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """See upstream; graphs of requests with structured output are cut to what their grammars allow."""
+        super().update_draft_token_ids(draft_token_ids)
+        trees: dict[str, ProposedTree] = getattr(draft_token_ids, PROPOSED_ATTRIBUTE, {})
+        for request_id, tree in trees.items():
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue
+            kept = self.kept[request_id] = allowed_nodes(self.structured_output_manager, request, tree)
+            self.nodes_invalid += max(0, min(tree.budget, len(tree.tokens)) - len(kept.places))
+            request.spec_token_ids = kept.tokens
+
+    def schedule(self, *args, **kwargs):
+        """See upstream; tells the workers which nodes were kept."""
+        output = super().schedule(*args, **kwargs)
+        for request_id in output.finished_req_ids:
+            self.kept.pop(request_id, None)
+        scheduled = output.scheduled_spec_decode_tokens
+        setattr(output, KEPT_ATTRIBUTE, {i: self.kept[i].places for i in scheduled if i in self.kept})
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output) -> GrammarOutput | None:
+        """See upstream; one mask per node, along its path."""
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        request_ids = [
+            request_id
+            for request_id in scheduler_output.num_scheduled_tokens
+            if (request := self.requests.get(request_id))
+            and request.use_structured_output
+            and not request.is_prefill_chunk
+        ]
+        if not request_ids:
+            return None
+        bitmask = tree_bitmask(self.structured_output_manager, self.requests, request_ids, scheduled, self.kept)
+        return GrammarOutput(request_ids, bitmask, [len(scheduled.get(i, [])) for i in request_ids])
+
+    # --- statistics -------------------------------------------------------------------------------
 
     def update_from_output(self, scheduler_output, model_runner_output):
         """See upstream; keeps the step's graph statistics for ``make_stats``."""
         self.graph_stats = getattr(model_runner_output, OUTPUT_ATTRIBUTE, None)
+        if self.graph_stats is not None and self.nodes_invalid:
+            self.graph_stats["counts"]["nodes_invalid"] = self.nodes_invalid
+            self.nodes_invalid = 0
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(

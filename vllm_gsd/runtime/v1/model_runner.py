@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
 from vllm_gsd.core.verify import path_to
 from vllm_gsd.ops.kv_move import move_kv
 from vllm_gsd.runtime.cpu_attention import kv_layout
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
+from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE
 from vllm_gsd.runtime.v1.step import VerifyStep, plan_step
 from vllm_gsd.runtime.v1.walk import walk
@@ -105,6 +106,15 @@ class GraphModelRunner(CPUModelRunner):
         """See upstream; timed."""
         with self._timed("draft_seconds"):
             return super().propose_draft_token_ids(*args, **kwargs)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """See upstream; graphs of requests with structured output go along as an attribute."""
+        drafts = super().take_draft_token_ids()
+        trees = self.drafter.take_grammar_trees()
+        if trees:
+            drafts = drafts or DraftTokenIds([], [])
+            setattr(drafts, PROPOSED_ATTRIBUTE, trees)
+        return drafts
 
     @contextmanager
     def _timed(self, name: str):

@@ -10,6 +10,7 @@ from vllm_gsd.core.ngram import graft_ngrams
 from vllm_gsd.core.planner import Planner
 from vllm_gsd.core.verify import is_chain, path_to
 from vllm_gsd.core.warmup import warm_up as compile_core
+from vllm_gsd.runtime.grammar import ProposedTree
 from vllm_gsd.runtime.measure import measure_costs
 from vllm_gsd.runtime.requests import fallback_reason
 from vllm_gsd.runtime.stats import GraphStats
@@ -18,6 +19,8 @@ from vllm_gsd.runtime.v1.step import DraftTree, VerifyStep
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
+# A grammar may forbid most of what was drafted: so many times the nodes that will be verified are proposed for it.
+GRAMMAR_CHOICE = 4
 # Committed tokens that merging may look back on, root included.
 CONTEXT = 32
 
@@ -33,6 +36,7 @@ class GraphProposer:
         self.config = GSDConfig.model_validate(vllm_config.additional_config["gsd"], strict=False)
         self.stats = GraphStats()
         self.trees: dict[str, DraftTree] = {}  # proposed, not verified yet
+        self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not taken yet
         self.reasons: dict[str, str | None] = {}  # why a request has no graph
         self.max_model_len = vllm_config.model_config.max_model_len
         self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
@@ -161,9 +165,11 @@ class GraphProposer:
         sizes = self.planner.choose(trees.value, trees.size, length[requests])
         self.stats.counts["nodes_cut"] += int((trees.size - sizes).sum())
         for row, request in enumerate(requests):
-            size = sizes[row]
-            if size == 0:
+            budget = int(min(sizes[row], self.num_nodes))
+            if budget == 0:
                 continue
+            grammar = self._has_grammar(request_ids[request])
+            size = trees.size[row] if grammar else budget
             self.trees[request_ids[request]] = DraftTree(
                 token=trees.token[row, :size],
                 parent=trees.parent[row, :size],
@@ -172,7 +178,13 @@ class GraphProposer:
                 via_merge=trees.via_merge[row, :size],
                 survival=trees.survival[row, :size],
             )
-            proposals[request] = trees.token[row, :size].tolist()
+            tokens = trees.token[row, :size].tolist()
+            if grammar:
+                # The scheduler chooses among them; upstream would take a list for a chain.
+                parents = trees.parent[row, :size].tolist()
+                self.grammar_trees[request_ids[request]] = ProposedTree(tokens, parents, budget)
+            else:
+                proposals[request] = tokens
         return proposals
 
     def _grow(self, graphs, requests, length, max_depth, token_ids_cpu, drafted, logits):
@@ -180,7 +192,9 @@ class GraphProposer:
         for row, request in enumerate(requests):
             text = token_ids_cpu[request, max(0, length[row] - CONTEXT) : length[row]]
             reset(graphs, row, text.astype(np.int64))
-        num_nodes = np.full(len(requests), self.num_nodes, np.int32)
+        request_ids = self.runner.input_batch.req_ids
+        choice = [GRAMMAR_CHOICE if self._has_grammar(request_ids[request]) else 1 for request in requests]
+        num_nodes = self.num_nodes * np.array(choice, np.int32)
         if self.drafter is not None and logits is not None:
             block_table = self.runner.input_batch.block_table[0]
             self.drafter.grow(graphs, drafted, requests, length, logits, num_nodes, max_depth, block_table)
@@ -192,10 +206,18 @@ class GraphProposer:
                     token_ids_cpu[request],
                     int(length[row]),
                     self.config.top_k,
-                    int(min(max_depth[row], self.num_nodes)),
+                    int(min(max_depth[row], self.num_nodes)),  # grammars roll back no further
                     MIN_NGRAM_MATCH,
                 )
         return flatten(graphs, num_nodes, max_depth.astype(np.int32), self.planner.calibration.factor)
+
+    def _has_grammar(self, request_id: str) -> bool:
+        return self.runner.requests[request_id].sampling_params.structured_outputs is not None
+
+    def take_grammar_trees(self) -> dict[str, ProposedTree]:
+        """Graphs proposed for requests with structured output since the last call."""
+        taken, self.grammar_trees = self.grammar_trees, {}
+        return taken
 
     def _speculates(self, request_id: str) -> bool:
         if request_id not in self.reasons:

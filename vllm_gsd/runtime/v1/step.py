@@ -10,6 +10,7 @@ from vllm_gsd.core.flatten import ancestor_masks
 from vllm_gsd.core.graph import NONE
 from vllm_gsd.core.verify import is_chain
 from vllm_gsd.runtime.cpu_attention import TREE_ROWS
+from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE
 from vllm_gsd.runtime.tree_rows import TreeRows
 from vllm_gsd.runtime.v1.walk import FOREIGN, WalkTrees
 
@@ -24,6 +25,21 @@ class DraftTree:
     origin: np.ndarray  # int8 [n], ORIGIN_* of each node
     via_merge: np.ndarray  # bool [n]
     survival: np.ndarray  # float32 [n], as promised by its source
+
+    def select(self, places: list[int]) -> "DraftTree":
+        """The tree of these places alone; with each of them its parent's must be given, before it."""
+        index = np.asarray(places, np.int64)
+        new_place = np.full(len(self.token) + 1, NONE, np.int32)  # the last entry is the root's
+        new_place[index] = np.arange(len(index))
+        parent = new_place[self.parent[index]]
+        return DraftTree(
+            self.token[index],
+            parent,
+            self.depth[index],
+            self.origin[index],
+            self.via_merge[index],
+            self.survival[index],
+        )
 
 
 @dataclass
@@ -126,6 +142,7 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     resumes). A list that is not a prefix of the request's graph is verified as nothing: only its root is sampled.
     """
     scheduled = scheduler_output.scheduled_spec_decode_tokens
+    kept = getattr(scheduler_output, KEPT_ATTRIBUTE, {})
     request_ids = runner.input_batch.req_ids
     num_requests = len(request_ids)
     sizes = np.ones(num_requests, np.int64)
@@ -137,6 +154,8 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
             continue
         sizes[index] += len(tokens)
         tree = proposed.get(request_id)
+        if tree is not None and request_id in kept:
+            tree = tree.select(kept[request_id])
         if tree is not None and np.array_equal(tree.token[: len(tokens)], tokens):
             matched[index] = tree
         else:
