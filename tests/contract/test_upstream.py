@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -18,12 +19,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
+from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
-from vllm.v1.worker import cpu_worker
+from vllm.v1.worker import cpu_worker, gpu_model_runner
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -175,6 +177,13 @@ def test_draft_tokens_and_scheduler_output_take_our_attributes():
 def test_worker_builds_the_runner_by_module_name():
     source = inspect.getsource(cpu_worker.CPUWorker.init_device)
     assert "CPUModelRunner(self.vllm_config" in source
+
+
+def test_processors_are_built_by_the_name_that_is_wrapped():
+    assert gpu_model_runner.build_logitsprocs is build_logitsprocs
+    assert parameters(build_logitsprocs)[0] == "vllm_config"
+    assert "build_logitsprocs(" in inspect.getsource(GPUModelRunner.__init__)
+    assert [name for name in parameters(SamplingParams._validate_spec_decode)] == ["speculative_config"]
 
 
 def test_custom_class_proposer_is_called_after_bookkeeping():

@@ -1,7 +1,7 @@
 """Request features beside plain sampling: served as plain vLLM serves them, with the graph where that is possible."""
 
 import pytest
-from engine_process import EngineError, Params, run
+from engine_process import Params, run
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SEEDED = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
@@ -10,6 +10,9 @@ FEATURES = {
     "presence-penalty": {"presence_penalty": 1.5},
     "frequency-penalty": {"frequency_penalty": 0.8},
     "all-penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.3},
+    "min-p": {"min_p": 0.3},
+    "logit-bias": {"logit_bias": {**dict.fromkeys(range(5, 40), 1.5), 7: -100.0}},
+    "min-p-and-logit-bias": {"min_p": 0.15, "logit_bias": {9: 2.0, 11: 2.0}},
     "allowed-token-ids": {"allowed_token_ids": list(range(5, 60))},
 }
 
@@ -38,12 +41,13 @@ def accepted(engine):
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_penalties_and_allowed_tokens(plain, gsd, prompts, feature):
+def test_parameters_that_change_logits(plain, gsd, prompts, feature):
     keys = FEATURES[feature]
     before = accepted(gsd)
-    for params in ({**GREEDY, **keys}, with_seeds(keys, len(prompts))):
+    seeded = with_seeds(keys, len(prompts))
+    assert run(plain, prompts, seeded) != run(plain, prompts, with_seeds({}, len(prompts)))  # it does something here
+    for params in ({**GREEDY, **keys}, seeded):
         expected = run(plain, prompts, params)
-        assert expected != run(plain, prompts, GREEDY)  # the feature does something here
         assert run(gsd, prompts, params) == expected
     assert accepted(gsd) > before
 
@@ -160,8 +164,16 @@ def test_unseeded_sampling_differs_between_runs_and_is_served(gsd, prompts):
     assert all(len(tokens) == 40 for tokens in first + second)
 
 
-@pytest.mark.parametrize("keys", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
-def test_what_vllm_refuses_beside_speculation_stays_refused(gsd, prompts, keys):
-    with pytest.raises(EngineError, match="not yet supported with speculative decoding"):
-        run(gsd, prompts[:1], {**SEEDED, **keys})
-    assert len(run(gsd, prompts[:1], GREEDY)[0]) == 40  # and the engine lives on
+def test_custom_logits_processors_read_their_own_path(start_engine, prompts):
+    options = {"logits_processors": ["custom_processor:NoStutterProcessor"]}
+    plain, gsd = start_engine(None, **options), start_engine({}, **options)
+    free = run(plain, prompts, GREEDY)
+    params = [{**GREEDY, "extra_args": {"no_stutter": 1 + i}} if i % 4 else GREEDY for i in range(len(prompts))]
+    expected = run(plain, prompts, params)
+    assert expected != free
+    before = accepted(gsd)
+    assert run(gsd, prompts, params) == expected
+    seeded = [{**keys, **params[i]} for i, keys in enumerate(with_seeds({}, len(prompts)))]
+    seeded = [{**keys, "temperature": 1.0} for keys in seeded]
+    assert run(gsd, prompts, seeded) == run(plain, prompts, seeded)
+    assert accepted(gsd) > before

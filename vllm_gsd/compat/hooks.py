@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, is_gsd, read
 
@@ -20,6 +21,7 @@ def install() -> None:
     _accept_config_files()
     _translate_config()
     _reserve_draft_slots()
+    _accept_all_sampling_params()
     _report_metrics()
 
 
@@ -129,6 +131,22 @@ def _reserve_draft_slots() -> None:
         return upstream_get(self) if config is None else ours(config)
 
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=upstream.__doc__)
+
+
+def _accept_all_sampling_params() -> None:
+    """min_p and logit_bias go with a graph.
+
+    Upstream refuses them beside any speculation, because its rejection sampler leaves them out. Goes when it asks the
+    method. (Its other half, ``build_logitsprocs``, is wrapped by ``runtime.v1.worker`` where processors are made.)
+    """
+    upstream = SamplingParams._validate_spec_decode
+
+    @functools.wraps(upstream)
+    def _validate_spec_decode(self, speculative_config):
+        if speculative_config is None or speculative_config.model != PROPOSER:
+            upstream(self, speculative_config)
+
+    SamplingParams._validate_spec_decode = _validate_spec_decode
 
 
 def _report_metrics() -> None:

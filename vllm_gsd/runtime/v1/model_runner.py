@@ -7,11 +7,13 @@ positions by depth; ``_build_attention_metadata`` adds the tree mask; the target
 
 import time
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
 from vllm_gsd.core.verify import path_to
@@ -32,6 +34,9 @@ class GraphModelRunner(CPUModelRunner):
         self.step: VerifyStep | None = None
         self.draft_kv: DraftKVTracker | None = None
         self.drafter.bind(self)
+        self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
+            entry_points(group=LOGITSPROCS_GROUP)
+        )
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class GraphModelRunner(CPUModelRunner):
                 self.input_batch.sampling_metadata,
                 step.trees,
                 [request.output_token_ids for request in requests],
-                stateful=any(request.sampling_params.min_tokens > 0 for request in requests),
+                stateful=self.custom_processors or any(map(_has_processor, requests)),
             )
         with self._timed("compaction_seconds"):
             self._compact(step, places)
@@ -168,3 +173,9 @@ class GraphModelRunner(CPUModelRunner):
         # Upstream gives up drafting for the whole batch when one request nears max_model_len;
         # the proposer limits that request alone.
         return common_attn_metadata is not None
+
+
+def _has_processor(request) -> bool:
+    """Whether a built-in logits processor of vLLM holds state for the request."""
+    params = request.sampling_params
+    return params.min_tokens > 0 or params.min_p > 0 or bool(params.logit_bias)

@@ -1,9 +1,24 @@
 """The CPU worker with our model runner and attention backend."""
 
+import copy
+import functools
+
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.worker import cpu_worker
+from vllm.v1.worker import cpu_worker, gpu_model_runner
 
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
+
+
+def _with_all_processors(upstream):
+    """Upstream's ``build_logitsprocs`` as without speculation: with min_p, logit_bias and custom processors."""
+
+    @functools.wraps(upstream)
+    def build_logitsprocs(vllm_config, *args, **kwargs):
+        vllm_config = copy.copy(vllm_config)
+        vllm_config.speculative_config = None
+        return upstream(vllm_config, *args, **kwargs)
+
+    return build_logitsprocs
 
 
 class GraphCPUWorker(cpu_worker.CPUWorker):
@@ -12,10 +27,11 @@ class GraphCPUWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         """Set up the device as upstream does, but build ``GraphModelRunner``."""
         register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend")
-        # Upstream's init_device names the class it builds; there is no hook to choose another.
-        upstream = cpu_worker.CPUModelRunner
+        # Upstream names the class and the function it calls; there is no hook to choose others.
+        runner, build = cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs
         cpu_worker.CPUModelRunner = GraphModelRunner
+        gpu_model_runner.build_logitsprocs = _with_all_processors(build)
         try:
             super().init_device()
         finally:
-            cpu_worker.CPUModelRunner = upstream
+            cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs = runner, build
