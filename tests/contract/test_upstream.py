@@ -183,7 +183,7 @@ def test_processors_are_built_by_the_name_that_is_wrapped():
     assert gpu_model_runner.build_logitsprocs is build_logitsprocs
     assert parameters(build_logitsprocs)[0] == "vllm_config"
     assert "build_logitsprocs(" in inspect.getsource(GPUModelRunner.__init__)
-    assert [name for name in parameters(SamplingParams._validate_spec_decode)] == ["speculative_config"]
+    assert parameters(SamplingParams._validate_spec_decode) == ["speculative_config"]
 
 
 def test_custom_class_proposer_is_called_after_bookkeeping():
