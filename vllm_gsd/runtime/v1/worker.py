@@ -32,8 +32,8 @@ class GraphCPUWorker(cpu_worker.CPUWorker):
         """Set up the device as upstream does, but build ``GraphModelRunner``."""
         if not HAVE_EXTENSION:
             logger.warning(
-                "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd beside torch and "
-                "a compiler are, with pip's --no-build-isolation."
+                "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd beside "
+                "torch and a compiler, with pip's --no-build-isolation."
             )
         register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend")
         # Upstream names the class and the function it calls; there is no hook to choose others.

@@ -1,0 +1,41 @@
+"""More that the tests ask of an engine; each function runs in the engine's process, see ``engine_process``."""
+
+from engine_process import Answer, Params, _answer, free_blocks, gsd_request_state, scheduler
+
+
+def generate_and_abort(llm, prompts, params: dict, aborted: list[int], after: int) -> list[Answer | None]:
+    """Answers to prompts of which some are aborted after a number of steps; None for those.
+
+    Args:
+        aborted: indices of prompts; none of them may be done by then.
+    """
+    engine = llm.llm_engine
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, Params(params).build())
+    answers: list[Answer | None] = [None] * len(prompts)
+    steps = 0
+    while engine.has_unfinished_requests():
+        if steps == after:
+            done = [index for index in aborted if answers[index] is not None]
+            assert not done, f"the requests {done} had ended before they were to be aborted"
+            engine.abort_request([str(index) for index in aborted])
+        for output in engine.step():
+            if output.finished:
+                answers[int(output.request_id)] = _answer(output)
+        steps += 1
+    assert steps > after
+    return answers
+
+
+def state_at_rest(llm) -> dict[str, int]:
+    """KV blocks free and requests still known, once the worker has been told of the last finished ones."""
+    llm.llm_engine.step()
+    state = {"free_blocks": free_blocks(llm), "waiting": len(scheduler(llm).requests)}
+    has_gsd = llm.llm_engine.vllm_config.speculative_config is not None
+    return {**state, **(gsd_request_state(llm) if has_gsd else {})}
+
+
+def forget_prefixes(llm) -> None:
+    """Start again with nothing cached."""
+    llm.llm_engine.step()
+    assert llm.reset_prefix_cache()

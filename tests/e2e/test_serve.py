@@ -1,0 +1,196 @@
+"""``vllm serve`` with a gsd.json: streamed chat completions equal plain vLLM's, metrics, and a clean end."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_process import ENVIRONMENT
+
+START_SECONDS = 400
+SECONDS = 120  # for what takes one or two
+MAX_TOKENS = 24
+QUESTIONS = [
+    "Repeat after me: one two three one two three one two three one two three.",
+    "Say the word apple ten times.",
+    *[f"Name {count} {things}." for count in ("two", "three") for things in ("animals", "colours", "rivers", "fruits")],
+    *[f"What is {number} plus {number}?" for number in range(1, 7)],
+]
+
+
+@dataclass
+class Server:
+    """A running ``vllm serve``."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=SECONDS) as answer:
+            return answer.read().decode()
+
+    def counter(self, name: str) -> float:
+        """A counter of ``/metrics``, summed over its labels."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(f"{name}_total{{")]
+        assert lines, f"no {name} in /metrics"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def wait(self) -> None:
+        """Until it answers."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        pytest.fail(f"the server did not start:\n{self.log.read_text()[-5000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def expected(start_built_in):
+    """Plain vLLM's texts, computed before the server takes the processor."""
+    params = {"temperature": 0, "max_tokens": MAX_TOKENS}
+    answers = start_built_in(gsd=False).generate(QUESTIONS, params)
+    return [answer.completions[0] for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def server(expected, built_in_pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve")
+    config = {"method": "gsd", "model": str(built_in_pair.draft), "sources": ["draft", "ngram"]}
+    (folder / "gsd.json").write_text(json.dumps(config))
+    port = free_port()
+    options = {
+        "--speculative-config": folder / "gsd.json",
+        "--served-model-name": "target",
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": "float32",
+        "--max-model-len": 512,
+        "--max-num-seqs": 16,
+        "--kv-cache-memory-bytes": 1 << 29,
+        "--generation-config": "vllm",
+    }
+    words = [str(word) for option in options.items() for word in option]
+    vllm = Path(sys.executable).parent / "vllm"
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"}
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [vllm, "serve", built_in_pair.target, "--enforce-eager", *words],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", folder / "log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+async def ask(client, question: str, **keys):
+    """A streamed answer: its text, the number of pieces it came in and why it ended."""
+    stream = await client.chat.completions.create(
+        model="target",
+        messages=[{"role": "user", "content": question}],
+        stream=True,
+        temperature=0,
+        **{"max_tokens": MAX_TOKENS, **keys},
+    )
+    pieces, reason = [], None
+    async for chunk in stream:
+        pieces.append(chunk.choices[0].delta.content or "")
+        reason = chunk.choices[0].finish_reason or reason
+    return "".join(pieces), len([piece for piece in pieces if piece]), reason
+
+
+def ask_all(server, questions, **keys):
+    """Answers to all questions, asked at once."""
+    from openai import AsyncOpenAI
+
+    async def gather():
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS) as client:
+            return await asyncio.gather(*[ask(client, question, **keys) for question in questions])
+
+    return asyncio.run(gather())
+
+
+def test_streamed_chats_at_once(server, expected):
+    answers = ask_all(server, QUESTIONS)
+    assert [(text, reason) for text, _, reason in answers] == [(one.text, one.finish_reason) for one in expected]
+    assert max(pieces for _, pieces, _ in answers) > 3  # they are streamed
+
+
+def test_one_chat_at_a_time(server, expected):
+    for question, one in list(zip(QUESTIONS, expected, strict=True))[:3]:
+        assert ask_all(server, [question])[0][0] == one.text
+
+
+def test_opting_out_over_http(server, expected):
+    before = server.counter("vllm:gsd_fallbacks") if "vllm:gsd_fallbacks_total{" in server.get("/metrics") else 0
+    text, _, _ = ask_all(server, QUESTIONS[:1], extra_body={"vllm_xargs": {"gsd": False}})[0]
+    assert text == expected[0].text
+    assert server.counter("vllm:gsd_fallbacks") == before + 1
+
+
+def test_clients_that_hang_up(server, expected):
+    """Their requests are aborted; the others' answers do not change."""
+    from openai import AsyncOpenAI
+
+    async def hang_up(client):
+        messages = [{"role": "user", "content": "Write a very long story."}]
+        stream = await client.chat.completions.create(model="target", messages=messages, stream=True, max_tokens=400)
+        await anext(stream)
+        await stream.close()
+
+    async def gather():
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS) as client:
+            return await asyncio.gather(
+                *[ask(client, question) for question in QUESTIONS[:4]], *[hang_up(client) for _ in range(4)]
+            )
+
+    answers = asyncio.run(gather())
+    assert [answer[0] for answer in answers[:4]] == [one.text for one in expected[:4]]
+
+
+def test_metrics(server):
+    for name in ("gsd_target_steps", "gsd_nodes_verified", "gsd_draft_forwards", "gsd_verify_seconds"):
+        assert server.counter(f"vllm:{name}") > 0
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert server.counter(f"vllm:spec_decode_{name}") > 0
+    assert "vllm:gsd_accepted_length_bucket{" in server.get("/metrics")
+
+
+def test_interrupt_ends_every_process(server):
+    """The last test of this file: there is no server afterwards."""
+    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    assert len(family) > 1
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(SECONDS) in (0, -signal.SIGINT, 128 + signal.SIGINT)
+    _, alive = psutil.wait_procs(family[1:], timeout=SECONDS)
+    assert alive == []
+    assert "Traceback" not in server.log.read_text()
