@@ -92,7 +92,8 @@ def server(expected, built_in_pair, tmp_path_factory):
     }
     words = [str(word) for option in options.items() for word in option]
     vllm = Path(sys.executable).parent / "vllm"
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"}
+    # Bound to a core, as vLLM does by itself, the worker would share it with every other server on the machine.
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -151,10 +152,10 @@ def test_one_chat_at_a_time(server, expected):
 
 
 def test_opting_out_over_http(server, expected):
-    before = server.counter("vllm:gsd_fallbacks") if "vllm:gsd_fallbacks_total{" in server.get("/metrics") else 0
+    assert "vllm:gsd_fallbacks_total{" not in server.get("/metrics")
     text, _, _ = ask_all(server, QUESTIONS[:1], extra_body={"vllm_xargs": {"gsd": False}})[0]
     assert text == expected[0].text
-    assert server.counter("vllm:gsd_fallbacks") == before + 1
+    assert server.counter("vllm:gsd_fallbacks") == 1
 
 
 def test_clients_that_hang_up(server, expected):
@@ -193,4 +194,4 @@ def test_interrupt_ends_every_process(server):
     assert server.process.wait(SECONDS) in (0, -signal.SIGINT, 128 + signal.SIGINT)
     _, alive = psutil.wait_procs(family[1:], timeout=SECONDS)
     assert alive == []
-    assert "Traceback" not in server.log.read_text()
+    assert "Application shutdown complete" in server.log.read_text()

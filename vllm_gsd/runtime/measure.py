@@ -16,6 +16,8 @@ logger = init_logger("vllm.gsd")
 
 # Rows at which the forwards are timed, as far as a step of the engine can have them.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
+# The table is cut short on a machine that takes longer for it.
+MOST_SECONDS = 6.0
 # Rows and context at which the target's attention is timed.
 TREE_SIZE, CONTEXT = 9, 1024
 
@@ -29,10 +31,15 @@ def measure_costs(runner, drafter) -> Costs:
     """
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.drafter.num_nodes + 1)))
     rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
-    target = [_median_ms(partial(runner.run_idle, count), count) for count in rows]
-    draft = [0.0] * len(rows)
-    if drafter is not None:
-        draft = [_median_ms(partial(_draft_level, drafter, count), count) for count in rows]
+    target: list[float] = []
+    draft: list[float] = []
+    started = time.perf_counter()
+    for count in rows:
+        target.append(_median_ms(partial(runner.run_idle, count), count))
+        draft.append(0.0 if drafter is None else _median_ms(partial(_draft_level, drafter, count), count))
+        if len(target) > 1 and time.perf_counter() - started > MOST_SECONDS:
+            rows = rows[: len(target)]  # beyond them ``Costs`` goes on with the last slope
+            break
     costs = Costs(
         rows=np.array(rows, np.int64),
         # More rows never cost less: what says so is noise.

@@ -13,7 +13,7 @@ def fallback_reason(request) -> str | None:
     params = request.sampling_params
     if params is None:
         return "no_sampling_params"
-    if params.extra_args and params.extra_args.get(OPT_OUT) is False:
+    if params.extra_args and params.extra_args.get(OPT_OUT) == 0:  # over HTTP vLLM makes a number of false
         return "opt_out"
     if request.prompt_embeds is not None:
         return "prompt_embeds"
