@@ -2,8 +2,8 @@
 
 A step yields one token per request and those of its nodes that are accepted; it takes the draft levels run, the
 target's forward over all rows, and overhead. The plan is the one with the most expected tokens per millisecond,
-"no speculation now" among them. It depends on costs measured once and on what was accepted, never on a
-clock while running: equal inputs give equal graphs.
+"no speculation now" among them; where more nodes cost next to nothing it takes them. Forwards are priced by a table
+measured at start-up, overhead by what steps take beyond it.
 """
 
 import numpy as np
@@ -13,8 +13,14 @@ from vllm_gsd.core.costs import Costs
 
 # Weight of the newest step in running averages: about the last 50 steps count.
 NEWEST = 0.02
-# When speculation doesn't pay it is tried again, one node a request, every so many steps: texts change.
-PROBE_EVERY = 48
+# Weight of the newest draft level in the averages of its probabilities, which follow the text.
+NEWEST_LEVEL = 0.1
+# When speculation doesn't pay it is tried again every so many steps: texts change.
+PROBE_EVERY = 16
+# Rates this near to the best are equally good as far as the table can tell: the one with the most nodes wins.
+TOLERANCE = 0.02
+# Milliseconds of a step beside the forwards (scheduler, input preparation, sampling) before any was timed.
+OVERHEAD_MS = 2.0
 
 
 class Planner:
@@ -32,6 +38,7 @@ class Planner:
         self.children = 0.4 * 0.4 ** np.arange(top_k)
         self.gain = 1.0  # running average of a planned step's tokens per millisecond over plain decoding's
         self.refusals = 0
+        self.overhead_ms = OVERHEAD_MS
         self.begin(1, 0)
 
     def begin(self, num_requests: int, context: int) -> None:
@@ -40,6 +47,23 @@ class Planner:
         self.context = context
         self.draft_ms = 0.0
         self.probing = False
+        self.rows = self.num_requests  # of the next target step
+
+    def step_took(self, milliseconds: float, rows: int) -> None:
+        """A step of ``rows`` target rows took that long, drafting after it included: learn what it had beside forwards.
+
+        The step must be the one before the latest ``begin``, of the same requests.
+        """
+        if self.costs is None:
+            return
+        forwards = self.draft_ms + float(self.costs.target_ms(rows, self.context * rows / self.num_requests))
+        error = milliseconds - forwards - self.overhead_ms
+        # Clipped: a pause of the machine says nothing.
+        self.overhead_ms = max(0.0, self.overhead_ms + NEWEST * min(max(error, -20.0), 20.0))
+
+    def _target_ms(self, rows, attended):
+        assert self.costs is not None
+        return self.overhead_ms + self.costs.target_ms(rows, attended)
 
     def wants_drafts(self, num_drafted: int) -> bool:
         """Whether to draft at all, for ``num_drafted`` of the batch's requests."""
@@ -56,7 +80,7 @@ class Planner:
 
     def wants_level(self, values: np.ndarray) -> bool:
         """Whether to draft from nodes whose calibrated chances are ``values`` [n]."""
-        return len(values) > 0 and not self.probing and self._pays(values)
+        return len(values) > 0 and self._pays(values)
 
     def _pays(self, values: np.ndarray) -> bool:
         costs = self.costs
@@ -64,17 +88,17 @@ class Planner:
             return True
         level_ms = float(costs.draft_ms(len(values)))
         rows, mean_context = self.num_requests, self.context / self.num_requests
-        plain_ms = float(costs.target_ms(rows, self.context))
+        plain_ms = float(self._target_ms(rows, self.context))
         rate = self.gain * rows / plain_ms  # tokens per millisecond
         chances = np.outer(values, self.children * self.calibration.first_level()).ravel()
         # Verifying a child costs its row; children below that are not verified.
-        row_ms = (float(costs.target_ms(rows + len(chances), self.context)) - plain_ms) / len(chances)
+        row_ms = (float(self._target_ms(rows + len(chances), self.context)) - plain_ms) / len(chances)
         surplus = np.maximum(chances - rate * (row_ms + costs.attention * mean_context), 0).sum()
         return bool(surplus >= rate * level_ms)
 
     def drafted(self, probs: np.ndarray) -> None:
         """A level was drafted: candidates' probabilities, float [rows, top_k], best first."""
-        self.children += NEWEST * (probs.mean(axis=0) - self.children)
+        self.children += NEWEST_LEVEL * (probs.mean(axis=0) - self.children)
         if self.costs is not None:
             self.draft_ms += float(self.costs.draft_ms(len(probs)))
 
@@ -89,8 +113,8 @@ class Planner:
         Returns:
             int32 [num_graphs], at most ``size``.
         """
-        costs = self.costs
-        if costs is None or not size.any():
+        if self.costs is None or not size.any():
+            self.rows += int(size.sum())
             return size
         row = np.repeat(np.arange(len(size)), size)
         value = values[np.arange(values.shape[1]) < size[:, None]].astype(np.float64)
@@ -98,12 +122,16 @@ class Planner:
         rows = self.num_requests + np.arange(len(value) + 1)
         attended = self.context + np.concatenate([[0], np.cumsum(context[row[order]])])
         tokens = self.num_requests + np.concatenate([[0.0], np.cumsum(value[order])])
-        rate = tokens / (self.draft_ms + costs.target_ms(rows, attended))
+        rate = tokens / (self.draft_ms + self._target_ms(rows, attended))
         best = int(rate.argmax())
-        if self.probing:
-            return np.minimum(size, 1)
-        plain = self.num_requests / float(costs.target_ms(self.num_requests, self.context))
+        plain = self.num_requests / float(self._target_ms(self.num_requests, self.context))
         self.gain += NEWEST * (max(1.0, rate[best] / plain) - self.gain)
-        if best == 0 and self._refused():
-            return np.minimum(size, 1)
-        return np.bincount(row[order[:best]], minlength=len(size)).astype(np.int32)
+        if best > 0:
+            best = int(np.flatnonzero(rate >= (1 - TOLERANCE) * rate[best])[-1])
+            sizes = np.bincount(row[order[:best]], minlength=len(size)).astype(np.int32)
+        elif self.probing or self._refused():
+            sizes = np.minimum(size, 1)
+        else:
+            sizes = np.zeros_like(size)
+        self.rows += int(sizes.sum())
+        return sizes
