@@ -17,6 +17,10 @@ NEWEST = 0.02
 NEWEST_LEVEL = 0.1
 # When speculation doesn't pay it is tried again every so many steps: texts change.
 PROBE_EVERY = 16
+# What graphs are like before any was seen: a middling draft's (see ``Planner.graph``).
+FIRST_GRAPH = np.array([0.4, 3.0, 0.6])
+# Chance from which a node counts as likely.
+LIKELY = 0.05
 # Rates this near to the best are equally good as far as the table can tell: the one with the most nodes wins.
 TOLERANCE = 0.02
 # Milliseconds of a step beside the forwards (scheduler, input preparation, sampling) before any was timed.
@@ -36,6 +40,9 @@ class Planner:
         self.calibration = Calibration()
         # Average probability of a drafted node's best, second best... child. Before any: a middling draft's.
         self.children = 0.4 * 0.4 ** np.arange(top_k)
+        # Average graph of one request: chance of its best node, number of likely nodes, and the sum of their chances.
+        self.graph = FIRST_GRAPH.copy()
+        self.deeper_ms = 0.0  # running average of what levels after the first cost
         self.gain = 1.0  # running average of a planned step's tokens per millisecond over plain decoding's
         self.refusals = 0
         self.overhead_ms = OVERHEAD_MS
@@ -67,10 +74,12 @@ class Planner:
 
     def wants_drafts(self, num_drafted: int) -> bool:
         """Whether to draft at all, for ``num_drafted`` of the batch's requests."""
-        if self._pays(np.ones(num_drafted)):
+        if self._graphs_pay(num_drafted):
             self.refusals = 0
             return True
         self.probing = self._refused()
+        # What is not drafted is not seen: believe less and less in what graphs were like.
+        self.graph += NEWEST_LEVEL * (FIRST_GRAPH - self.graph)
         return self.probing
 
     def _refused(self) -> bool:
@@ -81,6 +90,22 @@ class Planner:
     def wants_level(self, values: np.ndarray) -> bool:
         """Whether to draft from nodes whose calibrated chances are ``values`` [n]."""
         return len(values) > 0 and self._pays(values)
+
+    def _graphs_pay(self, count: int) -> bool:
+        """Whether ``count`` graphs like the last ones are worth drafting, for their best nodes or all likely ones."""
+        costs = self.costs
+        if costs is None:
+            return True
+        best, nodes, chances = self.graph
+        plain_ms = float(self._target_ms(self.num_requests, self.context))
+        rate = self.gain * self.num_requests / plain_ms  # tokens per millisecond
+        per_row = costs.attention * self.context / self.num_requests
+        level_ms = float(costs.draft_ms(count))
+        for tokens, rows, draft_ms in ((best, 1.0, level_ms), (chances, nodes, level_ms + self.deeper_ms)):
+            verify_ms = float(self._target_ms(self.num_requests + count * rows, self.context)) - plain_ms
+            if count * tokens >= rate * (draft_ms + verify_ms + count * rows * per_row):
+                return True
+        return False
 
     def _pays(self, values: np.ndarray) -> bool:
         costs = self.costs
@@ -116,6 +141,7 @@ class Planner:
         if self.costs is None or not size.any():
             self.rows += int(size.sum())
             return size
+        self._remember(values, size)
         row = np.repeat(np.arange(len(size)), size)
         value = values[np.arange(values.shape[1]) < size[:, None]].astype(np.float64)
         order = np.argsort(-value, kind="stable")
@@ -135,3 +161,15 @@ class Planner:
             sizes = np.zeros_like(size)
         self.rows += int(sizes.sum())
         return sizes
+
+    def _remember(self, values: np.ndarray, size: np.ndarray) -> None:
+        """Follow what graphs are like now, whatever is chosen of them."""
+        assert self.costs is not None
+        if not self.draft_ms:
+            return  # not of the draft model
+        likely = np.where(np.arange(values.shape[1]) < size[:, None], values, 0.0)
+        likely[likely < LIKELY] = 0.0
+        graph = np.array([likely[:, 0].mean(), (likely > 0).sum(axis=1).mean(), likely.sum(axis=1).mean()])
+        self.graph += NEWEST_LEVEL * (graph - self.graph)
+        first_ms = float(self.costs.draft_ms(len(size)))
+        self.deeper_ms += NEWEST_LEVEL * (max(0.0, self.draft_ms - first_ms) - self.deeper_ms)
