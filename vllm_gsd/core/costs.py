@@ -14,16 +14,18 @@ class Costs:
         target: float64 [n], target forward and logits over that many rows, attention to the context left out.
         draft: float64 [n], one draft level over that many rows, down to its candidates; zeros without a draft model.
         attention: target attention of one row over one token of context, all layers.
+        overhead: everything of a step that depends on none of these (scheduler, input preparation, sampling).
     """
 
     rows: np.ndarray
     target: np.ndarray
     draft: np.ndarray
     attention: float
+    overhead: float = 2.0
 
     def target_ms(self, rows, attended=0.0):
-        """A target forward over ``rows`` rows that attend ``attended`` tokens of context in all; arrays go too."""
-        return _read(self.rows, self.target, rows) + self.attention * attended
+        """A target step over ``rows`` rows that attend ``attended`` tokens of context in all; arrays go too."""
+        return self.overhead + _read(self.rows, self.target, rows) + self.attention * attended
 
     def draft_ms(self, rows):
         """One draft level over ``rows`` rows."""

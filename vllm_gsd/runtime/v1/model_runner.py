@@ -32,7 +32,6 @@ class GraphModelRunner(CPUModelRunner):
     def __init__(self, vllm_config, device: torch.device):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
-        self.last_step: tuple[float, int, int] | None = None  # start, rows, requests of a step of decoding
         self.draft_kv: DraftKVTracker | None = None
         self.drafter.bind(self)
         self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
@@ -99,20 +98,8 @@ class GraphModelRunner(CPUModelRunner):
 
     def execute_model(self, *args: Any, **kwargs: Any):
         """See upstream; timed."""
-        self._time_step(*args, **kwargs)
         with self._timed("verify_seconds"):
             return super().execute_model(*args, **kwargs)
-
-    def _time_step(self, scheduler_output, *_: Any, **__: Any) -> None:
-        """Tell the planner what the last step took, if it was one of decoding and this is its sequel."""
-        now, rows = time.perf_counter(), scheduler_output.total_num_scheduled_tokens
-        planner = self.drafter.planner
-        planned = rows == planner.rows and not scheduler_output.scheduled_new_reqs
-        if planned and self.last_step is not None:
-            start, last_rows, num_requests = self.last_step
-            if num_requests == planner.num_requests:
-                planner.step_took(1e3 * (now - start), last_rows)
-        self.last_step = (now, rows, planner.num_requests) if planned else None
 
     def sample_tokens(self, grammar_output):
         """See upstream; sends the step's statistics along with its output."""
