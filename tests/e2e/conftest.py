@@ -84,3 +84,21 @@ def random_prompts():
         return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompts):
+    """Eight short prompts."""
+    return random_prompts(8)
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine):
+    """Plain vLLM on the tiny target."""
+    return start_engine(None)
+
+
+@pytest.fixture(scope="module")
+def gsd(start_engine):
+    """The tiny pair with the default config."""
+    return start_engine({})

@@ -11,21 +11,6 @@ def seeded(count, **keys):
     return [{**GREEDY, "temperature": 1.0, "seed": 50 + i, **keys} for i in range(count)]
 
 
-@pytest.fixture(scope="module")
-def prompts(random_prompts):
-    return random_prompts(8)
-
-
-@pytest.fixture(scope="module")
-def plain(start_engine):
-    return start_engine(None)
-
-
-@pytest.fixture(scope="module")
-def gsd(start_engine):
-    return start_engine({})
-
-
 def answers_and_counts(engine, prompts, params):
     """Answers without cached-token numbers, and what the run added to the counters."""
     before = engine.metrics()

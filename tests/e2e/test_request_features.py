@@ -21,21 +21,6 @@ def with_seeds(keys, count):
     return [{**SEEDED, **keys, "seed": 7 + i} for i in range(count)]
 
 
-@pytest.fixture(scope="module")
-def prompts(random_prompts):
-    return random_prompts(8)
-
-
-@pytest.fixture(scope="module")
-def plain(start_engine):
-    return start_engine(None)
-
-
-@pytest.fixture(scope="module")
-def gsd(start_engine):
-    return start_engine({})
-
-
 def accepted(engine):
     return engine.metrics()["spec_decode_num_accepted_tokens"]
 

@@ -18,11 +18,14 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 
 
 def check(case) -> None:
-    """Kernel and float64 reference agree to 1e-6 of the values, which are standard normal, plus rounding."""
+    """Kernel and float64 reference agree to float32 arithmetic of standard normal values, plus rounding.
+
+    A score of size 10 is off by some 2^-21 in float32, and its weight by as much relative to itself.
+    """
     exact = case.double().run(tree_attention_reference)
     got = case.run(tree_attention).double()
     assert torch.isfinite(exact).all(), "the reference read an element that no row attends"
-    allowed = 1e-6 + 1.01 * ROUNDING[case.query.dtype] * exact.abs()
+    allowed = 4e-6 + 1.01 * ROUNDING[case.query.dtype] * exact.abs()
     worst = ((got - exact).abs() - allowed).max()
     assert worst <= 0, f"off by {float((got - exact).abs().max()):.2e} beyond what is allowed"
 

@@ -185,7 +185,7 @@ def grow(
     Args:
         limits: one for all; only ``num_nodes`` may differ between requests.
         on_counts: called with (graphs, GrowthCounts) after candidates were added.
-        on_frontier: called with (graphs, first_new, frontier, frontier_len, expected gain) after each choice.
+        on_frontier: called with (graphs, first_new, frontier, frontier_len) after each choice.
     """
     each = limits if isinstance(limits, list) else [limits] * len(committed)
     common = each[0]
@@ -215,8 +215,8 @@ def grow(
             break
         room_now = (room - used).astype(np.int32)
         theta_prob = np.float32(common.theta_prob)
-        gain = next_frontier(graphs, first_new, num_nodes, room_now, theta_prob, frontier, frontier_len)
+        next_frontier(graphs, first_new, num_nodes, room_now, theta_prob, frontier, frontier_len)
         used += frontier_len
         if on_frontier:
-            on_frontier(graphs, first_new, frontier, frontier_len, gain)
+            on_frontier(graphs, first_new, frontier, frontier_len)
     return graphs

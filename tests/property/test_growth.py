@@ -330,9 +330,8 @@ def test_next_frontier(requests, width, theta_prob):
     room = np.array([free for *_, free in requests], np.int32)
     frontier = np.full((len(requests), width), 99, np.int32)
     frontier_len = np.full(len(requests), 99, np.int32)
-    gain = next_frontier(graphs, first_new, num_nodes, room, np.float32(theta_prob), frontier, frontier_len)
+    next_frontier(graphs, first_new, num_nodes, room, np.float32(theta_prob), frontier, frontier_len)
 
-    expected_gain = 0.0
     for row in range(len(requests)):
         nodes = read_graph(graphs, row)
         survivals = sorted((node.survival for node in nodes[1:]), reverse=True)
@@ -345,8 +344,6 @@ def test_next_frontier(requests, width, theta_prob):
         good = sorted(good, key=lambda node: -node.survival)[: min(width, room[row])]
         chosen = [nodes[index] for index in frontier[row, : frontier_len[row]]]
         assert chosen == good  # sorted; the older one first among equals
-        expected_gain += sum(float(node.survival) for node in good)
-    assert abs(gain - expected_gain) < 1e-6
 
 
 def test_next_frontier_without_room():
@@ -355,7 +352,7 @@ def test_next_frontier_without_room():
     for room in (0, -3):
         left = np.array([room], np.int32)
         first_new, num_nodes = np.array([1], np.int32), np.array([4], np.int32)
-        assert next_frontier(graphs, first_new, num_nodes, left, np.float32(0), frontier, length) == 0.0
+        next_frontier(graphs, first_new, num_nodes, left, np.float32(0), frontier, length)
         assert length[0] == 0
 
 
@@ -368,7 +365,7 @@ def drafted(draft, committed, limit, max_slots):
     rows = {}
     frontiers = []
 
-    def on_frontier(graphs, first_new, frontier, frontier_len, gain):
+    def on_frontier(graphs, first_new, frontier, frontier_len):
         count = int(frontier_len.sum())
         token, depth = np.empty(count, np.int64), np.empty(count, np.int32)
         slot, mask = np.empty(count, np.int32), np.full((count, slots.mask.shape[2]), -1, np.int64)

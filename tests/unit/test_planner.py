@@ -98,6 +98,20 @@ def test_tries_again_now_and_then():
     assert sum(wanted) == 2
 
 
+def test_drafts_that_are_never_verified_are_tried_too():
+    """Average drafts promise enough, these ones don't: without a try, calibration would never hear of it."""
+    planner = Planner(4, COSTS)
+    chosen = []
+    for _ in range(2 * PROBE_EVERY):
+        planner.begin(1, 100)
+        assert planner.wants_drafts(1)
+        chosen.append(
+            int(planner.choose(np.full((1, 2), 1e-3, np.float32), np.full(1, 2, np.int32), np.full(1, 99))[0])
+        )
+    assert chosen.count(1) == 2
+    assert chosen.count(0) == len(chosen) - 2
+
+
 def test_sources_without_a_draft_are_tried_again_too():
     planner = Planner(4, COSTS)
     chosen = []

@@ -94,11 +94,7 @@ def next_frontier(graphs, first_new, num_nodes, room, theta_prob, frontier, fron
         room: int32 [num_graphs], draft KV slots still free for each request.
         theta_prob: survival below which a node is not expanded.
         frontier, frontier_len: outputs, int32 [num_graphs, width] and [num_graphs].
-
-    Returns:
-        float, survival summed over the chosen nodes: the most tokens the next level can be expected to win.
     """
-    total = 0.0
     for row in range(len(first_new)):
         floor = survival_floor(graphs, row, num_nodes[row])
         limit = min(room[row], frontier.shape[1])
@@ -117,6 +113,3 @@ def next_frontier(graphs, first_new, num_nodes, room, theta_prob, frontier, fron
                 frontier[row, place] = node
                 count = min(count + 1, limit)
         frontier_len[row] = count
-        for place in range(count):
-            total += graphs.survival[row, frontier[row, place]]
-    return total

@@ -44,7 +44,6 @@ class Planner:
     def wants_drafts(self, num_drafted: int) -> bool:
         """Whether to draft at all, for ``num_drafted`` of the batch's requests."""
         if self._pays(np.ones(num_drafted)):
-            self.refusals = 0
             return True
         self.probing = self._refused()
         return self.probing
@@ -106,4 +105,6 @@ class Planner:
         self.gain += NEWEST * (max(1.0, rate[best] / plain) - self.gain)
         if best == 0 and self._refused():
             return np.minimum(size, 1)
+        if best > 0:
+            self.refusals = 0
         return np.bincount(row[order[:best]], minlength=len(size)).astype(np.int32)

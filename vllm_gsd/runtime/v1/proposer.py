@@ -162,10 +162,11 @@ class GraphProposer:
         trees = self._grow(
             graphs, requests, length[requests], max_depth[requests], token_ids_cpu, drafted[requests], logits
         )
-        sizes = self.planner.choose(trees.value, trees.size, length[requests])
-        self.stats.counts["nodes_cut"] += int((trees.size - sizes).sum())
+        most = np.minimum(trees.size, self.num_nodes)
+        sizes = self.planner.choose(trees.value, most, length[requests])
+        self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):
-            budget = int(min(sizes[row], self.num_nodes))
+            budget = int(sizes[row])
             if budget == 0:
                 continue
             grammar = self._has_grammar(request_ids[request])

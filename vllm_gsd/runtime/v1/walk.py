@@ -74,8 +74,9 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
             break
         for request in np.flatnonzero(active):
             outputs[request].append(int(column[request]))
-        # Requests with a thinking budget have no tree: their only row was the first.
-        metadata = replace(metadata, thinking_budget_state_holder=None) if thinking is not None else metadata
+        if thinking is not None:
+            # Requests with a thinking budget have no tree: their only row was the first.
+            metadata = replace(metadata, thinking_budget_state_holder=None)
         if stateful:
             for processor in metadata.logitsprocs.all:
                 processor.update_state(None)

@@ -1,0 +1,123 @@
+"""The target's answers to the requests, with its most likely tokens at every position.
+
+Answers are kept in shards, Parquet files in the work folder; a shard that is there is not generated again, so a run
+that was killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_gsd.distill.prompts import Chat
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# How many of the target's most likely tokens are kept at every position.
+TOP = 8
+# Most answers are greedy, as most requests are; some are sampled, so that the draft knows less likely paths too.
+GREEDY_SHARE = 0.65
+SHARD = 256
+# One token of the answer is the least that there is something to learn from.
+SHORTEST = 2
+
+
+def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float) -> LLM:
+    """The target in vLLM, set up for throughput."""
+    # The engine in a process of its own polls, and on a CPU that takes a core from the model.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+
+    return LLM(
+        target,
+        dtype="bfloat16",
+        max_model_len=max_model_len,
+        max_num_seqs=batch,
+        kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+        disable_log_stats=True,
+    )
+
+
+def shard_path(folder: Path, name: str, number: int) -> Path:
+    return folder / f"{name}-{number:05d}.parquet"
+
+
+def answer(llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: int, seed: int) -> list[str]:
+    """Generate what is missing of a round and return every answer's text.
+
+    Args:
+        llm: the target, or a function that starts it: called only if something is missing.
+        chats: the requests of the round, the same ones in every run.
+        folder: where the shards lie, named ``{name}-00000.parquet`` and so on: ``input_ids`` (request and answer),
+            ``prompt_len``, and for every answer token ``top_ids`` and ``top_logprobs``, flat, ``TOP`` each.
+        max_tokens: longest answer.
+    """
+    from datasets import Dataset
+    from tqdm import tqdm
+
+    texts: list[str] = []
+    shards = range(0, len(chats), SHARD)
+    for number, start in enumerate(tqdm(shards, desc=f"answers, {name} round", unit="shard")):
+        path = shard_path(folder, name, number)
+        if path.exists():
+            texts += Dataset.from_parquet(str(path), keep_in_memory=True)["text"]
+            continue
+        if not hasattr(llm, "get_tokenizer"):
+            llm = llm()
+        rows = _generate(llm, chats[start : start + SHARD], max_tokens, seed + number)
+        partial = path.with_suffix(".partial")
+        Dataset.from_list(rows).to_parquet(str(partial))
+        partial.rename(path)
+        texts += [row["text"] for row in rows]
+    return texts
+
+
+def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    # No seeds of their own: vLLM 0.32 cannot draw with them on a CPU when a prompt is prefilled in chunks.
+    params = [
+        SamplingParams(
+            temperature=0.0 if rng.random() < GREEDY_SHARE else 0.8,
+            max_tokens=max_tokens,
+            logprobs=TOP,
+            flat_logprobs=True,
+        )
+        for _ in chats
+    ]
+    prompts = [_prompt(llm, chat) for chat in chats]
+    longest = llm.llm_engine.model_config.max_model_len - max_tokens
+    outputs = llm.generate([{"prompt_token_ids": ids[-longest:]} for ids in prompts], params, use_tqdm=False)
+    return [_row(output) for output in outputs if len(output.outputs[0].token_ids) >= SHORTEST]
+
+
+def _prompt(llm: LLM, chat: Chat) -> list[int]:
+    tokenizer: Any = llm.get_tokenizer()
+    if tokenizer.chat_template is None:  # a base model: only the text
+        return tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _row(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    flat = completion.logprobs
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        # The sampled token comes first and again in its place among the best, if it is one of them.
+        pairs = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        best = sorted(pairs.items(), key=lambda pair: -pair[1])[:TOP]
+        top_ids += [token for token, _ in best]
+        top_logprobs += [logprob for _, logprob in best]
+    return {
+        "input_ids": [*output.prompt_token_ids, *completion.token_ids],
+        "prompt_len": len(output.prompt_token_ids),
+        "top_ids": top_ids,
+        "top_logprobs": top_logprobs,
+        "text": completion.text,
+    }
