@@ -38,7 +38,7 @@ _ALLOWED = {
     "sources": 'a list with one or both of "draft" and "ngram"',
     "budget": '"auto" or a whole number from 1 to "num_speculative_tokens"',
     "draft_tensor_parallel_size": "a whole number of at least 1, or null for the target's",
-    "draft_vocab_size": "null, as a smaller vocabulary is not supported yet",
+    "draft_vocab_size": "a whole number of at least 32, or null for the draft's own",
     "preset": '"paper" or null',
 }
 
@@ -65,7 +65,7 @@ class GSDConfig(BaseModel):
     sources: tuple[Source, ...] = Field(default_factory=_default_sources)
     budget: int | Literal["auto"] = "auto"
     draft_tensor_parallel_size: int | None = Field(None, ge=1)
-    draft_vocab_size: None = None
+    draft_vocab_size: int | None = Field(None, ge=32)
     preset: Literal["paper"] | None = None
 
     @classmethod
@@ -120,6 +120,8 @@ class GSDConfig(BaseModel):
                 f'"sources" is {shown(self.sources)}, which never uses the "model" {shown(self.model)}; '
                 'add "draft" or set "model" to null'
             )
+        if self.model is None and self.draft_vocab_size is not None:
+            raise ValueError(f'"draft_vocab_size" is {self.draft_vocab_size} while "model" is null; name a model')
         most = self.num_speculative_tokens
         if self.budget != "auto" and not 1 <= self.budget <= most:
             raise ValueError(f'"budget" is {shown(self.budget)}, but must be {_ALLOWED["budget"]}, here {most}')
@@ -165,10 +167,10 @@ def check_draft_model(config: GSDConfig, target_vocab_size: int, target: str | o
         target: the target's path or hub id. The tokenizers are compared where both lie on this machine.
 
     Raises:
-        GSDConfigError: the draft is missing, incomplete, or of another vocabulary.
+        GSDConfigError: the draft is missing, incomplete, or of another vocabulary, or cannot be trimmed as asked.
     """
     if config.model is not None:
-        check_draft(config.model, target_vocab_size, target)
+        check_draft(config.model, target_vocab_size, target, config.draft_vocab_size)
 
 
 def _means_gsd(keys: dict[str, Any]) -> bool:

@@ -9,20 +9,27 @@ from pathlib import Path
 from typing import NoReturn
 
 from vllm_gsd.config_source import fail, shown
+from vllm_gsd.draft_vocab import choose_draft_vocab, read_draft_vocab
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def check_draft(model: str, target_vocab_size: int, target: str | os.PathLike[str] | None = None) -> None:
+def check_draft(
+    model: str,
+    target_vocab_size: int,
+    target: str | os.PathLike[str] | None = None,
+    draft_vocab_size: int | None = None,
+) -> None:
     """Check that a draft model exists and has the target's vocabulary.
 
     Args:
         model: the draft's path or hub id.
         target_vocab_size: the target's ``vocab_size``.
         target: the target's path or hub id. The tokenizers are compared where both lie on this machine.
+        draft_vocab_size: tokens its LM head is to compute, None for what its folder says.
 
     Raises:
-        GSDConfigError: the draft is missing, incomplete, or of another vocabulary.
+        GSDConfigError: the draft is missing, incomplete, or of another vocabulary, or cannot be trimmed as asked.
     """
     draft = _local_folder(model)
     if draft is None and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
@@ -37,6 +44,7 @@ def check_draft(model: str, target_vocab_size: int, target: str | os.PathLike[st
     target_folder = _local_folder(target) if target is not None else None
     if target_folder is not None and _tokenizers_differ(model, draft, target_folder):
         _refuse(model, "gives tokens other ids than the target does, but must have the same tokenizer")
+    choose_draft_vocab(read_draft_vocab(draft), size, draft_vocab_size)
 
 
 def _refuse(model: str, clause: str) -> NoReturn:

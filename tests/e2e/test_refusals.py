@@ -56,7 +56,7 @@ KEYS = {
     "budget above all nodes": ({"budget": 40}, ['"budget" is 40', "here 16"]),
     "parallel size 0": ({"draft_tensor_parallel_size": 0}, ["is 0", "at least 1"]),
     "parallel size 2": ({"draft_tensor_parallel_size": 2}, ["2", "set it to 1"]),
-    "draft vocabulary": ({"draft_vocab_size": 32000}, ["32000", "not supported yet"]),
+    "draft vocabulary": ({"draft_vocab_size": 32000}, ["32000", "at most 512"]),
 }
 # Draft models: what the sentence must have in it besides "model" and the folder's name.
 DRAFTS = {

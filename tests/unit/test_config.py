@@ -93,7 +93,8 @@ WRONG_KEYS = [
     (with_keys(budget=None), ['"budget" is null', '"auto"']),
     (with_keys(draft_tensor_parallel_size=0), ['"draft_tensor_parallel_size" is 0', "at least 1"]),
     (with_keys(draft_tensor_parallel_size="1"), ['"draft_tensor_parallel_size" is "1"', "at least 1"]),
-    (with_keys(draft_vocab_size=32000), ['"draft_vocab_size" is 32000', "not supported yet"]),
+    (with_keys(draft_vocab_size=31), ['"draft_vocab_size" is 31', "at least 32"]),
+    (with_keys(model=None, draft_vocab_size=32), ['"draft_vocab_size" is 32', "name a model"]),
     (with_keys(preset="fast"), ['"preset" is "fast"', '"paper"']),
     (with_keys(preset=["paper"]), ['"preset" is ["paper"]', '"paper"']),
     (with_keys(top_k="x" * 10_000_000), ['"top_k"', "from 1 to 32"]),
@@ -248,7 +249,7 @@ def test_every_key_can_be_set():
         "sources": ["ngram", "draft"],
         "budget": 256,
         "draft_tensor_parallel_size": 1,
-        "draft_vocab_size": None,
+        "draft_vocab_size": 32,
         "preset": "paper",
     }
     config = GSDConfig.load(keys)

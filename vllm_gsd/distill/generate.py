@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TOP = 8
 # Most answers are greedy, as most requests are; some are sampled, so that the draft knows less likely paths too.
 GREEDY_SHARE = 0.65
-SHARD = 256
+SHARD = 512
 # One token of the answer is the least that there is something to learn from.
 SHORTEST = 2
 
@@ -42,6 +42,7 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
 
 
 def shard_path(folder: Path, name: str, number: int) -> Path:
+    """Where a shard of a round lies."""
     return folder / f"{name}-{number:05d}.parquet"
 
 

@@ -10,8 +10,11 @@ from vllm.config.utils import replace
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_gsd import draft_vocab
+from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.cpu_attention import TREE_ROWS
 from vllm_gsd.runtime.tree_rows import TreeRows
 
@@ -23,12 +26,15 @@ class DraftModel:
         vllm_config: the target engine's configuration.
         model: path or hub id of the draft.
         tensor_parallel_size: the draft's, or None for the target's.
+        vocab_size: tokens its LM head computes, or None for what its folder says.
     """
 
-    def __init__(self, vllm_config: VllmConfig, model: str, tensor_parallel_size: int | None):
+    def __init__(self, vllm_config: VllmConfig, model: str, tensor_parallel_size: int | None, vocab_size: int | None):
         self.vllm_config = vllm_config
         self.model_config = draft_model_config(vllm_config.model_config, model)
         self.tensor_parallel_size = tensor_parallel_size
+        self.token_ids = trimmed_vocab(self.model_config, vocab_size)
+        self.head: torch.Tensor | None = None  # the LM head's rows of these tokens
         self.model: Any = None
         self.layer_names: list[str] = []
         self.builder: Any = None
@@ -52,6 +58,10 @@ class DraftModel:
         with set_model_tag("draft_model"):
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
+        if self.token_ids is not None:
+            self.head = self.model.lm_head.weight.data[self.token_ids].contiguous()
+            # What it does after the LM head (scale, soft cap) is the model's own business still.
+            self.model.logits_processor.logits_as_input = True
 
     def bind_attention(self, attention_groups) -> None:
         """Remember the metadata builder of the draft's layers once the KV cache exists."""
@@ -66,12 +76,11 @@ class DraftModel:
         """Run over zeros without KV cache: compiles the model, and shows what a level costs.
 
         Returns:
-            logits [num_tokens, vocab], meaningless.
+            hidden states [num_tokens, hidden], meaningless.
         """
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             tokens = torch.zeros(num_tokens, dtype=torch.int32)
-            hidden = self.model(input_ids=tokens, positions=torch.arange(num_tokens), inputs_embeds=None)
-        return self.model.compute_logits(hidden)
+            return self.model(input_ids=tokens, positions=torch.arange(num_tokens), inputs_embeds=None)
 
     def run_causal(self, tokens, positions, slots, query_start_loc, seq_lens, block_table) -> torch.Tensor:
         """Run rows of committed text.
@@ -128,13 +137,29 @@ class DraftModel:
                 inputs_embeds=None,
             )
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] of hidden states [n, hidden]."""
-        return self.model.compute_logits(hidden)
+    def candidates(self, hidden: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The most probable next tokens after hidden states [n, hidden].
+
+        Returns:
+            probabilities float32 [n, k], falling, and tokens int64 [n, k].
+        """
+        if self.head is None:
+            probs, tokens = topk_softmax(self.model.compute_logits(hidden), k)
+            return probs.numpy(), tokens.numpy()
+        logits = torch.nn.functional.linear(hidden, self.head)
+        probs, places = topk_softmax(self.model.logits_processor(None, logits), k)
+        return probs.numpy(), self.token_ids[places].numpy()
 
 
 class _LevelMetadata:
     """Attention metadata of a draft level: nothing but its tree rows."""
+
+
+def trimmed_vocab(model: ModelConfig, wanted: int | None) -> torch.Tensor | None:
+    """Ascending token ids, int64, whose logits the draft computes; None for all."""
+    stored = get_hf_file_to_dict(draft_vocab.FILE, model.model, model.revision)
+    chosen = draft_vocab.choose_draft_vocab(stored, model.get_vocab_size(), wanted)
+    return None if chosen is None else torch.from_numpy(chosen)
 
 
 def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:

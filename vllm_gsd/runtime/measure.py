@@ -9,7 +9,6 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_gsd.core.costs import Costs
-from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.tree_rows import TreeRows
 
 logger = init_logger("vllm.gsd")
@@ -57,7 +56,7 @@ def measure_costs(runner, drafter) -> Costs:
 
 
 def _draft_level(drafter, num_rows: int) -> None:
-    topk_softmax(drafter.model.run_idle(num_rows), drafter.config.top_k)
+    drafter.model.candidates(drafter.model.run_idle(num_rows), drafter.config.top_k)
 
 
 def _attention_ms(runner) -> float:

@@ -9,7 +9,6 @@ from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
 from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.planner import Planner
-from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_model import DraftModel
 from vllm_gsd.runtime.limits import draft_kv_slots
@@ -31,7 +30,7 @@ class Drafter:
         assert config.model is not None
         self.config = config
         self.stats = stats
-        self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size)
+        self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, config.draft_vocab_size)
         # Positions the draft knows; beyond them a request goes on without it.
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
@@ -52,8 +51,8 @@ class Drafter:
             wanted: bool [num_requests], requests to draft for.
 
         Returns:
-            bool [num_requests], those of the wanted requests that can be drafted for, and the logits after their last
-            tokens, [number of them, vocab] (None without any).
+            bool [num_requests], those of the wanted requests that can be drafted for, and the hidden states of their
+            last tokens, [number of them, hidden] (None without any).
         """
         num_requests = len(known)
         block_table = batch.block_table[0]
@@ -93,7 +92,7 @@ class Drafter:
         if not drafted.any():
             return drafted, None
         rows = [last_hidden[int(request)] for request in np.flatnonzero(drafted)]
-        return drafted, self.model.logits(torch.stack(rows))
+        return drafted, torch.stack(rows)
 
     def grow(
         self,
@@ -101,7 +100,7 @@ class Drafter:
         drafted: np.ndarray,
         requests: np.ndarray,
         length: np.ndarray,
-        root_logits: torch.Tensor,
+        root_hidden: torch.Tensor,
         num_nodes: np.ndarray,
         max_depth: np.ndarray,
         block_table,
@@ -113,7 +112,7 @@ class Drafter:
             drafted: bool [num_graphs], graphs to grow.
             requests: int64 [num_graphs], rows of the block table.
             length: int64 [num_graphs], committed tokens.
-            root_logits: [sum(drafted), vocab], the draft's after each root.
+            root_hidden: [sum(drafted), vocab], the draft's after each root.
             num_nodes, max_depth: int32 / int64 [num_graphs], limits of each graph.
         """
         config = self.config
@@ -127,17 +126,17 @@ class Drafter:
         capacity = block_table.num_blocks_per_row[requests].astype(np.int64) * block_table.block_size
         room = np.minimum(self.max_slots, capacity - length)
         deepest = np.minimum(max_depth, self.max_positions - length)
-        logits = root_logits
+        hidden = root_hidden
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.copy()
-            probs, tokens = topk_softmax(logits, config.top_k)
-            self.planner.drafted(probs.numpy())
+            probs, tokens = self.model.candidates(hidden, config.top_k)
+            self.planner.drafted(probs)
             counts = add_candidates(
                 graphs,
                 frontier,
                 frontier_len,
-                tokens.numpy(),
-                probs.numpy(),
+                tokens,
+                probs,
                 num_nodes,
                 config.theta_sib,
                 config.merge_ngram,
@@ -155,7 +154,6 @@ class Drafter:
             if not self.planner.wants_level(self.planner.calibration.value(NATIVE, depth, survival)):
                 break
             hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_rows, block_table.block_size)
-            logits = self.model.logits(hidden)
 
     def _run_level(self, graphs, slots, frontier, frontier_len, length, block_rows, block_size) -> torch.Tensor:
         """One draft forward over the frontier nodes of all requests; returns hidden states [rows, hidden]."""

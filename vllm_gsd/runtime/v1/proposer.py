@@ -142,7 +142,7 @@ class GraphProposer:
         speculates = np.array([self._speculates(request_id) for request_id in request_ids])
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        drafted, logits = np.zeros(num_requests, np.bool_), None
+        drafted, hidden = np.zeros(num_requests, np.bool_), None
         if self.drafter is not None:
             waiting = int(wanted.sum())
             drafts_now = wanted
@@ -152,7 +152,7 @@ class GraphProposer:
                 self.stats.counts["drafts_skipped"] += waiting
             known = np.where(sampled, length, self.runner.optimistic_seq_lens_cpu[:num_requests].numpy())
             due = np.where(speculates & (drafts_now | ~wanted), known, 0)
-            drafted, logits = self.drafter.catch_up(batch, self.runner.draft_kv, due, drafts_now)
+            drafted, hidden = self.drafter.catch_up(batch, self.runner.draft_kv, due, drafts_now)
         proposing = wanted if "ngram" in self.config.sources else drafted
         proposals: list[list[int]] = [[] for _ in range(num_requests)]
         requests = np.flatnonzero(proposing)
@@ -160,7 +160,7 @@ class GraphProposer:
             return proposals
         graphs = GraphBatch(*(array[: len(requests)] for array in self.graphs))
         trees = self._grow(
-            graphs, requests, length[requests], max_depth[requests], token_ids_cpu, drafted[requests], logits
+            graphs, requests, length[requests], max_depth[requests], token_ids_cpu, drafted[requests], hidden
         )
         most = np.minimum(trees.size, self.num_nodes)
         sizes = self.planner.choose(trees.value, most, length[requests])
@@ -188,7 +188,7 @@ class GraphProposer:
                 proposals[request] = tokens
         return proposals
 
-    def _grow(self, graphs, requests, length, max_depth, token_ids_cpu, drafted, logits):
+    def _grow(self, graphs, requests, length, max_depth, token_ids_cpu, drafted, hidden):
         """Grow one graph per request from all sources, and flatten them."""
         for row, request in enumerate(requests):
             text = token_ids_cpu[request, max(0, length[row] - CONTEXT) : length[row]]
@@ -196,9 +196,9 @@ class GraphProposer:
         request_ids = self.runner.input_batch.req_ids
         choice = [GRAMMAR_CHOICE if self._has_grammar(request_ids[request]) else 1 for request in requests]
         num_nodes = self.num_nodes * np.array(choice, np.int32)
-        if self.drafter is not None and logits is not None:
+        if self.drafter is not None and hidden is not None:
             block_table = self.runner.input_batch.block_table[0]
-            self.drafter.grow(graphs, drafted, requests, length, logits, num_nodes, max_depth, block_table)
+            self.drafter.grow(graphs, drafted, requests, length, hidden, num_nodes, max_depth, block_table)
         if "ngram" in self.config.sources:
             for row, request in enumerate(requests):
                 graft_ngrams(

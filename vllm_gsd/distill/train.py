@@ -1,0 +1,196 @@
+"""Training the student on the target's probabilities, with transformers' ``Trainer``.
+
+The loss is the cross-entropy of the student's trimmed LM head against the target's most likely tokens, at the answers'
+positions. The embedding stays the target's. The Trainer keeps checkpoints: a run that was killed goes on from the last.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm_gsd.distill.generate import TOP
+from vllm_gsd.draft_vocab import choose_draft_vocab, read_draft_vocab
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel
+
+BATCH = 16
+WARM_UP = 0.05
+# Steps timed before training to know how many fit into the time given.
+TIMED_STEPS = 6
+
+
+def load_answers(files: list[Path], longest: int) -> Dataset:
+    """Answers of the shards, without those longer than ``longest`` tokens, and each one's length."""
+    from datasets import load_dataset
+
+    data: Any = load_dataset("parquet", data_files=[str(file) for file in files], split="train", keep_in_memory=True)
+    data = data.remove_columns("text").map(lambda row: {"length": len(row["input_ids"])}, desc="lengths")
+    return data.filter(lambda row: row["length"] <= longest, desc="short enough").with_format("numpy")
+
+
+class Distillation(nn.Module):
+    """A student and its loss.
+
+    Args:
+        student: a causal language model of transformers.
+        token_ids: int64 [n], its trimmed vocabulary, ascending.
+        freeze_embedding: leave embedding and LM head as they are.
+    """
+
+    def __init__(self, student: PreTrainedModel, token_ids: torch.Tensor, freeze_embedding: bool):
+        super().__init__()
+        self.student = student
+        for weight in (student.get_input_embeddings().weight, student.get_output_embeddings().weight):
+            weight.requires_grad_(not freeze_embedding)
+        place = torch.full((student.config.vocab_size,), -1)
+        place[token_ids] = torch.arange(len(token_ids))
+        self.register_buffer("place", place, persistent=False)
+        self.register_buffer("token_ids", token_ids, persistent=False)
+
+    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """Only what is trained: the rest is the target's, and its tied weights are nothing safetensors can save."""
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in trained}
+
+    def log_probs(self, input_ids, attention_mask, rows) -> torch.Tensor:
+        """Log-probabilities over the trimmed vocabulary, float32 [len(rows), n], after the flat positions ``rows``."""
+        hidden = self.student.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
+        head = self.student.get_output_embeddings().weight[self.token_ids]
+        return torch.log_softmax(nn.functional.linear(hidden.flatten(0, 1)[rows], head).float(), dim=-1)
+
+    def forward(self, input_ids, attention_mask, rows, top_ids, top_logprobs) -> dict[str, torch.Tensor]:
+        """The loss of a batch.
+
+        Args:
+            input_ids, attention_mask: int64 [batch, length].
+            rows: int64 [n], flat positions whose next token is known.
+            top_ids: int64 [n, TOP], the target's most likely next tokens; top_logprobs: float32, theirs.
+        """
+        places = self.place[top_ids]
+        weight = top_logprobs.exp().masked_fill(places < 0, 0.0)
+        chosen = self.log_probs(input_ids, attention_mask, rows).gather(1, places.clamp(min=0))
+        return {"loss": -(weight * chosen).sum() / len(rows)}
+
+
+def collate(answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch of ``Distillation.forward``'s arguments."""
+    longest = max(len(answer["input_ids"]) for answer in answers)
+    input_ids = torch.zeros(len(answers), longest, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    rows = []
+    for line, answer in enumerate(answers):
+        length = len(answer["input_ids"])
+        input_ids[line, :length] = torch.from_numpy(np.asarray(answer["input_ids"], np.int64))
+        mask[line, :length] = 1
+        rows.append(torch.arange(line * longest + int(answer["prompt_len"]) - 1, line * longest + length - 1))
+    top = {name: np.concatenate([answer[name] for answer in answers]) for name in ("top_ids", "top_logprobs")}
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "rows": torch.cat(rows),
+        "top_ids": torch.from_numpy(top["top_ids"].astype(np.int64).reshape(-1, TOP)),
+        "top_logprobs": torch.from_numpy(top["top_logprobs"].astype(np.float32).reshape(-1, TOP)),
+    }
+
+
+def load_distillation(folder: Path, freeze_embedding: bool) -> Distillation:
+    """The student of a folder with its trimmed vocabulary, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    vocab_size = student.config.vocab_size
+    token_ids = choose_draft_vocab(read_draft_vocab(folder), vocab_size, None)
+    if token_ids is None:
+        token_ids = np.arange(vocab_size)
+    return Distillation(student, torch.from_numpy(token_ids), freeze_embedding)
+
+
+def train(
+    student: Path,
+    work: Path,
+    data: Dataset,
+    *,
+    epochs: float,
+    minutes: float | None,
+    learning_rate: float,
+    seed: int,
+    freeze_embedding: bool = True,
+) -> Distillation:
+    """Train the student of a folder; returns it, still in float32.
+
+    Args:
+        student: the untrained student's folder.
+        work: where checkpoints are kept.
+        data: of ``load_answers``.
+        epochs: at most so many passes over it; ``minutes``: and at most so long, as far as can be told beforehand.
+    """
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    model = load_distillation(student, freeze_embedding)
+    on_cpu = not torch.cuda.is_available()
+    steps = _planned_steps(model, work, data, epochs, minutes, seed, on_cpu)
+    arguments = TrainingArguments(
+        output_dir=str(work / "checkpoints"),
+        use_cpu=on_cpu,
+        bf16=True,
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, round(WARM_UP * steps)),
+        weight_decay=0.01,
+        train_sampling_strategy="group_by_length",
+        length_column_name="length",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        label_names=[],
+        logging_steps=max(1, min(50, steps // 10)),
+        save_steps=max(10, steps // 10),
+        save_total_limit=1,
+        report_to="none",
+        seed=seed,
+    )
+    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
+    trainer.train(resume_from_checkpoint=last)
+    return model
+
+
+def _planned_steps(model, work: Path, data, epochs: float, minutes: float | None, seed: int, on_cpu: bool) -> int:
+    """Optimiser steps; decided once and kept, so that a resumed run follows the same schedule."""
+    plan = work / "steps.json"
+    if plan.is_file():
+        return int(json.loads(plan.read_text())["steps"])
+    steps = max(1, round(epochs * len(data) / BATCH))
+    if minutes is not None:
+        steps = max(1, min(steps, int(60 * minutes / _seconds_per_step(model, data, seed, on_cpu))))
+    plan.write_text(json.dumps({"steps": steps}))
+    return steps
+
+
+def _seconds_per_step(model: Distillation, data, seed: int, on_cpu: bool) -> float:
+    """Mean time of a forward and backward pass over random batches; leaves the weights as they are."""
+    device = "cpu" if on_cpu else "cuda"
+    model.to(device)
+    order = np.random.default_rng(seed).permutation(len(data))
+    times = []
+    for step in range(TIMED_STEPS):
+        chosen = [data[int(i)] for i in np.resize(order[step * BATCH :], BATCH)] if len(order) else []
+        batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
+        start = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(**batch)["loss"]
+        loss.backward()
+        model.zero_grad()
+        times.append(time.perf_counter() - start)
+    return float(np.mean(times[1:]))
