@@ -143,7 +143,7 @@ class DraftModel:
         Returns:
             probabilities float32 [n, k], falling, and tokens int64 [n, k].
         """
-        if self.head is None:
+        if self.head is None or self.token_ids is None:
             probs, tokens = topk_softmax(self.model.compute_logits(hidden), k)
             return probs.numpy(), tokens.numpy()
         logits = torch.nn.functional.linear(hidden, self.head)
