@@ -46,7 +46,7 @@ Source = Literal["draft", "ngram", "shared"]
 
 
 def _default_sources(earlier: dict[str, Any]) -> tuple[Source, ...]:
-    return ("draft",) if earlier.get("model") else ("ngram",)
+    return ("draft", "ngram") if earlier.get("model") else ("ngram",)
 
 
 class GSDConfig(BaseModel):

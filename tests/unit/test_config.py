@@ -228,7 +228,7 @@ def test_defaults():
         "theta_prob": 0.05,
         "theta_sib": 0.1,
         "merge_ngram": 2,
-        "sources": ("draft",),
+        "sources": ("draft", "ngram"),
         "budget": "auto",
         "draft_tensor_parallel_size": None,
         "draft_vocab_size": None,

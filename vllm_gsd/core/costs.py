@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Weight of the newest step in a learned overhead.
+LATEST = 0.05
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -14,22 +17,45 @@ class Costs:
         target: float64 [n], target forward and logits over that many rows, attention to the context left out.
         draft: float64 [n], one draft level over that many rows, down to its candidates; zeros without a draft model.
         attention: target attention of one row over one token of context, all layers.
-        overhead: everything of a step that depends on none of these (scheduler, input preparation, sampling).
     """
 
     rows: np.ndarray
     target: np.ndarray
     draft: np.ndarray
     attention: float
-    overhead: float = 2.0
 
     def target_ms(self, rows, attended=0.0):
-        """A target step over ``rows`` rows that attend ``attended`` tokens of context in all; arrays go too."""
-        return self.overhead + _read(self.rows, self.target, rows) + self.attention * attended
+        """A target forward over ``rows`` rows that attend ``attended`` tokens of context in all; arrays go too."""
+        return _read(self.rows, self.target, rows) + self.attention * attended
 
     def draft_ms(self, rows):
         """One draft level over ``rows`` rows."""
         return _read(self.rows, self.draft, rows)
+
+
+class Overhead:
+    """Milliseconds of a step beyond its forwards (scheduling, preparation, sampling, talk between processes).
+
+    Learned from the clock while running, as only there all of it shows. One number each for steps with nothing to
+    verify (``plain``), steps that verify graphs (``graph``), and drafting (``draft``).
+    """
+
+    def __init__(self) -> None:
+        self.plain, self.graph, self.draft = 2.0, 3.0, 0.5
+        self.seen = dict.fromkeys(("plain", "graph", "draft"), 0)
+
+    def observe(self, kind: str, took: float, forwards: float) -> None:
+        """Learn from a step's part of that ``kind``: milliseconds it took, and those of its forwards by the table."""
+        self.seen[kind] += 1
+        known = getattr(self, kind)
+        # An average over the latest steps that one slow step (another process, a page fault) hardly moves.
+        most = 0.3 * forwards + 1.0
+        step = np.clip(took - forwards - known, -most, most) * max(LATEST, 1 / self.seen[kind])
+        setattr(self, kind, float(known + step))
+        if kind != "draft" and not all(self.seen[other] for other in ("plain", "graph")):
+            # Most of it is the same for both: until the other one is seen, what is learned goes for it too.
+            other = "graph" if kind == "plain" else "plain"
+            setattr(self, other, float(getattr(self, other) + step))
 
 
 def _read(at: np.ndarray, values: np.ndarray, rows):

@@ -1,89 +1,142 @@
-"""Whether a draft level pays, and how many nodes to verify: tokens per millisecond, for the whole batch together.
+"""Whether to draft, whether to draft another level, how many nodes to verify: tokens per millisecond, batch-wide.
 
-A step yields one token per request and those of its nodes that are accepted; it takes the draft levels run, the
-target's forward over all rows, and overhead. The plan is the one with the most expected tokens per millisecond,
-"no speculation now" among them. It depends on costs measured once and on what was accepted, never on a
-clock while running: equal inputs give equal graphs.
+A step yields one token per request and those of its nodes that are accepted; it takes the target's forward over all
+rows, the draft levels, and overhead. Taken is the plan with the most expected tokens per millisecond, "no speculation
+now" among them. What forwards cost is measured at start-up, what comes on top of them while running, and what graphs
+are worth is learned from the graphs themselves. What the present plan leaves out is tried now and then.
 """
 
 import numpy as np
 
 from vllm_gsd.core.calibration import Calibration
-from vllm_gsd.core.costs import Costs
+from vllm_gsd.core.costs import Costs, Overhead
 
-# Weight of the newest step in running averages: about the last 50 steps count.
-NEWEST = 0.02
-# When speculation doesn't pay it is tried again, one node a request, every so many steps: texts change.
-PROBE_EVERY = 48
+# Weight of the newest graphs in the running average of what graphs are worth: about the last 25 steps count.
+NEWEST = 0.04
+# ... and of those that were drafted only to see: they are all there is to learn from.
+NEWEST_TRIED = 0.25
+# When speculation doesn't pay it is tried again every so many steps: texts change.
+PROBE_EVERY = 40
+# So many requests are drafted for then: in a large batch the draft has missed much of every text.
+PROBE_REQUESTS = 2
+# While it pays, a plain step every so many steps tells what that would take.
+PLAIN_EVERY = 100
+# A middling draft: chance of its best child, and of each further one over the one before.
+FIRST_CHANCE, DECAY = 0.5, 0.6
 
 
 class Planner:
     """Plans the steps of one engine.
 
     Args:
-        top_k: out-degree of the graph.
+        top_k: out-degree of the graph; max_depth: most draft levels; num_nodes: most nodes verified of a graph.
         costs: of this machine; None: draft every level and verify every node.
     """
 
-    def __init__(self, top_k: int, costs: Costs | None = None):
+    def __init__(self, top_k: int, max_depth: int, num_nodes: int, costs: Costs | None = None):
         self.costs = costs
+        self.overhead = Overhead()
         self.calibration = Calibration()
-        # Average probability of a drafted node's best, second best... child. Before any: a middling draft's.
-        self.children = 0.4 * 0.4 ** np.arange(top_k)
-        self.gain = 1.0  # running average of a planned step's tokens per millisecond over plain decoding's
-        self.refusals = 0
+        # Average probability of a drafted node's best, second best... child.
+        self.children = FIRST_CHANCE * DECAY ** np.arange(top_k)
+        # Of a drafted request's graph: chance of its best, second best... node, rows of its first, second... level.
+        self.worth = FIRST_CHANCE * DECAY ** np.arange(num_nodes)
+        self.levels = np.ones(max_depth)
+        self.level_share = 1.0 * (np.arange(max_depth) == 0)  # of the steps that drafted, how many ran the level
+        self.drafting = True  # whether drafts pay at present
+        self.steps = 0
         self.begin(1, 0)
 
     def begin(self, num_requests: int, context: int) -> None:
         """Start planning a step of ``num_requests`` requests that have ``context`` tokens in all."""
         self.num_requests = max(1, num_requests)
         self.context = context
-        self.draft_ms = 0.0
-        self.probing = False
+        self.steps += 1
+        self.rows: list[int] = []  # of the draft levels run
+        self.num_drafted = 0
+        self.probing = self.resting = False
+        # Rows of the coming target step and milliseconds of its forward, by the table.
+        self.planned = self.num_requests, 0.0
+        if self.costs is not None:
+            self.planned = self.num_requests, float(self.costs.target_ms(self.num_requests, context))
 
-    def wants_drafts(self, num_drafted: int) -> bool:
-        """Whether to draft at all, for ``num_drafted`` of the batch's requests."""
-        if self._pays(np.ones(num_drafted)):
+    # --- before drafting --------------------------------------------------------------------------
+
+    def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
+        """Whether to draft at all; if ``probing``, only for a few requests.
+
+        Args:
+            num_drafted: requests of the batch that could be drafted for.
+            found: float [n], chances of the nodes that other sources have found already.
+            left: mean chance that the target leaves those at the root, so that drafted nodes count.
+        """
+        if self.costs is None:
             return True
-        self.probing = self._refused()
+        worth = np.repeat(left * self.worth, num_drafted)
+        drafts_ms = self.overhead.draft + self.drafts_ms(num_drafted * self.levels, self.level_share)
+        without = max(self._plain_rate(), self._rate(found, 0.0))
+        self.drafting = self._rate(np.concatenate([found, worth]), drafts_ms) > without
+        if self.drafting:
+            self.resting = self.steps % PLAIN_EVERY == 0
+            return not self.resting
+        self.probing = self.steps % PROBE_EVERY == 0
         return self.probing
 
-    def _refused(self) -> bool:
-        """Count a step without speculation; whether it is time to try again."""
-        self.refusals = (self.refusals + 1) % PROBE_EVERY
-        return self.refusals == 0
+    def _plain_rate(self) -> float:
+        """Tokens per millisecond without speculation."""
+        assert self.costs is not None
+        took = float(self.costs.target_ms(self.num_requests, self.context)) + self.overhead.plain
+        return self.num_requests / took
 
-    def wants_level(self, values: np.ndarray) -> bool:
-        """Whether to draft from nodes whose calibrated chances are ``values`` [n]."""
-        return len(values) > 0 and not self.probing and self._pays(values)
+    def _rate(self, chances: np.ndarray, drafts_ms: float) -> float:
+        """Tokens per millisecond after so much drafting, verifying the right number of the nodes."""
+        assert self.costs is not None
+        nodes = np.arange(1, len(chances) + 1)
+        attended = self.context * (1 + nodes / self.num_requests)
+        took = self.overhead.graph + self.costs.target_ms(self.num_requests + nodes, attended)
+        took += drafts_ms
+        tokens = self.num_requests + np.cumsum(np.sort(chances)[::-1])
+        return float((tokens / took).max(initial=0.0))
 
-    def _pays(self, values: np.ndarray) -> bool:
-        costs = self.costs
-        if costs is None:
-            return True
-        level_ms = float(costs.draft_ms(len(values)))
-        rows, mean_context = self.num_requests, self.context / self.num_requests
-        plain_ms = float(costs.target_ms(rows, self.context))
-        rate = self.gain * rows / plain_ms  # tokens per millisecond
-        chances = np.outer(values, self.children * self.calibration.first_level()).ravel()
-        # Verifying a child costs its row; children below that are not verified.
-        row_ms = (float(costs.target_ms(rows + len(chances), self.context)) - plain_ms) / len(chances)
-        surplus = np.maximum(chances - rate * (row_ms + costs.attention * mean_context), 0).sum()
-        return bool(surplus >= rate * level_ms)
+    def drafts_ms(self, rows, share=1.0) -> float:
+        """Milliseconds of draft levels over ``rows`` [n] rows, each run in that ``share`` of steps."""
+        assert self.costs is not None
+        return float(np.sum(share * self.costs.draft_ms(np.asarray(rows)))) if len(rows) else 0.0
+
+    # --- while drafting ---------------------------------------------------------------------------
 
     def drafted(self, probs: np.ndarray) -> None:
         """A level was drafted: candidates' probabilities, float [rows, top_k], best first."""
         self.children += NEWEST * (probs.mean(axis=0) - self.children)
-        if self.costs is not None:
-            self.draft_ms += float(self.costs.draft_ms(len(probs)))
+        self.num_drafted = self.num_drafted or len(probs)  # the first level has a row of each
+        self.rows.append(len(probs))
 
-    def choose(self, values: np.ndarray, size: np.ndarray, context: np.ndarray) -> np.ndarray:
+    def wants_level(self, values: np.ndarray) -> bool:
+        """Whether to draft from nodes whose calibrated chances are ``values`` [n]."""
+        costs = self.costs
+        if costs is None or len(values) == 0:
+            return len(values) > 0
+        # Tokens per millisecond that the rest of the step will have; a level is to bring more.
+        spent = self.overhead.draft + self.drafts_ms(self.rows)
+        rate = max(self._plain_rate(), self._rate(np.repeat(self.worth, self.num_drafted), spent))
+        chances = np.outer(values, self.children * self.calibration.first_level()).ravel()
+        rows, mean_context = self.num_requests, self.context / self.num_requests
+        # Verifying a child costs its row; children below that are not verified.
+        more = float(costs.target_ms(rows + len(chances))) - float(costs.target_ms(rows))
+        row_ms = more / len(chances) + costs.attention * mean_context
+        surplus = np.maximum(chances - rate * row_ms, 0).sum()
+        return bool(surplus >= rate * float(costs.draft_ms(len(values))))
+
+    # --- after drafting ---------------------------------------------------------------------------
+
+    def choose(self, values: np.ndarray, size: np.ndarray, context: np.ndarray, pure: np.ndarray) -> np.ndarray:
         """How many nodes of each flattened graph to verify.
 
         Args:
             values: float32 [num_graphs, max_nodes], calibrated chance of each node, descending along a row.
             size: int32 [num_graphs], nodes there are.
             context: int64 [num_graphs], committed tokens of each request.
+            pure: bool [num_graphs], whether there are nodes and all are the draft model's.
 
         Returns:
             int32 [num_graphs], at most ``size``.
@@ -91,20 +144,32 @@ class Planner:
         costs = self.costs
         if costs is None or not size.any():
             return size
+        if pure.any() and self.num_drafted:
+            self._learn(values[pure], size[pure])
+        if self.resting:
+            return np.zeros_like(size)
         row = np.repeat(np.arange(len(size)), size)
         value = values[np.arange(values.shape[1]) < size[:, None]].astype(np.float64)
         order = np.argsort(-value, kind="stable")
         rows = self.num_requests + np.arange(len(value) + 1)
         attended = self.context + np.concatenate([[0], np.cumsum(context[row[order]])])
         tokens = self.num_requests + np.concatenate([[0.0], np.cumsum(value[order])])
-        rate = tokens / (self.draft_ms + costs.target_ms(rows, attended))
-        best = int(rate.argmax())
-        if self.probing:
-            return np.minimum(size, 1)
-        plain = self.num_requests / float(costs.target_ms(self.num_requests, self.context))
-        self.gain += NEWEST * (max(1.0, rate[best] / plain) - self.gain)
-        if best == 0 and self._refused():
-            return np.minimum(size, 1)
-        if best > 0:
-            self.refusals = 0
+        forward = costs.target_ms(rows, attended)
+        overhead = np.where(rows > self.num_requests, self.overhead.graph, self.overhead.plain)
+        drafts_ms = self.overhead.draft + self.drafts_ms(self.rows) if self.rows else 0.0
+        best = int((tokens / (drafts_ms + forward + overhead)).argmax())
+        if best == 0 and self.steps % PROBE_EVERY == 0:
+            return np.minimum(size, 1)  # only to learn what becomes of them
+        self.planned = int(rows[best]), float(forward[best])
         return np.bincount(row[order[:best]], minlength=len(size)).astype(np.int32)
+
+    def _learn(self, values: np.ndarray, size: np.ndarray) -> None:
+        weight = NEWEST_TRIED if self.probing else NEWEST
+        count = min(values.shape[1], len(self.worth))
+        real = np.arange(count) < size[:, None]
+        mean = np.zeros(len(self.worth))
+        mean[:count] = np.where(real, values[:, :count], 0.0).mean(axis=0)
+        self.worth += weight * (mean - self.worth)
+        run = len(self.rows)
+        self.level_share += weight * ((np.arange(len(self.levels)) < run) - self.level_share)
+        self.levels[:run] += weight * (np.array(self.rows) / self.num_drafted - self.levels[:run])

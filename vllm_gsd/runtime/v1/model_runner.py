@@ -107,10 +107,14 @@ class GraphModelRunner(CPUModelRunner):
         setattr(output, OUTPUT_ATTRIBUTE, self.drafter.stats.take())
         return output
 
-    def propose_draft_token_ids(self, *args: Any, **kwargs: Any):
+    def propose_draft_token_ids(self, scheduler_output, *args: Any, **kwargs: Any):
         """See upstream; timed."""
+        request_ids, clock = self.input_batch.req_ids, self.drafter.clock
+        clock.proposing(request_ids, scheduler_output.total_num_scheduled_tokens)
         with self._timed("draft_seconds"):
-            return super().propose_draft_token_ids(*args, **kwargs)
+            drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
+        clock.proposed(request_ids)
+        return drafts
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """See upstream; graphs of requests with structured output go along as an attribute."""

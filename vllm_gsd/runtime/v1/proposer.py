@@ -1,13 +1,15 @@
 """The proposer in vLLM's speculative-decoding interface: a token graph for every request of the batch."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM
-from vllm_gsd.core.flatten import flatten
+from vllm_gsd.core.flatten import FlatTrees, flatten
 from vllm_gsd.core.graph import ORIGIN_NGRAM, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
-from vllm_gsd.core.planner import Planner
+from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.core.verify import is_chain, path_to
 from vllm_gsd.core.warmup import warm_up as compile_core
 from vllm_gsd.runtime.grammar import ProposedTree
@@ -16,6 +18,7 @@ from vllm_gsd.runtime.requests import fallback_reason
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.v1.drafting import Drafter
 from vllm_gsd.runtime.v1.step import DraftTree, VerifyStep
+from vllm_gsd.runtime.v1.step_clock import StepClock
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
@@ -23,6 +26,15 @@ MIN_NGRAM_MATCH = 2
 GRAMMAR_CHOICE = 4
 # Committed tokens that merging may look back on, root included.
 CONTEXT = 32
+
+
+class Committed(NamedTuple):
+    """Texts to grow graphs for."""
+
+    requests: np.ndarray  # int64 [num_graphs], places in the batch
+    length: np.ndarray  # int64 [num_requests], committed tokens of each request of the batch
+    max_depth: np.ndarray  # int64 [num_requests], deepest node worth verifying
+    token_ids: np.ndarray  # int32 [>= num_requests, max_model_len]
 
 
 class GraphProposer:
@@ -43,7 +55,8 @@ class GraphProposer:
         nodes = self.config.num_speculative_tokens
         capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
-        self.planner = Planner(self.config.top_k)
+        self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
+        self.clock = StepClock(self.planner)
         self.drafter = None
         if self.config.model is not None:
             self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
@@ -142,28 +155,54 @@ class GraphProposer:
         speculates = np.array([self._speculates(request_id) for request_id in request_ids])
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        drafted, hidden = np.zeros(num_requests, np.bool_), None
+        text = Committed(np.flatnonzero(wanted), length, max_depth, token_ids_cpu)
+        trees = self._grow(text) if "ngram" in self.config.sources else None
         if self.drafter is not None:
-            waiting = int(wanted.sum())
-            drafts_now = wanted
-            if waiting and not self.planner.wants_drafts(waiting):
-                # What the draft has not seen it catches up on when it is wanted again.
-                drafts_now = np.zeros_like(wanted)
-                self.stats.counts["drafts_skipped"] += waiting
+            drafting = self._choose_drafting(text, trees, num_requests)
             known = np.where(sampled, length, self.runner.optimistic_seq_lens_cpu[:num_requests].numpy())
-            due = np.where(speculates & (drafts_now | ~wanted), known, 0)
-            drafted, hidden = self.drafter.catch_up(batch, self.runner.draft_kv, due, drafts_now)
-        proposing = wanted if "ngram" in self.config.sources else drafted
+            # Prompts go through the draft along with the target, unless drafts don't pay for the time being.
+            due = np.where(speculates & (drafting | (~wanted & self.planner.drafting)), known, 0)
+            drafted, hidden = self.drafter.catch_up(batch, self.runner.draft_kv, due, drafting)
+            if hidden is not None:
+                text = text if trees is not None else text._replace(requests=np.flatnonzero(drafted))
+                trees = self._grow(text, drafted[text.requests], hidden)
         proposals: list[list[int]] = [[] for _ in range(num_requests)]
-        requests = np.flatnonzero(proposing)
-        if len(requests) == 0:
+        if trees is None:
             return proposals
-        graphs = GraphBatch(*(array[: len(requests)] for array in self.graphs))
-        trees = self._grow(
-            graphs, requests, length[requests], max_depth[requests], token_ids_cpu, drafted[requests], hidden
-        )
+        return self._propose(proposals, text, trees)
+
+    def _choose_drafting(self, text: Committed, found: FlatTrees | None, num_requests: int) -> np.ndarray:
+        """Requests to draft for, bool [num_requests], given what other sources found for those in ``text``."""
+        drafting = np.zeros(num_requests, np.bool_)
+        count = len(text.requests)
+        if count == 0:
+            return drafting
+        chances, left = np.zeros(0), 1.0
+        if found is not None:
+            real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
+            chances = found.value[real]
+            left = 1.0 - float(found.value[real & (found.depth == 1)].sum()) / count
+        chosen = text.requests
+        if not self.planner.wants_drafts(count, chances, max(0.0, left)):
+            self.stats.counts["drafts_skipped"] += count
+            return drafting
+        if self.planner.probing and count > PROBE_REQUESTS:
+            # Those that cost the draft the least to catch up with.
+            done = self.runner.draft_kv.length
+            known = np.array([done[self.runner.input_batch.req_ids[request]] for request in chosen])
+            chosen = chosen[np.argsort(text.length[chosen] - known, kind="stable")[:PROBE_REQUESTS]]
+            self.stats.counts["drafts_skipped"] += count - PROBE_REQUESTS
+        drafting[chosen] = True
+        return drafting
+
+    def _propose(self, proposals: list[list[int]], text: Committed, trees: FlatTrees) -> list[list[int]]:
+        """Choose the nodes to verify, remember them, and write them to ``proposals``."""
+        request_ids = self.runner.input_batch.req_ids
+        requests, graphs = text.requests, self.graphs
         most = np.minimum(trees.size, self.num_nodes)
-        sizes = self.planner.choose(trees.value, most, length[requests])
+        origin = np.take_along_axis(graphs.origin[: len(requests)], trees.node, axis=1)
+        copied = (origin == ORIGIN_NGRAM) & (np.arange(origin.shape[1]) < most[:, None])
+        sizes = self.planner.choose(trees.value, most, text.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):
             budget = int(sizes[row])
@@ -175,7 +214,7 @@ class GraphProposer:
                 token=trees.token[row, :size],
                 parent=trees.parent[row, :size],
                 depth=trees.depth[row, :size],
-                origin=graphs.origin[row, trees.node[row, :size]],
+                origin=origin[row, :size],
                 via_merge=trees.via_merge[row, :size],
                 survival=trees.survival[row, :size],
             )
@@ -188,29 +227,30 @@ class GraphProposer:
                 proposals[request] = tokens
         return proposals
 
-    def _grow(self, graphs, requests, length, max_depth, token_ids_cpu, drafted, hidden):
-        """Grow one graph per request from all sources, and flatten them."""
-        for row, request in enumerate(requests):
-            text = token_ids_cpu[request, max(0, length[row] - CONTEXT) : length[row]]
-            reset(graphs, row, text.astype(np.int64))
+    def _grow(self, text: Committed, drafted: np.ndarray | None = None, hidden=None) -> FlatTrees:
+        """Grow the graph of every request in ``text`` and flatten it.
+
+        Args:
+            drafted: bool [num_graphs], graphs that the draft model has a part in, None for none; ``hidden``: its hidden
+                states at their roots.
+        """
         request_ids = self.runner.input_batch.req_ids
-        choice = [GRAMMAR_CHOICE if self._has_grammar(request_ids[request]) else 1 for request in requests]
+        graphs = GraphBatch(*(array[: len(text.requests)] for array in self.graphs))
+        length, max_depth = text.length[text.requests], text.max_depth[text.requests].astype(np.int32)
+        for row, request in enumerate(text.requests):
+            latest = text.token_ids[request, max(0, length[row] - CONTEXT) : length[row]]
+            reset(graphs, row, latest.astype(np.int64))
+        choice = [GRAMMAR_CHOICE if self._has_grammar(request_ids[request]) else 1 for request in text.requests]
         num_nodes = self.num_nodes * np.array(choice, np.int32)
-        if self.drafter is not None and hidden is not None:
+        if self.drafter is not None and drafted is not None:
             block_table = self.runner.input_batch.block_table[0]
-            self.drafter.grow(graphs, drafted, requests, length, hidden, num_nodes, max_depth, block_table)
+            self.drafter.grow(graphs, drafted, text.requests, length, hidden, num_nodes, max_depth, block_table)
         if "ngram" in self.config.sources:
-            for row, request in enumerate(requests):
-                graft_ngrams(
-                    graphs,
-                    row,
-                    token_ids_cpu[request],
-                    int(length[row]),
-                    self.config.top_k,
-                    int(min(max_depth[row], self.num_nodes)),  # grammars roll back no further
-                    MIN_NGRAM_MATCH,
-                )
-        return flatten(graphs, num_nodes, max_depth.astype(np.int32), self.planner.calibration.factor)
+            deepest = np.minimum(max_depth, self.num_nodes)  # grammars roll back no further
+            for row, request in enumerate(text.requests):
+                tokens, end = text.token_ids[request], int(length[row])
+                graft_ngrams(graphs, row, tokens, end, self.config.top_k, int(deepest[row]), MIN_NGRAM_MATCH)
+        return flatten(graphs, num_nodes, max_depth, self.planner.calibration.factor)
 
     def _has_grammar(self, request_id: str) -> bool:
         return self.runner.requests[request_id].sampling_params.structured_outputs is not None
