@@ -50,6 +50,74 @@ def models(
     out.print(table)
 
 
+@app.command()
+def distill(
+    target: Annotated[Path, typer.Option(help="Folder of the target model, Llama-like.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the draft to.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help='Requests, one JSON object a line with "prompt", "turns" or "messages".')
+    ] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Answers of the target to learn from.")] = 8192,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 160,
+    longest: Annotated[
+        int, typer.Option(min=16, help="Longest request with its answer; longer ones are left out.")
+    ] = 640,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time for all of it; fewer answers and steps where short.")
+    ] = None,
+    params: Annotated[int | None, typer.Option(help="Most parameters of the draft.")] = None,
+    cost: Annotated[
+        float | None, typer.Option(help="Most it may read a level, as a share of the target. [0.04]")
+    ] = None,
+    layers: Annotated[str, typer.Option(help='Make it of the target\'s own layers instead, such as "0,1,29".')] = "",
+    init: Annotated[Path | None, typer.Option(help="Go on training this draft instead of a new one.")] = None,
+    vocab_size: Annotated[int, typer.Option(min=256, help="Tokens that its LM head computes.")] = 12288,
+    epochs: Annotated[float, typer.Option(help="Passes over the answers.")] = 6.0,
+    learning_rate: float = 1e-3,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that the target answers at once.")] = 96,
+    seed: int = 0,
+    engine: Annotated[bool, typer.Option(help="Measure the draft in the real engine at the end.")] = True,
+    work: Annotated[
+        Path | None, typer.Option(help="Where a run keeps what it has done, to go on later. [OUT.work]")
+    ] = None,
+) -> None:
+    """Distil a draft from a target. Started again with the same options, it goes on where it stopped."""
+    from vllm_gsd.distill.prompts import PromptsError
+    from vllm_gsd.distill.run import DistillError, Options
+    from vllm_gsd.distill.run import distill as run
+    from vllm_gsd.distill.student import StudentError
+
+    try:
+        chosen = tuple(int(layer) for layer in layers.split(",")) if layers else ()
+    except ValueError:
+        fail(f'--layers is "{layers}", but must be layers of the target separated by commas.')
+    options = Options(
+        target=str(target),
+        prompts=None if prompts is None else str(prompts),
+        answers=answers,
+        max_tokens=max_tokens,
+        longest=longest,
+        minutes=minutes,
+        params=params,
+        cost=cost,
+        layers=chosen,
+        init=None if init is None else str(init),
+        vocab_size=vocab_size,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        batch=batch,
+        seed=seed,
+        engine=engine,
+    )
+    try:
+        results = run(options, out, work or out.with_name(out.name + ".work"))
+    except (DistillError, PromptsError, StudentError) as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(f"Distilling needs the package {error.name} (pip install 'vllm-gsd[distill]').")
+    typer.echo(json.dumps({"draft": str(out), **results}))
+
+
 def fail(sentence: str) -> NoReturn:
     """End the command with one sentence on stderr and exit code 1."""
     err.print(sentence, style="red", soft_wrap=True, highlight=False, markup=False)

@@ -7,6 +7,8 @@ positions. The embedding stays the target's. The Trainer keeps checkpoints: a ru
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,12 @@ class Distillation(nn.Module):
         place[token_ids] = torch.arange(len(token_ids))
         self.register_buffer("place", place, persistent=False)
         self.register_buffer("token_ids", token_ids, persistent=False)
+        # The Trainer asks for these names when a checkpoint lacks them.
+        self._keys_to_ignore_on_save = sorted(set(super().state_dict()) - set(self.state_dict()))
+
+    def tie_weights(self) -> None:
+        """Called by the Trainer after it has loaded a checkpoint."""
+        self.student.tie_weights()
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         """Only what is trained: the rest is the target's, and its tied weights are nothing safetensors can save."""
@@ -112,6 +120,32 @@ def load_distillation(folder: Path, freeze_embedding: bool) -> Distillation:
     if token_ids is None:
         token_ids = np.arange(vocab_size)
     return Distillation(student, torch.from_numpy(token_ids), freeze_embedding)
+
+
+def save_trained(model: Distillation, start: Path, out: Path) -> None:
+    """Write the trained student in bfloat16 as a Hugging Face folder, with what else lies in ``start``."""
+    making = out.with_suffix(".partial")
+    shutil.rmtree(making, ignore_errors=True)
+    shutil.copytree(start, making)
+    model.student.to(torch.bfloat16).save_pretrained(making)
+    making.rename(out)
+    model.student.float()
+
+
+def count_parameters(folder: Path, vocab_size: int) -> tuple[int, int]:
+    """All parameters of a model's folder, and those read at a draft level: layers and ``vocab_size`` LM head rows."""
+    from safetensors import safe_open
+
+    total, layers, width = 0, 0, 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no dict
+                shape = tensors.get_slice(name).get_shape()
+                size = math.prod(shape)
+                total += size
+                layers += size if ".layers." in name else 0
+                width = shape[1] if "embed_tokens" in name else width
+    return total, layers + vocab_size * width
 
 
 def train(
