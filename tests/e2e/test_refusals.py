@@ -69,7 +69,6 @@ DRAFTS = {
 }
 # A good config with engine arguments that gsd does not go with.
 ARGUMENTS = {
-    "--tensor-parallel-size 2": ["tensor parallelism (size 2)", "set --tensor-parallel-size to 1"],
     "--pipeline-parallel-size 2": ["pipeline parallelism (size 2)", "set --pipeline-parallel-size to 1"],
     "--enable-lora": ["LoRA", "leave --enable-lora off"],
     "--worker-cls x.Y": ['--worker-cls is "x.Y"', "leave it"],
@@ -189,7 +188,7 @@ def test_accepted(answers, case):
     assert answers[case] == [0, ""]
 
 
-@pytest.mark.parametrize("case", ["unknown key", "missing.json", "more-words", "--tensor-parallel-size 2"])
+@pytest.mark.parametrize("case", ["unknown key", "missing.json", "more-words", "--pipeline-parallel-size 2"])
 def test_command_line(command_lines, environment, case):
     """The program itself: nothing but the sentence, no engine is started."""
     vllm = Path(sys.executable).parent / "vllm"

@@ -1,5 +1,6 @@
 """The draft model inside vLLM: same loader, same paged KV pool, same block tables as the target."""
 
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import replace
+from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
@@ -16,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_gsd import draft_vocab
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.cpu_attention import TREE_ROWS
+from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TreeRows
 
 
@@ -55,11 +58,11 @@ class DraftModel:
             model_config=self.model_config,
             parallel_config=replace(parallel, rank=target.rank),
         )
-        with set_model_tag("draft_model"):
+        with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
         if self.token_ids is not None:
-            self.head = self.model.lm_head.weight.data[self.token_ids].contiguous()
+            self.head = _whole(self.model.lm_head)[self.token_ids].contiguous()
             # What it does after the LM head (scale, soft cap) is the model's own business still.
             self.model.logits_processor.logits_as_input = True
 
@@ -145,14 +148,46 @@ class DraftModel:
         """
         if self.head is None or self.token_ids is None:
             probs, tokens = topk_softmax(self.model.compute_logits(hidden), k)
-            return probs.numpy(), tokens.numpy()
-        logits = torch.nn.functional.linear(hidden, self.head)
-        probs, places = topk_softmax(self.model.logits_processor(None, logits), k)
-        return probs.numpy(), self.token_ids[places].numpy()
+        else:
+            logits = torch.nn.functional.linear(hidden, self.head)
+            probs, places = topk_softmax(self.model.logits_processor(None, logits), k)
+            tokens = self.token_ids[places]
+        # Exact in float64, either of them.
+        both = from_first_rank(np.stack([probs.double().numpy(), tokens.double().numpy()]))
+        return both[0].astype(np.float32), both[1].astype(np.int64)
 
 
 class _LevelMetadata:
     """Attention metadata of a draft level: nothing but its tree rows."""
+
+
+@contextmanager
+def _parallel_group(size: int):
+    """Load a model whose tensor-parallel size is the target's, or 1: a copy on every rank.
+
+    Layers ask for the group when they are made, and remember its size.
+    """
+    target = parallel_state.get_tp_group()
+    if size == target.world_size:
+        yield
+        return
+    alone = parallel_state.init_model_parallel_group(
+        [[rank] for rank in range(parallel_state.get_world_group().world_size)],
+        parallel_state.get_world_group().local_rank,
+        torch.distributed.get_backend(target.device_group),
+        group_name="gsd_draft",
+    )
+    parallel_state._TP = alone
+    try:
+        yield
+    finally:
+        parallel_state._TP = target
+
+
+def _whole(lm_head) -> torch.Tensor:
+    """All rows of an LM head that may be spread over ranks."""
+    weight = lm_head.weight.data
+    return weight if lm_head.tp_size == 1 else parallel_state.get_tp_group().all_gather(weight, dim=0)
 
 
 def trimmed_vocab(model: ModelConfig, wanted: int | None) -> torch.Tensor | None:

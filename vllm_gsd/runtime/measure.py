@@ -9,6 +9,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_gsd.core.costs import Costs
+from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TreeRows
 
 logger = init_logger("vllm.gsd")
@@ -36,15 +37,16 @@ def measure_costs(runner, drafter) -> Costs:
     for count in rows:
         target.append(_median_ms(partial(runner.run_idle, count), count))
         draft.append(0.0 if drafter is None else _median_ms(partial(_draft_level, drafter, count), count))
-        if len(target) > 1 and time.perf_counter() - started > MOST_SECONDS:
+        took = from_first_rank(np.array([time.perf_counter() - started]))[0]
+        if len(target) > 1 and took > MOST_SECONDS:
             rows = rows[: len(target)]  # beyond them ``Costs`` goes on with the last slope
             break
     costs = Costs(
         rows=np.array(rows, np.int64),
         # More rows never cost less: what says so is noise.
-        target=np.maximum.accumulate(target),
-        draft=np.maximum.accumulate(draft),
-        attention=_attention_ms(runner),
+        target=from_first_rank(np.maximum.accumulate(target)),
+        draft=from_first_rank(np.maximum.accumulate(draft)),
+        attention=float(from_first_rank(np.array([_attention_ms(runner)]))[0]),
     )
     last = len(rows) - 1
     logger.info(

@@ -71,11 +71,6 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         parallel.data_parallel_size > 1,
         "set --data-parallel-size to 1 and put a load balancer in front of several servers",
     )
-    yield (
-        f"tensor parallelism (size {parallel.tensor_parallel_size}) yet",
-        parallel.tensor_parallel_size > 1,
-        "set --tensor-parallel-size to 1",
-    )
     yield "micro-batching (DBO)", parallel.use_ubatching, "leave --enable-dbo off"
     yield ("KV connectors", vllm_config.kv_transfer_config is not None, "leave --kv-transfer-config out")
     yield (

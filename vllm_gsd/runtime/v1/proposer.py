@@ -149,6 +149,7 @@ class GraphProposer:
         request_ids = batch.req_ids[:num_requests]
         for request_id in request_ids:
             self.trees.pop(request_id, None)
+        self.grammar_trees = {}  # only one rank's are ever taken
         length = num_tokens_no_spec[:num_requests].astype(np.int64)
         max_depth = self._max_depth(length)
         sampled = np.array([len(tokens) > 0 for tokens in sampled_token_ids])

@@ -2,7 +2,10 @@
 
 import time
 
+import numpy as np
+
 from vllm_gsd.core.planner import Planner
+from vllm_gsd.runtime.ranks import from_first_rank
 
 
 class StepClock:
@@ -14,14 +17,20 @@ class StepClock:
     def __init__(self, planner: Planner):
         self.planner = planner
         self.planned: tuple[list[str], int, float] | None = None  # requests, rows, milliseconds of the forward
+        self.drafts_ms = 0.0  # of the draft levels before it
         self.time = 0.0
+        self.drafting_took = 0.0
 
     def proposing(self, request_ids: list[str], rows: int) -> None:
         """A target step over ``rows`` rows of these requests is done, proposing begins."""
         now = time.perf_counter()
         if self.planned is not None and self.planned[:2] == (request_ids, rows):
-            kind = "plain" if rows == len(request_ids) else "graph"
-            self.planner.overhead.observe(kind, 1e3 * (now - self.time), self.planned[2])
+            overhead = self.planner.overhead
+            # The clock of one rank, so that all ranks plan the same.
+            took, drafting = from_first_rank(np.array([1e3 * (now - self.time), self.drafting_took]))
+            overhead.observe("plain" if rows == len(request_ids) else "graph", took, self.planned[2])
+            if self.drafts_ms:
+                overhead.observe("draft", drafting, self.drafts_ms)
         self.time = now
 
     def proposed(self, request_ids: list[str]) -> None:
@@ -29,8 +38,7 @@ class StepClock:
         now, planner = time.perf_counter(), self.planner
         if planner.costs is None:
             return
-        if planner.rows:
-            took = 1e3 * (now - self.time)
-            planner.overhead.observe("draft", took, planner.drafts_ms(planner.rows))
         self.planned = (list(request_ids), *planner.planned)
+        self.drafts_ms = planner.drafts_ms(planner.rows)
+        self.drafting_took = 1e3 * (now - self.time)
         self.time = now

@@ -14,6 +14,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.core.verify import step_into
+from vllm_gsd.runtime.ranks import from_first_rank
 
 PLACEHOLDER = -1  # vLLM's mark for "no token" in a padded row of sampled tokens
 
@@ -63,7 +64,7 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         lines = starts + places if whole else (starts + places)[chosen]
         here = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines.astype(np.int64))]
         sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
-        tokens = sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64)
+        tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
         column = np.full(num_requests, PLACEHOLDER, np.int64)
         column[chosen] = tokens[chosen] if whole else tokens
         columns.append(column)

@@ -1,0 +1,90 @@
+"""One engine over several ranks, as a program: reads a job from a JSON file, writes what came of it to another.
+
+Job: ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``), ``prompts`` (token ids), ``params`` (of
+each), ``disturb`` (whether ranks are made to disagree where they could). Result: ``tokens``, ``accepted``, and for each
+rank ``hashes``, one of everything it proposed in each step.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+# The engine core in this process: all requests are there before the first step, so batches are the same in every run.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def watch(worker, disturb: bool):
+    """Record this rank's graphs; if ``disturb``, give it floats, threads and a clock of its own."""
+    import random
+    import time
+
+    import torch
+
+    proposer = worker.model_runner.drafter
+    proposer.hashes = []
+    propose, drafter = proposer.propose, proposer.drafter
+
+    def recorded(*args, **kwargs):
+        if disturb and worker.rank > 0:
+            time.sleep(random.uniform(0, 0.003))
+        proposals = propose(*args, **kwargs)
+        trees = [[tree.token.tolist(), tree.parent.tolist()] for tree in proposer.trees.values()]
+        proposer.hashes.append(hashlib.sha256(json.dumps([proposals, trees]).encode()).hexdigest())
+        return proposals
+
+    proposer.propose = recorded
+    if disturb:
+        torch.set_num_threads(1 + worker.rank)
+        candidates = drafter.model.candidates
+
+        def noisy(hidden, k):
+            # Nodes of equal probability, which ranks then order differently, and noise in all others.
+            hidden = hidden.round(decimals=1) + worker.rank * 1e-2 * torch.randn_like(hidden)
+            return candidates(hidden, k)
+
+        drafter.model.candidates = noisy
+
+
+def hashes(worker):
+    """What ``watch`` recorded."""
+    return worker.model_runner.drafter.hashes
+
+
+def main(job_path: str, result_path: str) -> None:
+    """Run the job."""
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(Path(job_path).read_text())
+    llm = LLM(
+        job["target"],
+        dtype="float32",
+        seed=0,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 26,
+        skip_tokenizer_init=True,
+        disable_log_stats=False,
+        speculative_config=job["config"],
+        **job["engine"],
+    )
+    graph = job["config"] is not None
+    if graph:
+        llm.collective_rpc(watch, args=(job["disturb"],))
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    params = [SamplingParams(detokenize=False, **keys) for keys in job["params"]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
+    result = {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "accepted": sum(accepted),
+        "hashes": llm.collective_rpc(hashes) if graph else [],
+    }
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Two tensor-parallel ranks: the tokens of one, and the same graphs on both whatever differs between them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+PROGRAM = Path(__file__).with_name("parallel_run.py")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_pair, random_prompts, tmp_path_factory):
+    """Runs an engine over 100 mixed requests, at most eight at a time: greedy, seeded, penalised, short and long."""
+    prompts = random_prompts(100)
+    params = []
+    for index in range(100):
+        keys = {"max_tokens": 8 + 3 * (index % 9), "temperature": 0.0}
+        if index % 2:
+            keys |= {"temperature": 0.8, "seed": index, "top_p": 0.95}
+        if index % 5 == 0:
+            keys |= {"repetition_penalty": 1.2}
+        params.append(keys)
+
+    def run(config, size, *, disturb=False, **engine):
+        folder = tmp_path_factory.mktemp("run")
+        if config is not None:
+            config = {"method": "gsd", "model": str(tiny_pair.draft), **config}
+        job = {
+            "target": str(tiny_pair.target), "config": config, "prompts": prompts, "params": params, "disturb": disturb,
+            "engine": {"tensor_parallel_size": size, "distributed_executor_backend": "mp", **engine},
+        }  # fmt: skip
+        (folder / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder / "result.json")]
+        # vLLM wants a list of cores for each rank; here both share all there are.
+        cores = f"0-{os.cpu_count() - 1}"
+        environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "|".join([cores] * size), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads((folder / "result.json").read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(run):
+    """One rank, plain."""
+    return run(None, 1)["tokens"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(run):
+    """One rank with the graph."""
+    return run({"budget": 16}, 1)
+
+
+def test_plain_ranks_agree(run, expected):
+    assert run(None, 2)["tokens"] == expected
+
+
+@pytest.mark.parametrize("draft_size", [1, 2])
+def test_same_tokens_and_graphs(run, expected, one_rank, draft_size):
+    two = run({"budget": 16, "draft_tensor_parallel_size": draft_size}, 2)
+    assert one_rank["tokens"] == two["tokens"] == expected
+    assert one_rank["accepted"] == two["accepted"] > 0.3 * sum(map(len, expected))
+    first, second = two["hashes"]
+    assert first == second
+    assert len(set(first)) > 0.9 * len(first)
+
+
+def test_ranks_that_would_disagree(run, expected):
+    """Ties, noise in the draft's floats, other thread counts and a clock of its own on the second rank."""
+    result = run({"draft_tensor_parallel_size": 1}, 2, disturb=True)
+    assert result["tokens"] == expected
+    first, second = result["hashes"]
+    assert first == second
+    assert result["accepted"] > 0

@@ -1,0 +1,16 @@
+"""Keeping tensor-parallel ranks in step.
+
+Every rank builds the graphs itself: the same inputs give the same graphs, so nothing large is sent. What is not the
+same everywhere (clocks, floats that depend on threads, draws) is the first rank's: these few numbers are broadcast.
+"""
+
+import numpy as np
+import torch
+from vllm.distributed import get_tp_group, model_parallel_is_initialized
+
+
+def from_first_rank(values: np.ndarray) -> np.ndarray:
+    """The first tensor-parallel rank's values, on all of them; every rank gives an array of that shape and dtype."""
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return values
+    return get_tp_group().broadcast(torch.from_numpy(np.ascontiguousarray(values)), src=0).numpy()
