@@ -5,10 +5,12 @@ import inspect
 import pickle
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.lora.ops.torch_ops import bgmv_expand
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
@@ -45,6 +47,10 @@ SIGNATURES = [
     # compat.hooks
     (EngineArgs.add_cli_args, ["parser"]),
     (VllmConfig.num_lookahead_tokens.fget, []),
+    (
+        EngineArgs._set_default_max_num_seqs_and_batched_tokens_args,
+        ["usage_context", "model_config", "parallel_config"],
+    ),
     # runtime.v1.model_runner
     (GPUModelRunner._update_states, ["scheduler_output"]),
     (GPUModelRunner._prepare_inputs, ["scheduler_output", "num_scheduled_tokens"]),
@@ -54,6 +60,7 @@ SIGNATURES = [
     (CPUModelRunner.warming_up_model, []),
     (CPUModelRunner.__init__, ["vllm_config", "device"]),
     (GPUModelRunner.take_draft_token_ids, []),
+    (GPUModelRunner.maybe_setup_dummy_loras, ["lora_config", "remove_lora"]),
     # runtime.scheduler, runtime.grammar
     (Scheduler.update_draft_token_ids, ["draft_token_ids"]),
     (Scheduler.get_grammar_bitmask, ["scheduler_output"]),
@@ -190,6 +197,21 @@ def test_custom_class_proposer_is_called_after_bookkeeping():
     source = inspect.getsource(GPUModelRunner.propose_draft_token_ids)
     assert 'spec_config.method == "custom_class"' in source
     assert "self.input_batch.token_ids_cpu" in source
+
+
+def test_dummy_runs_with_lora():
+    assert {"num_tokens", "remove_lora", "num_active_loras"} <= set(parameters(GPUModelRunner._dummy_run))
+    names = ["lora_config", "num_scheduled_tokens"]
+    assert parameters(GPUModelRunner.maybe_select_dummy_loras)[:2] == names
+    assert "num_active_loras" in parameters(GPUModelRunner.maybe_select_dummy_loras)
+    assert {"enable_lora", "max_num_seqs", "max_num_batched_tokens"} <= field_names(EngineArgs)
+
+
+def test_lora_on_the_cpu_gives_rows_without_adapter_the_last_slots():
+    """Upstream's bug, not ours: when this fails, the README's advice to leave a slot free can go."""
+    slots, result = torch.tensor([[[[0.0]]], [[[5.0]]]]), torch.zeros(2, 1)
+    bgmv_expand(torch.ones(2, 1), slots, result, torch.tensor([0, -1]))
+    assert result.tolist() == [[0.0], [5.0]]
 
 
 def test_metric_hooks():

@@ -70,7 +70,11 @@ DRAFTS = {
 # A good config with engine arguments that gsd does not go with.
 ARGUMENTS = {
     "--pipeline-parallel-size 2": ["pipeline parallelism (size 2)", "set --pipeline-parallel-size to 1"],
-    "--enable-lora": ["LoRA", "leave --enable-lora off"],
+    "--enable-lora --max-num-seqs 8 --max-num-batched-tokens 100": [
+        "--max-num-batched-tokens is 100",
+        "at least 136",
+        "--max-num-seqs (8)",
+    ],
     "--worker-cls x.Y": ['--worker-cls is "x.Y"', "leave it"],
     "--scheduler-cls x.Y": ["--scheduler-cls is x.Y", "leave it out"],
     "--spec-method ngram": ["--spec-method", "into the gsd config"],
@@ -120,6 +124,7 @@ def command_lines(tiny_pair, drafts, tmp_path_factory):
     models = {name: name if "/" in name else str(drafts / name) for name in DRAFTS}
     return {
         "good": line_with_keys("good", {}),
+        "good with LoRA": line_with_keys("good", {}, "--enable-lora"),
         "good inline": line(json.dumps({"method": "gsd", "model": str(tiny_pair.draft)})),
         "directory": line(folder),
         **{name: line(folder / name) for name in FILES},
@@ -183,7 +188,7 @@ def test_refused(answers, case):
         assert part in told
 
 
-@pytest.mark.parametrize("case", ["good", "good inline"])
+@pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA"])
 def test_accepted(answers, case):
     assert answers[case] == [0, ""]
 

@@ -20,6 +20,7 @@ def install() -> None:
     """Apply all wraps once."""
     _accept_config_files()
     _translate_config()
+    _make_room_for_lora()
     _reserve_draft_slots()
     _accept_all_sampling_params()
     _report_metrics()
@@ -113,6 +114,32 @@ def _translate_config() -> None:
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config
+
+
+def _make_room_for_lora() -> None:
+    """With LoRA, let a batch hold all rows that every request can have.
+
+    Upstream refuses a smaller one beside LoRA and speculation, and its defaults are smaller. Goes when they are not.
+    """
+    upstream = EngineArgs._set_default_max_num_seqs_and_batched_tokens_args
+
+    @functools.wraps(upstream)
+    def set_defaults(self, *args, **kwargs):
+        given = self.max_num_batched_tokens
+        upstream(self, *args, **kwargs)
+        speculative = self.speculative_config
+        if not self.enable_lora or not isinstance(speculative, dict) or speculative.get("model") != PROPOSER:
+            return
+        needed = self.max_num_seqs * (speculative["num_speculative_tokens"] + 1)
+        if given is None:
+            self.max_num_batched_tokens = max(self.max_num_batched_tokens, needed)
+        elif given < needed:
+            raise GSDConfigError(
+                f"--max-num-batched-tokens is {given}, but with --enable-lora it must be at least {needed}, which is "
+                f"--max-num-seqs ({self.max_num_seqs}) times num_speculative_tokens + 1; raise it or leave it out."
+            )
+
+    EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = set_defaults
 
 
 def _reserve_draft_slots() -> None:

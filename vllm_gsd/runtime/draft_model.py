@@ -55,6 +55,7 @@ class DraftModel:
         config = replace(
             self.vllm_config,
             quant_config=None,
+            lora_config=None,  # adapters are the target's
             model_config=self.model_config,
             parallel_config=replace(parallel, rank=target.rank),
         )

@@ -24,8 +24,6 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
         raise GSDConfigError(
             "--spec-method, --spec-model and --spec-tokens are not for method gsd; put the keys into the gsd config."
         )
-    if args.enable_lora:  # upstream would complain of max_num_batched_tokens first
-        raise GSDConfigError("gsd does not support LoRA yet; leave --enable-lora off.")
 
 
 def check_engine(vllm_config: VllmConfig, config: GSDConfig) -> None:

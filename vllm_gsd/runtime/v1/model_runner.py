@@ -67,10 +67,17 @@ class GraphModelRunner(CPUModelRunner):
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
-        """Run the target over zeros without KV cache, up to the logits of all rows."""
+        """Run the target over zeros without KV cache, up to the logits of all rows.
+
+        Where LoRA is on, every row has an adapter; the caller has set dummy ones up.
+        """
+        num_loras = 0 if self.lora_config is None else 1
+        rows = np.ones(num_tokens, np.int32)
         with torch.inference_mode():
-            hidden, _ = self._dummy_run(num_tokens)
-            return self.model.compute_logits(hidden[:num_tokens])
+            hidden, _ = self._dummy_run(num_tokens, remove_lora=False, num_active_loras=num_loras)
+            # The dummy run has chosen adapters for the logits of one row per request, not of all rows.
+            with self.maybe_select_dummy_loras(self.lora_config, rows, num_active_loras=num_loras):
+                return self.model.compute_logits(hidden[:num_tokens])
 
     # --- one step ---------------------------------------------------------------------------------
 

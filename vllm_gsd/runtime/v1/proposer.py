@@ -88,7 +88,8 @@ class GraphProposer:
         if self.drafter is not None:
             self.drafter.model.bind_attention(self.runner.attn_groups[0])
         if self.config.budget == "auto":
-            self.planner.costs = measure_costs(self.runner, self.drafter)
+            with self.runner.maybe_setup_dummy_loras(self.runner.lora_config):
+                self.planner.costs = measure_costs(self.runner, self.drafter)
 
     # --- between steps ----------------------------------------------------------------------------
 
