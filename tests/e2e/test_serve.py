@@ -2,23 +2,12 @@
 
 import asyncio
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
-from engine_process import ENVIRONMENT
+from serve_process import SECONDS, serving
 
-START_SECONDS = 400
-SECONDS = 120  # for what takes one or two
 MAX_TOKENS = 24
 QUESTIONS = [
     "Repeat after me: one two three one two three one two three one two three.",
@@ -26,43 +15,6 @@ QUESTIONS = [
     *[f"Name {count} {things}." for count in ("two", "three") for things in ("animals", "colours", "rivers", "fruits")],
     *[f"What is {number} plus {number}?" for number in range(1, 7)],
 ]
-
-
-@dataclass
-class Server:
-    """A running ``vllm serve``."""
-
-    process: subprocess.Popen
-    url: str
-    log: Path
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=SECONDS) as answer:
-            return answer.read().decode()
-
-    def counter(self, name: str) -> float:
-        """A counter of ``/metrics``, summed over its labels."""
-        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(f"{name}_total{{")]
-        assert lines, f"no {name} in /metrics"
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    def wait(self) -> None:
-        """Until it answers."""
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until:
-            assert self.process.poll() is None, self.log.read_text()[-5000:]
-            try:
-                self.get("/health")
-                return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-        pytest.fail(f"the server did not start:\n{self.log.read_text()[-5000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -78,39 +30,9 @@ def server(expected, built_in_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     config = {"method": "gsd", "model": str(built_in_pair.draft), "sources": ["draft", "ngram"]}
     (folder / "gsd.json").write_text(json.dumps(config))
-    port = free_port()
-    options = {
-        "--speculative-config": folder / "gsd.json",
-        "--served-model-name": "target",
-        "--host": "127.0.0.1",
-        "--port": port,
-        "--dtype": "float32",
-        "--max-model-len": 512,
-        "--max-num-seqs": 16,
-        "--kv-cache-memory-bytes": 1 << 29,
-        "--generation-config": "vllm",
-    }
-    words = [str(word) for option in options.items() for word in option]
-    vllm = Path(sys.executable).parent / "vllm"
-    # Bound to a core, as vLLM does by itself, the worker would share it with every other server on the machine.
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [vllm, "serve", built_in_pair.target, "--enforce-eager", *words],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    server = Server(process, f"http://127.0.0.1:{port}", folder / "log")
-    try:
+    with serving(built_in_pair.target, folder, speculative_config=folder / "gsd.json") as server:
         server.wait()
         yield server
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 async def ask(client, question: str, **keys):

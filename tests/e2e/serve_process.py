@@ -1,0 +1,101 @@
+"""``vllm serve`` as a process of its own."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine_process import ENVIRONMENT
+
+START_SECONDS = 400
+SECONDS = 120  # for what takes one or two
+
+
+@dataclass
+class Server:
+    """A running ``vllm serve``."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=SECONDS) as answer:
+            return answer.read().decode()
+
+    def counter(self, name: str) -> float:
+        """A counter of ``/metrics``, summed over its labels."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(f"{name}_total{{")]
+        assert lines, f"no {name} in /metrics"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def wait(self) -> None:
+        """Until it answers."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        pytest.fail(f"the server did not start:\n{self.log.read_text()[-5000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def server_environment() -> dict[str, str]:
+    """Variables of a server's process."""
+    # Bound to a core, as vLLM does by itself, the worker would share it with every other server on the machine.
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    return environment
+
+
+@contextlib.contextmanager
+def serving(model: Path, folder: Path, *flags: str, **options):
+    """A server of ``model`` (named "target") that may not answer yet, killed in the end.
+
+    Args:
+        folder: where its log goes.
+        flags, options: further arguments of ``vllm serve``, ``--flag`` and ``--some-option value``.
+    """
+    port = free_port()
+    options = {
+        "served_model_name": "target",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 1 << 29,
+        "generation_config": "vllm",
+        **options,
+    }
+    words = [str(word) for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "vllm", "serve", model, "--enforce-eager", *flags, *words],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=server_environment(),
+            start_new_session=True,
+        )
+    try:
+        yield Server(process, f"http://127.0.0.1:{port}", folder / "log")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
