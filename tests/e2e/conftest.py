@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pair
 
 from engine_process import Engine, draft_every_level
+from text_pair import build_text_pair
 from tiny_pair import VOCAB_SIZE, build_tiny_pair
 
 
@@ -23,6 +24,12 @@ def pytest_collection_modifyitems(items):
 def tiny_pair(tmp_path_factory):
     """A tiny random target and its draft; see ``tiny_pair.TinyPair``."""
     return build_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="session")
+def text_pair(tmp_path_factory):
+    """The tiny pair with a tokenizer for real text."""
+    return build_text_pair(tmp_path_factory.mktemp("text_pair"))
 
 
 @pytest.fixture(scope="module")
