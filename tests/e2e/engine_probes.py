@@ -39,3 +39,32 @@ def forget_prefixes(llm) -> None:
     """Start again with nothing cached."""
     llm.llm_engine.step()
     assert llm.reset_prefix_cache()
+
+
+def generate_by_priority(llm, prompts, params: list[Params], priorities: list[int], late: int):
+    """Answers to prompts of which the last ``late`` arrive when the others have run for a few steps.
+
+    Returns:
+        the answers, and the indices of the prompts in the order in which they were done.
+    """
+    engine = llm.llm_engine
+    from vllm.sampling_params import RequestOutputKind
+
+    answers: list[Answer | None] = [None] * len(prompts)
+    built = [one.build() for one in params]
+    for one in built:
+        one.output_kind = RequestOutputKind.FINAL_ONLY  # all completions of a prompt at once
+    done = []
+    steps, arrived = 0, 0
+    while arrived < len(prompts) or engine.has_unfinished_requests():
+        there = len(prompts) if steps >= 8 else len(prompts) - late
+        for index in range(arrived, there):
+            request = {"prompt_token_ids": prompts[index]}
+            engine.add_request(str(index), request, built[index], priority=priorities[index])
+        arrived = there
+        for output in engine.step():
+            if output.finished:
+                answers[int(output.request_id)] = _answer(output)
+                done.append(int(output.request_id))
+        steps += 1
+    return answers, done
