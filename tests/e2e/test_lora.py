@@ -1,6 +1,6 @@
 """LoRA adapters on the target, none on the draft: output is plain vLLM's with the same adapters.
 
-There is always a slot more than there are adapters: with all of them taken, vLLM 0.32 itself gives the last one's
+There is always a slot more than adapters in use: with all of them taken, vLLM 0.32 itself gives the last one's
 adapter to requests without any, on the CPU (``tests/contract/test_upstream.py``).
 """
 
@@ -14,9 +14,14 @@ LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "block_size"
 
 
 @pytest.fixture(scope="module")
-def adapters(tiny_pair, tmp_path_factory):
+def all_adapters(tiny_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    return [build_adapter(folder / f"adapter{index}", tiny_pair.target, index) for index in range(2)]
+    return [build_adapter(folder / f"adapter{index}", tiny_pair.target, index) for index in range(5)]
+
+
+@pytest.fixture(scope="module")
+def adapters(all_adapters):
+    return all_adapters[:2]
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +138,9 @@ def test_nothing_is_left(gsd, prompts, adapters):
     at_rest = gsd.call(state_at_rest)
     ask(gsd, prompts, GREEDY, [*adapters, None, *adapters, None, *adapters])
     assert gsd.call(state_at_rest) == at_rest
+
+
+def test_more_adapters_than_slots(plain, gsd, random_prompts, all_adapters):
+    """Adapters wait for a slot and are loaded again. The last test of this file: no slot is free afterwards."""
+    prompts = random_prompts(15, seed=35)
+    assert_same(plain, gsd, prompts, {**GREEDY, "max_tokens": 20}, all_adapters * 3)
