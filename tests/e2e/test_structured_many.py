@@ -13,7 +13,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_structured"
 @pytest.mark.slow
 def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair):
     # A fixed budget: what pays is the planner's business, and on a busy machine that may be no graph at all.
-    command = [sys.executable, str(SCRIPT), "--requests", "50", "--gsd", json.dumps({"budget": 16})]
+    keys = {"budget": 16, "sources": ["draft", "ngram"]}
+    command = [sys.executable, str(SCRIPT), "--requests", "50", "--gsd", json.dumps(keys)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
