@@ -21,14 +21,14 @@ class TinyPair:
     eos: int  # a token that greedy text does contain
 
 
-def build_tiny_pair(folder: Path) -> TinyPair:
+def build_tiny_pair(folder: Path, vocab_size: int = VOCAB_SIZE, logit_scale: float = LOGIT_SCALE) -> TinyPair:
     """Build the pair in ``folder``."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -43,7 +43,7 @@ def build_tiny_pair(folder: Path) -> TinyPair:
     )
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
-        model.lm_head.weight *= LOGIT_SCALE
+        model.lm_head.weight *= logit_scale
     eos = _common_token(model)
     model.config.eos_token_id = eos
     model.generation_config.eos_token_id = eos
@@ -55,7 +55,7 @@ def build_tiny_pair(folder: Path) -> TinyPair:
                 weight += NOISE * weight.std() * torch.randn_like(weight)
     model.save_pretrained(pair.draft)
     for path in (pair.target, pair.draft):
-        _write_tokenizer(path, eos)
+        _write_tokenizer(path, vocab_size, eos)
     return pair
 
 
@@ -63,14 +63,14 @@ def _common_token(model) -> int:
     """A token in the middle of many greedy continuations, to be the pair's EOS."""
     import torch
 
-    prompts = torch.randint(3, VOCAB_SIZE, (32, 12))
+    prompts = torch.randint(3, model.config.vocab_size, (32, 12))
     texts = model.generate(prompts, max_new_tokens=32, do_sample=False)[:, 12:].tolist()
     counts = Counter(token for text in texts for token in set(text[8:]) - set(text[:8]))
     return counts.most_common(1)[0][0]
 
 
-def _write_tokenizer(folder: Path, eos: int) -> None:
-    words = [f"w{index}" for index in range(VOCAB_SIZE)]
+def _write_tokenizer(folder: Path, vocab_size: int, eos: int) -> None:
+    words = [f"w{index}" for index in range(vocab_size)]
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],

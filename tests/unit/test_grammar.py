@@ -1,82 +1,12 @@
 """Grammars along graphs, with a toy grammar in place of a backend's."""
 
-from types import SimpleNamespace
-
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_grammar import Manager, ToyGrammar, toy_request
 
 from vllm_gsd.core.graph import NONE
 from vllm_gsd.runtime.grammar import ProposedTree, allowed_nodes, tree_bitmask
-
-VOCAB = 32
-
-
-class ToyGrammar:
-    """After token t come 2t + 1 and 2t + 2 (modulo 13); 12 ends the text."""
-
-    def __init__(self):
-        self.text = [0]
-
-    def next_tokens(self):
-        return {(2 * self.text[-1] + 1) % 13, (2 * self.text[-1] + 2) % 13}
-
-    def is_terminated(self):
-        return self.text[-1] == 12
-
-    def accept_tokens(self, request_id, tokens):
-        for token in tokens:
-            assert not self.is_terminated() and token in self.next_tokens()
-            self.text.append(token)
-        return True
-
-    def rollback(self, count):
-        del self.text[len(self.text) - count :]
-
-    def validate_tokens(self, tokens):
-        count = len(self.text)
-        for token in tokens:
-            if self.is_terminated() or token not in self.next_tokens():
-                break
-            self.text.append(token)
-        valid = self.text[count:]
-        del self.text[count:]
-        return valid
-
-    def fill_bitmask(self, bitmask, row):
-        bitmask[row] = sum(1 << token for token in self.next_tokens())
-
-
-class Manager:
-    """As much of vLLM's StructuredOutputManager as is used; ``reasoning`` tokens come before the grammar."""
-
-    def __init__(self, reasoning_end=None):
-        self.reasoning_end = reasoning_end
-        self._grammar_bitmask = torch.zeros((64, 1), dtype=torch.int32)
-
-    def _get_constraint_bounds(self, request, tokens):
-        if self.reasoning_end is None:
-            return 0, 0
-        start = tokens.index(self.reasoning_end) + 1 if self.reasoning_end in tokens else len(tokens) + 1
-        return start, start
-
-    def validate_tokens(self, request, tokens):
-        start, _ = self._get_constraint_bounds(request, tokens)
-        if start >= len(tokens):
-            return tokens
-        return tokens[:start] + request.structured_output_request.grammar.validate_tokens(tokens[start:])
-
-    def _fill_bitmasks(self, batch):
-        for grammar, row, apply in batch:
-            if apply and not grammar.is_terminated():
-                grammar.fill_bitmask(self._grammar_bitmask, row)
-            else:
-                self._grammar_bitmask[row] = -1
-
-
-def toy_request():
-    return SimpleNamespace(structured_output_request=SimpleNamespace(grammar=ToyGrammar()))
 
 
 def test_forbidden_nodes_go_with_all_below_them_and_others_move_up():

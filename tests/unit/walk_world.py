@@ -1,18 +1,18 @@
 """The world of the walk's tests: requests, a random model, trees, and plain decoding to compare with.
 
-Random batches of requests (greedy, seeded, unseeded; top-k, top-p, penalties, bad words, allowed tokens,
-min_tokens; with trees, chains, foreign rows or nothing to verify) over a random model. The reference decodes
-each request alone, one token after the other.
+Random batches of requests (greedy, seeded, unseeded; top-k, top-p, min_p, penalties, bias, bad words, allowed tokens,
+min_tokens; with trees, chains, foreign rows or nothing to verify) over a random model. The reference decodes each
+request alone, one token after the other.
 """
 
 import copy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.core.graph import NONE
@@ -39,6 +39,8 @@ class Request:
     allowed: list[int] | None = None
     min_tokens: int = 0
     stop: list[int] = field(default_factory=list)
+    min_p: float = 0.0
+    bias: dict[int, float] | None = None
     logprob_tokens: list[int] | None = None
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
@@ -126,17 +128,25 @@ def metadata_of(requests, generators, num_logprobs=None):
         if request.allowed is not None:
             allowed[row] = True
             allowed[row, request.allowed] = False
-    min_tokens = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(requests)))
+    processors = [processor(engine, torch.device("cpu"), False) for processor in BUILTIN_LOGITS_PROCESSORS]
     added = [
         (
             row,
-            SamplingParams(min_tokens=request.min_tokens, stop_token_ids=request.stop, max_tokens=99),
+            SamplingParams(
+                min_tokens=request.min_tokens,
+                stop_token_ids=request.stop,
+                max_tokens=99,
+                min_p=request.min_p,
+                logit_bias=request.bias,
+            ),
             request.prompt,
             request.output,
         )
         for row, request in enumerate(requests)
     ]
-    min_tokens.update_state(BatchUpdate(batch_size=len(requests), removed=[], added=added, moved=[]))
+    for processor in processors:
+        processor.update_state(BatchUpdate(batch_size=len(requests), removed=[], added=added, moved=[]))
     bad_words = {row: request.bad_words for row, request in enumerate(requests) if request.bad_words}
     logprob_tokens = {row: r.logprob_tokens for row, r in enumerate(requests) if r.logprob_tokens is not None}
     return SamplingMetadata(
@@ -158,7 +168,7 @@ def metadata_of(requests, generators, num_logprobs=None):
         output_token_ids=[request.output for request in requests] if penalized or bad_words else [],
         allowed_token_ids_mask=allowed if any(r.allowed is not None for r in requests) else None,
         bad_words_token_ids=bad_words,
-        logitsprocs=LogitsProcessors([min_tokens]),
+        logitsprocs=LogitsProcessors(processors),
         logprob_token_ids=logprob_tokens or None,
     )
 
@@ -193,7 +203,7 @@ def run(sampler, model, requests, trees, num_logprobs=None):
         metadata,
         rows,
         [request.output for request in requests],
-        stateful=any(request.min_tokens for request in requests),
+        stateful=any(request.min_tokens or request.min_p or request.bias for request in requests),
     )
     assert [request.output for request in requests] == before
     assert output.sampled_token_ids.dtype == torch.int32
@@ -264,13 +274,24 @@ def min_tokens(random, request):
     request.stop = random.choice(VOCAB, size=3, replace=False).tolist()
 
 
+def min_p(random, request):
+    request.min_p = float(random.choice([0.05, 0.2, 0.6]))
+
+
+def logit_bias(random, request):
+    tokens = random.choice(VOCAB, size=3, replace=False).tolist()
+    request.bias = dict(zip(tokens, random.choice([-100.0, -1.0, 1.5, 3.0], size=3).tolist(), strict=True))
+
+
 PARAMETERS = {
     "sampling": [],
     "penalties": [penalties],
     "bad_words": [bad_words],
     "allowed_tokens": [allowed_tokens],
     "min_tokens": [min_tokens],
-    "everything": [penalties, bad_words, allowed_tokens, min_tokens],
+    "min_p": [min_p],
+    "logit_bias": [logit_bias],
+    "everything": [penalties, bad_words, allowed_tokens, min_tokens, min_p, logit_bias],
 }
 
 

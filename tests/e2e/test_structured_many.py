@@ -1,0 +1,29 @@
+"""A sample of ``scripts/check_structured``: every grammar once greedy and once sampled."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_structured"
+
+
+@pytest.mark.slow
+def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair):
+    # A fixed budget: what pays is the planner's business, and on a busy machine that may be no graph at all.
+    keys = {"budget": 16, "sources": ["draft", "ngram"]}
+    command = [sys.executable, str(SCRIPT), "--requests", "50", "--gsd", json.dumps(keys)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert report["crashes"] == []
+    assert [fault for group in report["groups"].values() for fault in group["faults"]] == []
+    assert done.returncode == 0
+    assert report["grammars"] >= 20
+    assert report["valid"] == report["requests"] == 50
+    assert report["fallbacks"] == {}
+    json_groups = [group for name, group in report["groups"].items() if name.startswith("json")]
+    steps = sum(group["tokens"] / group["tokens_per_step"] for group in json_groups)
+    assert sum(group["tokens"] for group in json_groups) / steps > 1.1
