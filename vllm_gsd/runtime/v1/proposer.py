@@ -5,7 +5,7 @@ import numpy as np
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM
 from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.graph import ORIGIN_NGRAM, GraphBatch, new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
 from vllm_gsd.core.planner import Planner
 from vllm_gsd.core.verify import is_chain, path_to
@@ -109,11 +109,14 @@ class GraphProposer:
             self.stats.drafted_depths[self.runner.input_batch.req_ids[request]] = int(step.depth[first:end].max())
             source = np.where(tree.via_merge, MERGED, NATIVE)
             source[tree.origin == ORIGIN_NGRAM] = NGRAM
+            from_grammar = tree.origin[:count] == ORIGIN_GRAMMAR
             accepted = np.zeros(count, np.bool_)
             accepted[np.asarray(path, np.int64) - 1] = True
             for name, index in (("native", NATIVE), ("merged", MERGED), ("ngram", NGRAM)):
-                counts[f"nodes_accepted_{name}"] += int((source[:count][accepted] == index).sum())
-            verified.append((source[:count], tree.depth[:count], tree.survival[:count], accepted))
+                counts[f"nodes_accepted_{name}"] += int((source[:count][accepted & ~from_grammar] == index).sum())
+            counts["nodes_accepted_grammar"] += int((accepted & from_grammar).sum())
+            columns = source[:count], tree.depth[:count], tree.survival[:count], accepted
+            verified.append(tuple(column[~from_grammar] for column in columns))
         if verified:
             self.planner.calibration.observe(*(np.concatenate(column) for column in zip(*verified, strict=True)))
 
@@ -183,7 +186,9 @@ class GraphProposer:
             if grammar:
                 # The scheduler chooses among them; upstream would take a list for a chain.
                 parents = trees.parent[row, :size].tolist()
-                self.grammar_trees[request_ids[request]] = ProposedTree(tokens, parents, budget)
+                self.grammar_trees[request_ids[request]] = ProposedTree(
+                    tokens, parents, budget, int(min(max_depth[request], self.num_nodes))
+                )
             else:
                 proposals[request] = tokens
         return proposals
