@@ -105,7 +105,7 @@ class TestTheGraphIsUsed:
         assert counts["gsd_nodes_accepted_merged"] > 0
         assert counts["gsd_kv_rows_moved"] > 0
         assert counts["spec_decode_num_accepted_tokens"] == sum(
-            counts[f"gsd_nodes_accepted_{origin}"] for origin in ("native", "merged", "ngram")
+            counts[f"gsd_nodes_accepted_{origin}"] for origin in ("native", "merged", "ngram", "grammar")
         )
         # Every step emits its accepted nodes and one token more, save where max_tokens cuts nothing here.
         assert tokens == counts["gsd_target_steps"] + counts["spec_decode_num_accepted_tokens"]

@@ -13,8 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_structured"
 @pytest.mark.slow
 def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair):
     # A fixed budget: what pays is the planner's business, and on a busy machine that may be no graph at all.
-    keys = {"budget": 16, "sources": ["draft", "ngram"]}
-    command = [sys.executable, str(SCRIPT), "--requests", "50", "--gsd", json.dumps(keys)]
+    command = [sys.executable, str(SCRIPT), "--requests", "50", "--gsd", json.dumps({"budget": 16})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
@@ -24,6 +23,5 @@ def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair):
     assert report["grammars"] >= 20
     assert report["valid"] == report["requests"] == 50
     assert report["fallbacks"] == {}
-    json_groups = [group for name, group in report["groups"].items() if name.startswith("json")]
-    steps = sum(group["tokens"] / group["tokens_per_step"] for group in json_groups)
-    assert sum(group["tokens"] for group in json_groups) / steps > 1.1
+    for name, group in report["groups"].items():
+        assert group["tokens_per_step"] > (1.3 if name.startswith("json") else 1.1), name

@@ -1,12 +1,15 @@
 """Grammars along graphs, with a toy grammar in place of a backend's."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_grammar import Manager, ToyGrammar, toy_request
 
 from vllm_gsd.core.graph import NONE
-from vllm_gsd.runtime.grammar import ProposedTree, allowed_nodes, tree_bitmask
+from vllm_gsd.runtime.grammar import GrammarTokens, ProposedTree, allowed_nodes, tree_bitmask
 
 
 def test_forbidden_nodes_go_with_all_below_them_and_others_move_up():
@@ -22,9 +25,17 @@ def test_nothing_comes_after_the_end():
     assert allowed_nodes(Manager(), toy_request(), tree).paths == [[2], [2, 5], [2, 5, 12]]
 
 
-random_trees = st.lists(st.tuples(st.integers(0, 12), st.integers(-1, 30)), max_size=24).map(
-    lambda nodes: ([t for t, _ in nodes], [min(p, i - 1) for i, (_, p) in enumerate(nodes)])
-)
+def distinct_tree(nodes):
+    """Tokens and parents; as in every flattened graph, siblings differ."""
+    tree = []
+    for token, parent in nodes:
+        node = (token, min(parent, len(tree) - 1))
+        if node not in tree:
+            tree.append(node)
+    return [token for token, _ in tree], [parent for _, parent in tree]
+
+
+random_trees = st.lists(st.tuples(st.integers(0, 12), st.integers(-1, 30)), max_size=24).map(distinct_tree)
 
 
 @given(random_trees, st.integers(0, 9), st.sampled_from([None, 7]))
@@ -67,3 +78,53 @@ def test_a_list_that_is_not_ours_constrains_its_root_only():
     np.testing.assert_array_equal(masks[:, 0], [root, -1, -1])
     masks = tree_bitmask(manager, {"r": request}, ["r"], {}, {})
     np.testing.assert_array_equal(masks[:, 0], [root])
+
+
+class Tokenizer(list):
+    """Texts by token."""
+
+    def convert_ids_to_tokens(self, ids):
+        return [self[token] for token in ids]
+
+
+def test_forced_tokens_come_first_and_choices_last():
+    # The toy grammar forks everywhere: after 0 come 1 and 2, after 1 come 3 and 4, after 2 come 5 and 6.
+    def choices(request, path):
+        return {(): [1], (1,): [3], (2,): [5, 6]}.get(tuple(path), [])
+
+    tree = ProposedTree([2, 1, 4], [NONE, NONE, 1], budget=8, max_depth=4)
+    kept = allowed_nodes(Manager(), toy_request(), tree, choices)
+    assert kept.paths == [[1], [1, 3], [2], [1, 4], [2, 5], [2, 6]]
+    assert kept.places == [1, NONE, 0, 2, NONE, NONE]
+    assert kept.tokens == [1, 3, 2, 4, 5, 6]
+    for budget in range(6):
+        cut = allowed_nodes(Manager(), toy_request(), tree._replace(budget=budget), choices)
+        assert cut.paths == kept.paths[:budget]
+    # What is forced costs no budget where there is room.
+    forced = allowed_nodes(Manager(), toy_request(), tree._replace(budget=0, room=8), choices)
+    assert forced.paths == [[1], [1, 3]]
+    more = allowed_nodes(Manager(), toy_request(), tree._replace(budget=2, room=8), choices)
+    assert more.paths == [[1], [1, 3], [2], [1, 4]]
+    tight = allowed_nodes(Manager(), toy_request(), tree._replace(budget=2, room=3), choices)
+    assert tight.paths == [[1], [1, 3], [2]]
+    nothing = allowed_nodes(Manager(), toy_request(), ProposedTree([], [], 0, max_depth=4, room=1), choices)
+    assert nothing.paths == [[1]]
+    assert nothing.places == [NONE]
+    shallow = allowed_nodes(Manager(), toy_request(), tree._replace(max_depth=1), choices)
+    assert shallow.paths == [[1], [2], [1, 4]]
+
+
+def test_choices_are_the_allowed_tokens_that_go_furthest():
+    texts = ["", *"abcdefghijkl", *[None] * 19]
+    texts[1:3] = "na", "name"  # what may follow the start: one begins the other
+    manager, request = Manager(), toy_request()
+    manager.backend = SimpleNamespace(allocate_token_bitmask=lambda rows: torch.zeros((rows, 1), dtype=torch.int32))
+    manager.tokenizer = Tokenizer(texts)
+    tokens = GrammarTokens(manager)
+    assert tokens.after(request, []) == [2]
+    assert tokens.after(request, [2]) == [5, 6]
+    assert tokens.after(request, [2, 5, 12]) == []  # the end
+    assert request.structured_output_request.grammar.text == [0]
+    assert GrammarTokens(manager).after(toy_request(13, 6, 12), []) == []  # too many
+    manager.reasoning_end = 7
+    assert tokens.after(request, [1]) == []

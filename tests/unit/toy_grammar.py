@@ -69,4 +69,4 @@ class Manager:
 
 
 def toy_request(*options):
-    return SimpleNamespace(structured_output_request=SimpleNamespace(grammar=ToyGrammar(*options)))
+    return SimpleNamespace(request_id="toy", structured_output_request=SimpleNamespace(grammar=ToyGrammar(*options)))

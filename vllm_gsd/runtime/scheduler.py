@@ -8,6 +8,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_gsd.runtime.grammar import (
     KEPT_ATTRIBUTE,
     PROPOSED_ATTRIBUTE,
+    GrammarTokens,
     KeptTree,
     ProposedTree,
     allowed_nodes,
@@ -27,6 +28,7 @@ class GraphScheduler(Scheduler):
         self.graph_stats: dict | None = None
         self.kept: dict[str, KeptTree] = {}  # of requests with structured output
         self.nodes_invalid = 0  # not told yet
+        self.grammar_tokens = GrammarTokens(self.structured_output_manager)
 
     # --- structured output ------------------------------------------------------------------------
 
@@ -38,7 +40,9 @@ class GraphScheduler(Scheduler):
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
-            kept = self.kept[request_id] = allowed_nodes(self.structured_output_manager, request, tree)
+            kept = self.kept[request_id] = allowed_nodes(
+                self.structured_output_manager, request, tree, self.grammar_tokens.after
+            )
             self.nodes_invalid += max(0, min(tree.budget, len(tree.tokens)) - len(kept.places))
             request.spec_token_ids = kept.tokens
 
@@ -48,7 +52,7 @@ class GraphScheduler(Scheduler):
         for request_id in output.finished_req_ids:
             self.kept.pop(request_id, None)
         scheduled = output.scheduled_spec_decode_tokens
-        setattr(output, KEPT_ATTRIBUTE, {i: self.kept[i].places for i in scheduled if i in self.kept})
+        setattr(output, KEPT_ATTRIBUTE, {i: self.kept[i] for i in scheduled if i in self.kept})
         return output
 
     def get_grammar_bitmask(self, scheduler_output) -> GrammarOutput | None:

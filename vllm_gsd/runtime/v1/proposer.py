@@ -7,7 +7,7 @@ import numpy as np
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM
 from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import ORIGIN_NGRAM, GraphBatch, new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.core.verify import is_chain, path_to
@@ -26,6 +26,9 @@ MIN_NGRAM_MATCH = 2
 GRAMMAR_CHOICE = 4
 # Committed tokens that merging may look back on, root included.
 CONTEXT = 32
+
+
+NO_NODES = DraftTree(*(np.zeros(0, kind) for kind in (np.int64, np.int32, np.int32, np.int8, np.bool_, np.float32)))
 
 
 class Committed(NamedTuple):
@@ -123,11 +126,14 @@ class GraphProposer:
             self.stats.drafted_depths[self.runner.input_batch.req_ids[request]] = int(step.depth[first:end].max())
             source = np.where(tree.via_merge, MERGED, NATIVE)
             source[tree.origin == ORIGIN_NGRAM] = NGRAM
+            from_grammar = tree.origin[:count] == ORIGIN_GRAMMAR
             accepted = np.zeros(count, np.bool_)
             accepted[np.asarray(path, np.int64) - 1] = True
             for name, index in (("native", NATIVE), ("merged", MERGED), ("ngram", NGRAM)):
-                counts[f"nodes_accepted_{name}"] += int((source[:count][accepted] == index).sum())
-            verified.append((source[:count], tree.depth[:count], tree.survival[:count], accepted))
+                counts[f"nodes_accepted_{name}"] += int((source[:count][accepted & ~from_grammar] == index).sum())
+            counts["nodes_accepted_grammar"] += int((accepted & from_grammar).sum())
+            columns = source[:count], tree.depth[:count], tree.survival[:count], accepted
+            verified.append(tuple(column[~from_grammar] for column in columns))
         if verified:
             self.planner.calibration.observe(*(np.concatenate(column) for column in zip(*verified, strict=True)))
 
@@ -169,9 +175,12 @@ class GraphProposer:
                 text = text if trees is not None else text._replace(requests=np.flatnonzero(drafted))
                 trees = self._grow(text, drafted[text.requests], hidden)
         proposals: list[list[int]] = [[] for _ in range(num_requests)]
-        if trees is None:
-            return proposals
-        return self._propose(proposals, text, trees)
+        if trees is not None:
+            self._propose(proposals, text, trees)
+        for request in np.flatnonzero(wanted):
+            if request_ids[request] not in self.grammar_trees and self._has_grammar(request_ids[request]):
+                self._offer_to_grammar(request, NO_NODES, 0, max_depth)  # it may force some
+        return proposals
 
     def _choose_drafting(self, text: Committed, found: FlatTrees | None, num_requests: int) -> np.ndarray:
         """Requests to draft for, bool [num_requests], given what other sources found for those in ``text``."""
@@ -197,7 +206,7 @@ class GraphProposer:
         drafting[chosen] = True
         return drafting
 
-    def _propose(self, proposals: list[list[int]], text: Committed, trees: FlatTrees) -> list[list[int]]:
+    def _propose(self, proposals: list[list[int]], text: Committed, trees: FlatTrees) -> None:
         """Choose the nodes to verify, remember them, and write them to ``proposals``."""
         request_ids = self.runner.input_batch.req_ids
         requests, graphs = text.requests, self.graphs
@@ -207,12 +216,9 @@ class GraphProposer:
         sizes = self.planner.choose(trees.value, most, text.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):
-            budget = int(sizes[row])
-            if budget == 0:
-                continue
             grammar = self._has_grammar(request_ids[request])
-            size = trees.size[row] if grammar else budget
-            self.trees[request_ids[request]] = DraftTree(
+            size = trees.size[row] if grammar else sizes[row]
+            tree = DraftTree(
                 token=trees.token[row, :size],
                 parent=trees.parent[row, :size],
                 depth=trees.depth[row, :size],
@@ -220,14 +226,23 @@ class GraphProposer:
                 via_merge=trees.via_merge[row, :size],
                 survival=trees.survival[row, :size],
             )
-            tokens = trees.token[row, :size].tolist()
             if grammar:
-                # The scheduler chooses among them; upstream would take a list for a chain.
-                parents = trees.parent[row, :size].tolist()
-                self.grammar_trees[request_ids[request]] = ProposedTree(tokens, parents, budget)
-            else:
-                proposals[request] = tokens
-        return proposals
+                self._offer_to_grammar(request, tree, int(sizes[row]), text.max_depth)
+            elif size > 0:
+                self.trees[request_ids[request]] = tree
+                proposals[request] = tree.token.tolist()
+
+    def _offer_to_grammar(self, request: int, tree: DraftTree, budget: int, max_depth: np.ndarray) -> None:
+        """Let the scheduler choose among nodes; upstream would take a list for a chain."""
+        request_id = self.runner.input_batch.req_ids[request]
+        self.trees[request_id] = tree
+        self.grammar_trees[request_id] = ProposedTree(
+            tree.token.tolist(),
+            tree.parent.tolist(),
+            budget,
+            max_depth=int(min(max_depth[request], self.num_nodes)),
+            room=self.num_nodes,
+        )
 
     def _grow(self, text: Committed, drafted: np.ndarray | None = None, hidden=None) -> FlatTrees:
         """Grow the graph of every request in ``text`` and flatten it.

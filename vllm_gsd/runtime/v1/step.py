@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from vllm_gsd.core.flatten import ancestor_masks
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.graph import NONE, ORIGIN_GRAMMAR
 from vllm_gsd.core.verify import is_chain
 from vllm_gsd.runtime.cpu_attention import TREE_ROWS
-from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE
+from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE, KeptTree
 from vllm_gsd.runtime.tree_rows import TreeRows
 from vllm_gsd.runtime.v1.walk import FOREIGN, WalkTrees
 
@@ -26,19 +26,22 @@ class DraftTree:
     via_merge: np.ndarray  # bool [n]
     survival: np.ndarray  # float32 [n], as promised by its source
 
-    def select(self, places: list[int]) -> "DraftTree":
-        """The tree of these places alone; with each of them its parent's must be given, before it."""
-        index = np.asarray(places, np.int64)
-        new_place = np.full(len(self.token) + 1, NONE, np.int32)  # the last entry is the root's
-        new_place[index] = np.arange(len(index))
-        parent = new_place[self.parent[index]]
+    def select(self, kept: KeptTree) -> "DraftTree":
+        """The tree of these nodes; those that the grammar suggests are taken for sure."""
+        places = np.asarray(kept.places, np.int64)
+        row = {tuple(path): index for index, path in enumerate(kept.paths)}
+
+        def of_draft(values: np.ndarray, otherwise) -> np.ndarray:
+            # NONE, for nodes that the grammar suggests, is -1: the last entry.
+            return np.append(values, np.asarray(otherwise, values.dtype))[places]
+
         return DraftTree(
-            self.token[index],
-            parent,
-            self.depth[index],
-            self.origin[index],
-            self.via_merge[index],
-            self.survival[index],
+            np.array(kept.tokens, np.int64),
+            np.array([row.get(tuple(path[:-1]), NONE) for path in kept.paths], np.int32),
+            np.array([len(path) for path in kept.paths], np.int32),
+            of_draft(self.origin, ORIGIN_GRAMMAR),
+            of_draft(self.via_merge, False),
+            of_draft(self.survival, 1),
         )
 
 
