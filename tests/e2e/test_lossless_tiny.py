@@ -20,7 +20,7 @@ CONFIGS = {
     "one-node": {"num_speculative_tokens": 1},
     "five-nodes": {"num_speculative_tokens": 5, "merge_ngram": 1},
     "two-mask-words": {"num_speculative_tokens": 70, "max_depth": 8, "theta_prob": 0.0, "theta_sib": 0.0},
-    "chain": {"top_k": 1},
+    "chain": {"sources": ["draft"], "top_k": 1},
     "ngram-only": {"model": None},
     "both-sources": {"sources": ["draft", "ngram"]},
     "paper": {"preset": "paper"},

@@ -169,10 +169,12 @@ def sentence(message: str) -> str:
     return told
 
 
+# What is found out beside the target, no longer in the file: the key it names.
+LATER = {"parallel size 2": '"draft_tensor_parallel_size"', "draft vocabulary": '"draft_vocab_size"'}
 CASES = {
     "directory": ["configs", "is a directory", "JSON file"],
     **{name: [name, *parts] for name, (_, parts) in FILES.items()},
-    **{name: [f"{name}.json" if name != "parallel size 2" else "draft_tensor", *p] for name, (_, p) in KEYS.items()},
+    **{name: [LATER.get(name, f"{name}.json"), *p] for name, (_, p) in KEYS.items()},
     **{name: ['"model" is', name, *parts] for name, parts in DRAFTS.items()},
     **ARGUMENTS,
     **INLINE,
