@@ -59,7 +59,10 @@ setup(
         "cuda": ["vllm==0.32.0", "xformers>=0.0.35"],
         "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "tqdm"],
         "ray": ["ray[default]>=2.48"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "pre-commit", "gguf", "openai", "jsonschema"],
+        "dev": [
+            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
+            *("ruff", "mypy", "pre-commit", "gguf"),
+        ],
     },
     entry_points={
         "vllm.general_plugins": ["gsd = vllm_gsd:register"],
