@@ -12,16 +12,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_rows(cache, block_table, index, used, head, d, in_head, stride_block, stride_token, stride_head, BLOCK_SIZE):
-    """Rows [len(index), len(d)] of the logical indices where ``used``, else 0; nothing else is read."""
-    block = tl.load(block_table + index // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
-    at = block * stride_block + (index % BLOCK_SIZE).to(tl.int64) * stride_token + head * stride_head
-    return tl.load(cache + at[:, None] + d[None, :], mask=used[:, None] & in_head[None, :], other=0.0)
+def _attend(
+    q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
+    k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+):  # fmt: skip
+    """One step of the online softmax, over the keys at logical indices ``index``; reads those that are ``used``.
 
+    Scores are in units of log2. Loads, products and softmax are one function since Triton's interpreter pays per call.
+    """
+    d = tl.arange(0, in_head.shape[0])
+    block = tl.load(table + index // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
+    token = (index % BLOCK_SIZE).to(tl.int64)
+    loaded = used[:, None] & in_head[None, :]
+    at = block * k_block + token * k_token + kv_head * k_head
+    key = tl.load(key_cache + at[:, None] + d[None, :], mask=loaded, other=0.0)
+    at = block * v_block + token * v_token + kv_head * v_head
+    value = tl.load(value_cache + at[:, None] + d[None, :], mask=loaded, other=0.0)
 
-@triton.jit
-def _attend(q, key, value, attends, highest, total, acc, score_scale, softcap, SOFTCAP, DOT_DTYPE):
-    """One step of the online softmax; scores in units of log2."""
     scores = tl.dot(q.to(DOT_DTYPE), tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
     if SOFTCAP:
         # tanh(x) = 1 - 2 / (e^2x + 1); it saturates, so e^2x may overflow.
@@ -139,15 +146,10 @@ def tree_attention_kernel(
             if WINDOW:
                 attends = attends & (position[:, None] - index[None, :] < sliding_window)
                 used = tl.max(attends.to(tl.int32), 0) != 0
-            key = _load_rows(
-                key_cache, table, index, used, kv_head, d, in_head, k_block, k_token, k_head, BLOCK_SIZE
-            )
-            value = _load_rows(
-                value_cache, table, index, used, kv_head, d, in_head, v_block, v_token, v_head, BLOCK_SIZE
-            )
             highest, total, acc = _attend(
-                q, key, value, attends, highest, total, acc, score_scale, softcap, SOFTCAP, DOT_DTYPE
-            )
+                q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
+                k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+            )  # fmt: skip
 
     if split == NUM_SPLITS - 1:
         for start in range(0, num_words * 64, BLOCK_N):
@@ -161,15 +163,12 @@ def tree_attention_kernel(
                 attends = attends & (position[:, None] - at[None, :] < sliding_window)
             used = tl.max(attends.to(tl.int32), 0) != 0
             index = prefix + slot
-            key = _load_rows(
-                key_cache, table, index, used, kv_head, d, in_head, k_block, k_token, k_head, BLOCK_SIZE
-            )
-            value = _load_rows(
-                value_cache, table, index, used, kv_head, d, in_head, v_block, v_token, v_head, BLOCK_SIZE
-            )
-            highest, total, acc = _attend(
-                q, key, value, attends, highest, total, acc, score_scale, softcap, SOFTCAP, DOT_DTYPE
-            )
+            # Masks may have words for more nodes than this tree has.
+            if tl.max(used.to(tl.int32), 0) != 0:
+                highest, total, acc = _attend(
+                    q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
+                    k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+                )  # fmt: skip
 
     result = acc * tl.load(v_scale + kv_head * v_scale_head) / tl.where(total == 0.0, 1.0, total)[:, None]
     at = (split * out_split + row * out_row + head * out_head)[:, None] + d[None, :]

@@ -82,6 +82,11 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         'set --kv-cache-dtype to "auto"',
     )
     yield "prompt embeddings", model.enable_prompt_embeds, "leave --enable-prompt-embeds off"
+    yield (
+        f'"tree_attention" "{config.tree_attention}" on the CPU',
+        current_platform.is_cpu() and config.tree_attention != "kernel",
+        'leave it out: the choice is for GPUs',
+    )
     tp = config.draft_tensor_parallel_size
     yield (
         f'"draft_tensor_parallel_size" {tp}',

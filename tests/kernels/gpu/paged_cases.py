@@ -66,7 +66,7 @@ class PagedCase:
         """Output and log-sum-exp of the reference in float64, of this case or one with other tensors."""
         case = replace(self, **changes)
         output = torch.full(self.query.shape, 7.0, dtype=torch.float64, device=self.query.device)
-        lse = output[:, :, 0].clone()
+        lse = torch.full(self.query.shape[:2], 7.0, dtype=torch.float64, device=self.query.device)
         paged_tree_attention_reference(output, *case.inputs, lse=lse, **self.options)
         return output, lse
 

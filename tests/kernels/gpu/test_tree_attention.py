@@ -85,13 +85,13 @@ def random_case(seed: int, device, large: int) -> PagedCase:
     def upto(most: int) -> int:
         return int(torch.randint(most + 1, (), generator=random))
 
-    requests = 1 + upto(2)
+    requests = pick(1, 2, 2, 3)
     kv_heads = pick(1, 1, 2)
     dtype = pick(*DTYPES)
     return paged_case(
-        rows=[pick(upto(6), upto(20), upto(70)) for _ in range(requests)],
-        prefixes=[pick(0, upto(40), upto(40 * large), upto(110 * large)) for _ in range(requests)],
-        num_heads=kv_heads * pick(1, 2, 3, 4),
+        rows=[pick(upto(6), upto(6), upto(20), upto(70)) for _ in range(requests)],
+        prefixes=[pick(0, upto(40), upto(40 * large), upto(100 * large)) for _ in range(requests)],
+        num_heads=kv_heads * pick(1, 2, 3, 5),
         kv_heads=kv_heads,
         head_size=pick(16, 24, 64, 80, 96, 128, 256),
         block_size=pick(1, 16, 16, 32, 48),
@@ -104,7 +104,7 @@ def random_case(seed: int, device, large: int) -> PagedCase:
         sinks=pick(False, True),
         scales=pick(False, True),
         words=pick(None, 2, 3),
-        num_splits=pick(None, 1, 2, 4),
+        num_splits=pick(None, 1, 2, 3),
         seed=seed,
         device=device,
     )
