@@ -13,7 +13,6 @@ from paged_cases import E4M3, E5M2, PagedCase, paged_case, random_parents
 from vllm_gsd.ops.accept_walk import accept_walk, accept_walk_reference
 from vllm_gsd.ops.merge_attention import merge_attention, merge_attention_reference
 from vllm_gsd.ops.paged_kv_move import PagedCaches, move_paged_kv, move_paged_kv_reference
-from vllm_gsd.ops.paged_tree_attention import paged_tree_attention
 from vllm_gsd.ops.tree_masks import tree_masks, tree_masks_reference
 from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
 
@@ -98,7 +97,9 @@ def torch_attention(case: PagedCase) -> torch.Tensor:
         index = torch.arange(prefix + count, device=case.query.device)
         block = case.block_table[request, index // block_size].long()
         bits = case.tree_mask[rows].unsqueeze(2) >> torch.arange(64, device=index.device) & 1
-        attends = torch.cat([torch.ones_like(bits[:, 0, :1]).expand(count, prefix), bits.flatten(1)[:, :count]], 1).bool()
+        attends = torch.cat(
+            [torch.ones_like(bits[:, 0, :1]).expand(count, prefix), bits.flatten(1)[:, :count]], 1
+        ).bool()
         if window > 0:
             at = torch.cat([index[:prefix], case.positions[rows]])
             attends &= case.positions[rows].unsqueeze(1) - at < window
@@ -135,18 +136,20 @@ def _walk_inputs(device: torch.device, trees: int, seed: int) -> tuple[torch.Ten
 
 def _exact(device: torch.device, trees: int) -> Iterator[dict[str, Any]]:
     """What has no rounding is equal."""
-    inputs = _walk_inputs(device, trees, 0)
-    got, want = accept_walk(*inputs[:4], 6, inputs[4]), accept_walk_reference(*inputs[:4], 6, inputs[4])
-    yield {"check": "accept walk", "ok": all(map(torch.equal, got, want))}  # type: ignore[arg-type]
+    tokens, parents, sampled, starts, slots = _walk_inputs(device, trees, 0)
+    got = accept_walk(tokens, parents, sampled, starts, 6, slots)
+    want = accept_walk_reference(tokens, parents, sampled, starts, 6, slots)
+    yield {"check": "accept walk", "ok": all(map(torch.equal, got, want))}
+    assert got.src_slots is not None and got.dst_slots is not None
     prefixes = torch.arange(trees, dtype=torch.int32, device=device)
-    arguments = (inputs[1], inputs[3], prefixes, 17, 17)
+    arguments = (parents, starts, prefixes, 17, 17)
     yield {"check": "tree masks", "ok": all(map(torch.equal, tree_masks(*arguments), tree_masks_reference(*arguments)))}
     for dtype in (*DTYPES, E4M3):
         caches = _caches(device, trees, dtype, 1)
         moved = [[cache.clone() for cache in caches] for _ in range(2)]
-        move_paged_kv(PagedCaches(moved[0]), got.src_slots, got.dst_slots)  # type: ignore[arg-type]
-        move_paged_kv_reference(PagedCaches(moved[1]), got.src_slots, got.dst_slots)  # type: ignore[arg-type]
-        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*moved, strict=True))
+        move_paged_kv(PagedCaches(moved[0]), got.src_slots, got.dst_slots)
+        move_paged_kv_reference(PagedCaches(moved[1]), got.src_slots, got.dst_slots)
+        same = all(torch.equal(_raw(a), _raw(b)) for a, b in zip(*moved, strict=True))
         yield {"check": f"KV move, {_name(dtype)}", "ok": same}
     parts, lses = torch.randn(3, 5, 4, 80, device=device), torch.randn(3, 5, 4, device=device)
     merged, exact = torch.empty_like(parts[0]), torch.empty_like(parts[0])
@@ -164,54 +167,64 @@ def _caches(device: torch.device, trees: int, dtype: torch.dtype, seed: int) -> 
 
 def _captured(device: torch.device) -> Iterator[dict[str, Any]]:
     """Each op, captured once with one content of its tensors and replayed with another, does what it does eagerly."""
-
-    def check(name: str, tensors: list[torch.Tensor], others: list[torch.Tensor], call: Callable[[], Any]):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()  # compiles
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = call()
-        for tensor, other in zip(tensors, others, strict=True):
-            tensor.copy_(other)
-        graph.replay()
-        replayed = [tensor.clone() for tensor in replayed]
-        for tensor, other in zip(tensors, others, strict=True):
-            tensor.copy_(other)
-        eager = call()
-        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(replayed, eager, strict=True))
-        return {"check": f"CUDA graph, {name}", "ok": same}
-
     for num_splits in (1, 4):
-        shape = {"rows": (17, 17), "dtype": torch.bfloat16, "num_splits": num_splits, "device": device}
-        case = paged_case(**shape, prefixes=(900, 300), seed=1)
-        other = paged_case(**shape, prefixes=(300, 900), seed=2)
-        output = torch.zeros_like(case.query)
-
-        def attention(case=case, output=output):
-            paged_tree_attention(output, *case.inputs, **case.options, **case.launch, max_rows=17)
-            return [output]
-
-        def tensors(case: PagedCase) -> list[torch.Tensor]:
-            return [tensor for tensor in case.inputs if isinstance(tensor, torch.Tensor)]
-
-        # Keys and values are two views of one tensor; unattended elements are NaN and stay so.
-        case, other = (replace(c, key_cache=c.key_cache.clone(), value_cache=c.value_cache.clone()) for c in (case, other))
-        yield check(f"tree attention, {num_splits} spans", tensors(case), tensors(other), lambda: attention(case))
+        yield _captured_attention(device, num_splits)
     inputs, others = (list(_walk_inputs(device, 8, seed)) for seed in (1, 2))
     caches, other_caches = (_caches(device, 8, torch.bfloat16, seed) for seed in (1, 2))
+    tokens, parents, sampled, starts, slots = inputs
     paged = PagedCaches(caches)
     prefixes = torch.arange(8, dtype=torch.int32, device=device)
 
-    def step():
-        masks = tree_masks(inputs[1], inputs[3], prefixes, 17, 17)
-        accepted = accept_walk(*inputs[:4], 6, inputs[4])
+    def step() -> list[torch.Tensor]:
+        masks = tree_masks(parents, starts, prefixes, 17, 17)
+        accepted = accept_walk(tokens, parents, sampled, starts, 6, slots)
+        assert accepted.src_slots is not None and accepted.dst_slots is not None
         move_paged_kv(paged, accepted.src_slots, accepted.dst_slots)
         return [*masks, *accepted, *caches]
 
-    yield check("masks, walk and KV move", [*inputs, *caches], [*others, *other_caches], step)
+    yield _replayed("masks, walk and KV move", [*inputs, *caches], [*others, *other_caches], step)
+
+
+def _captured_attention(device: torch.device, num_splits: int) -> dict[str, Any]:
+    def case_of(prefixes: tuple[int, int], seed: int) -> PagedCase:
+        case = paged_case(
+            rows=(17, 17), prefixes=prefixes, dtype=torch.bfloat16, num_splits=num_splits, max_rows=17, seed=seed,
+            device=device,
+        )  # fmt: skip
+        # They are two views of one tensor, but will be copied into one by one.
+        return replace(case, key_cache=case.key_cache.clone(), value_cache=case.value_cache.clone())
+
+    case, other = case_of((900, 300), 1), case_of((300, 900), 2)
+    given, others = ([tensor for tensor in c.inputs if isinstance(tensor, torch.Tensor)] for c in (case, other))
+    return _replayed(f"tree attention, {num_splits} spans", given, others, lambda: list(case.run()))
+
+
+def _replayed(
+    name: str, tensors: list[torch.Tensor], others: list[torch.Tensor], call: Callable[[], list[torch.Tensor]]
+) -> dict[str, Any]:
+    def fill() -> None:
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.copy_(other)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = call()
+    fill()
+    graph.replay()
+    replayed = [tensor.clone() for tensor in static]
+    fill()
+    pairs = zip(replayed, call(), strict=True)
+    return {"check": f"CUDA graph, {name}", "ok": all(torch.equal(_raw(a), _raw(b)) for a, b in pairs)}
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes, so that equal NaNs are equal."""
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _name(dtype: torch.dtype) -> str:

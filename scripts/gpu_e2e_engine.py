@@ -32,7 +32,7 @@ def main() -> None:
     from vllm.compilation.cuda_graph import CUDAGraphLogging
 
     modes: list[str] = []
-    CUDAGraphLogging.observe = lambda self, stat: modes.append(stat.runtime_mode)  # type: ignore[method-assign]
+    CUDAGraphLogging.observe = lambda self, stat: modes.append(stat.runtime_mode)
 
     real = task["kind"] == "lossless"
     speculative = task["speculative"]

@@ -6,6 +6,7 @@ Every call is captured into a CUDA graph, calls take turns, the L2 cache is flus
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 from collections.abc import Callable
@@ -138,9 +139,7 @@ def _torch_causal(case: PagedCase, batch: int, nodes: int, context: int) -> Call
     from torch.nn.attention.bias import causal_lower_right
 
     head_size, kv_heads = case.query.shape[2], case.key_cache.shape[2]
-    key, value = (
-        case.query.new_empty((batch, kv_heads, context + nodes, head_size)).normal_() for _ in range(2)
-    )
+    key, value = (case.query.new_empty((batch, kv_heads, context + nodes, head_size)).normal_() for _ in range(2))
     query = case.query.view(batch, nodes, -1, head_size).transpose(1, 2)
     mask = causal_lower_right(nodes, context + nodes)
     return lambda: F.scaled_dot_product_attention(query, key, value, mask, scale=case.scale, enable_gqa=True)
@@ -190,17 +189,10 @@ def tune(options: argparse.Namespace, device: torch.device) -> list[dict[str, An
     """Time other tiles and numbers of spans than the op chooses; fastest first for every shape."""
     results = []
     for nodes, batch, context in itertools.product(options.nodes, options.batches, options.contexts):
-        case = bench_case(options, device, batch, nodes, context)
-        output = torch.empty_like(case.query)
-        calls: dict[str, Call] = {"chosen": lambda: paged_tree_attention(output, *case.inputs, max_rows=nodes)}
-        for rows, keys, warps, stages, splits in itertools.product((32, 64, 128), (32, 64), (4, 8), (2, 3), (None, 1, 8)):
-            tiles = TreeTiles(rows, keys, warps, stages)
-            calls[f"{tiles} splits={splits}"] = lambda tiles=tiles, splits=splits: paged_tree_attention(  # type: ignore[misc]
-                output, *case.inputs, max_rows=nodes, tiles=tiles, num_splits=splits
-            )
+        calls = _variants(bench_case(options, device, batch, nodes, context), nodes)
         times, _, failed = interleaved(calls, device, max(5, options.repeats // 3))
         best = sorted(times.items(), key=lambda item: item[1])
-        print(f"batch {batch}, {nodes} nodes, context {context}: chosen {1e6 * times['chosen']:.1f} us", flush=True)
+        print(f"batch {batch}, {nodes} nodes, context {context}: chosen {1e6 * times['ours']:.1f} us", flush=True)
         for name, seconds in best[:3]:
             print(f"    {1e6 * seconds:8.1f} us  {name}")
         shape = {"batch": batch, "nodes": nodes, "context": context}
@@ -208,10 +200,29 @@ def tune(options: argparse.Namespace, device: torch.device) -> list[dict[str, An
     return results
 
 
+def _variants(case: PagedCase, nodes: int) -> dict[str, Call]:
+    attention = functools.partial(paged_tree_attention, torch.empty_like(case.query), *case.inputs, max_rows=nodes)
+    calls: dict[str, Call] = {"ours": attention}
+    for rows, keys, warps, stages, splits in itertools.product((32, 64, 128), (32, 64), (4, 8), (2, 3), (None, 1, 8)):
+        tiles = TreeTiles(rows, keys, warps, stages)
+        calls[f"{tiles}, spans {splits}"] = functools.partial(attention, tiles=tiles, num_splits=splits)
+    return calls
+
+
 def print_table(times: dict[str, Any]) -> None:
     """The last thing to read."""
     names = sorted({name for row in times["rows"] for name in row["microseconds"]} - {"ours", "causal"})
-    header = ["batch", "nodes", "context", "ours us", "causal us", "ratio", "GB/s", "of copy", *(f"{n} us" for n in names)]
+    header = [
+        "batch",
+        "nodes",
+        "context",
+        "ours us",
+        "causal us",
+        "ratio",
+        "GB/s",
+        "of copy",
+        *(f"{n} us" for n in names),
+    ]
     lines = [header]
     for row in times["rows"]:
         taken = row["microseconds"]

@@ -151,14 +151,16 @@ def test_flash_prefix(monkeypatch):
     forward(impl_of(cuda_attention.TreeFlashAttentionImpl, logits_soft_cap=3.0), query, kv_cache, metadata, output)
     torch.testing.assert_close(output[:5], expected(kv_cache, tree, query[:5], softcap=3.0))
     with pytest.raises(NotImplementedError, match='must be "kernel"'):
-        forward(impl_of(cuda_attention.TreeFlashAttentionImpl, sliding_window=(3, 0)), query, kv_cache, metadata, output)
+        forward(
+            impl_of(cuda_attention.TreeFlashAttentionImpl, sliding_window=(3, 0)), query, kv_cache, metadata, output
+        )
 
 
 def test_refusals():
     kv_cache, tree, query = batch()
     metadata = SimpleNamespace(**{TREE_ROWS: tree})
+    impl = impl_of(cuda_attention.TreeTritonAttentionImpl, alibi_slopes=torch.ones(4))
     with pytest.raises(NotImplementedError, match="ALiBi"):
-        impl = impl_of(cuda_attention.TreeTritonAttentionImpl, alibi_slopes=torch.ones(4))
         forward(impl, query, kv_cache, metadata, query.clone())
     with pytest.raises(NotImplementedError, match="output quantization"):
         impl_of(cuda_attention.TreeTritonAttentionImpl).forward(
@@ -182,6 +184,6 @@ def test_registering_refuses(registry, monkeypatch):
     with pytest.raises(ValueError, match="must be one of kernel, flash_prefix, xformers"):
         cuda_attention.register("flash")
     monkeypatch.setitem(__import__("sys").modules, "xformers", None)
-    with pytest.raises(ImportError, match="xformers 0.0.35 or newer"):
+    with pytest.raises(ImportError, match=r"xformers 0\.0\.35 or newer"):
         cuda_attention.register("xformers")
     assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()

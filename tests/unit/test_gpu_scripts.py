@@ -84,7 +84,10 @@ def test_gpu_e2e_compares(plan, monkeypatch, capsys):
     runs += [{"kind": "lossless", "name": f"lossless, {method}", "method": method} for method in ("plain", "gsd")]
     results = {
         "7b, plain": [{"milliseconds_per_step": 10.0}, {"milliseconds_per_step": 20.0}],
-        "7b, gsd 8 nodes": [{"milliseconds_per_step": 12.0, "draft_ms": 2.0}, {"milliseconds_per_step": 22.0, "draft_ms": 4}],
+        "7b, gsd 8 nodes": [
+            {"milliseconds_per_step": 12.0, "draft_ms": 2.0},
+            {"milliseconds_per_step": 22.0, "draft_ms": 4},
+        ],
         "7b, gsd 16 nodes": [{"error": "out of memory"}],
         "lossless, plain": [{"tokens": [[1, 2], [3]], "milliseconds_per_step": 1.0}],
         "lossless, gsd": [{"tokens": [[1, 2], [4]], "milliseconds_per_step": 1.0}],

@@ -98,6 +98,8 @@ def tree_attention_kernel(
     SLOT_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
     STORE_LSE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -120,7 +122,9 @@ def tree_attention_kernel(
     q = tl.load(query + (row * q_row + head * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
     prefix = tl.load(prefix_lens + request)
     table = block_table + request * table_row
-    score_scale = scale * tl.load(k_scale + kv_head * k_scale_head)
+    score_scale = scale
+    if K_SCALE:
+        score_scale = scale * tl.load(k_scale + kv_head * k_scale_head)
     if WINDOW:
         position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF)
 
@@ -148,7 +152,8 @@ def tree_attention_kernel(
                 used = tl.max(attends.to(tl.int32), 0) != 0
             highest, total, acc = _attend(
                 q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
-                k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+                k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
+                DOT_DTYPE,
             )  # fmt: skip
 
     if split == NUM_SPLITS - 1:
@@ -167,10 +172,13 @@ def tree_attention_kernel(
             if tl.max(used.to(tl.int32), 0) != 0:
                 highest, total, acc = _attend(
                     q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
-                    k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+                    k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
+                    DOT_DTYPE,
                 )  # fmt: skip
 
-    result = acc * tl.load(v_scale + kv_head * v_scale_head) / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if V_SCALE:
+        result = result * tl.load(v_scale + kv_head * v_scale_head)
     at = (split * out_split + row * out_row + head * out_head)[:, None] + d[None, :]
     tl.store(output + at, result.to(output.dtype.element_ty), mask=inside)
     if STORE_LSE:

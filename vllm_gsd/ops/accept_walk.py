@@ -1,12 +1,13 @@
 """The verification walk on the device: which path of each flattened tree its own samples follow.
 
-Same rule as ``core.verify.step_into``: at a place, the first child that carries the token sampled there is stepped into;
-where there is none, that token is the bonus token. Everything has a fixed, padded shape and stays on the device, and
-what it returns is what :func:`vllm_gsd.ops.paged_kv_move.move_paged_kv` takes.
+Same rule as ``core.verify.step_into``: at a place, the first child that carries the token sampled there is stepped
+into; where there is none, that token is the bonus token. Everything has a fixed, padded shape and stays on the device,
+and what it returns is what :func:`vllm_gsd.ops.paged_kv_move.move_paged_kv` takes.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,7 @@ class Accepted(NamedTuple):
     @property
     def bonus(self) -> torch.Tensor:
         """The last token of each tree, int64 ``[num_trees]``; -1 for a tree without rows."""
-        last = self.tokens.gather(1, self.length.long().unsqueeze(1)).squeeze(1)
-        return last
+        return self.tokens.gather(1, self.length.long().unsqueeze(1)).squeeze(1)
 
 
 def accept_walk(
@@ -92,7 +92,7 @@ def accept_walk_reference(
             tensor.fill_(PADDING)
     accepted.length.zero_()
     bounds = starts.tolist()
-    for tree, (first, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for tree, (first, end) in enumerate(itertools.pairwise(bounds)):
         if first == end:
             continue
         token, parent, drawn = (tensor[first:end].tolist() for tensor in (tokens, parents, sampled))
@@ -106,6 +106,7 @@ def accept_walk_reference(
             accepted.path[tree, depth] = place
             accepted.length[tree] += 1
             if slots is not None and place != depth + 1:
+                assert accepted.src_slots is not None and accepted.dst_slots is not None
                 accepted.src_slots[tree, depth] = slots[first + place]
                 accepted.dst_slots[tree, depth] = slots[first + depth + 1]
         accepted.tokens[tree, accepted.length[tree]] = drawn[place]

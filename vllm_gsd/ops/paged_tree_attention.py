@@ -36,7 +36,7 @@ class TreeTiles:
 
     @classmethod
     def of(cls, max_rows: int, group: int, head_size: int, element_size: int) -> TreeTiles:
-        """The widest rows whose kernel spills nearly no registers for SM90 and fits 99 KiB; speed is not yet measured."""
+        """The widest rows whose kernel spills (nearly) no registers on SM90 and fits 99 KiB; speed not yet measured."""
         wide = head_size > 128 or element_size > 2
         rows = min(32 if wide else 128, max(16, 1 << (max_rows * group - 1).bit_length()))
         return cls(rows=rows, keys=32 if wide else 64, warps=8 if rows > 64 else 4)
@@ -75,7 +75,8 @@ def paged_tree_attention(
         key_cache, value_cache: ``[num_blocks, block_size, kv_heads, head_size]``, any strides but the last; dtype of
             ``query``, or float8_e4m3fn or float8_e5m2. With vLLM's ``kv_cache`` of
             ``[num_blocks, kv_heads, block_size, 2 * head_size]`` they are
-            ``kv_cache.transpose(1, 2).split(head_size, -1)``. Query head h uses KV head ``h // (num_heads // kv_heads)``.
+            ``kv_cache.transpose(1, 2).split(head_size, -1)``. Query head h uses KV head
+            ``h // (num_heads // kv_heads)``.
         block_table: int32 ``[num_reqs, max_blocks]``; logical index i of request r lies in block
             ``block_table[r, i // block_size]`` at ``i % block_size``.
         query_start_loc: int32 ``[num_reqs + 1]``; request r has rows ``[start[r], start[r + 1])``, maybe none.
@@ -137,9 +138,6 @@ def paged_tree_attention(
         target = output.new_empty((num_splits, num_rows, num_heads, head_size), dtype=torch.float32)
         target_lse, store_lse = target.new_empty((num_splits, num_rows, num_heads)), True
     windowed = sliding_window > 0
-    one = None if k_scale is not None and v_scale is not None else _one(query.device)
-    k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
-    assert k_scale is not None and v_scale is not None
     tree_attention_kernel[(m_tiles * num_splits, kv_heads, num_reqs)](
         target, target_lse, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions,
         tree_mask, slot_positions, sinks, k_scale, v_scale, float(scale), float(softcap), sliding_window,
@@ -147,11 +145,12 @@ def paged_tree_attention(
         target_lse.stride(0) if target_lse is not None and num_splits > 1 else 0,
         target_lse.stride(-2) if target_lse is not None else 0, *query.stride()[:2], *key_cache.stride()[:3],
         *value_cache.stride()[:3], block_table.stride(0), tree_mask.stride(0),
-        0 if slot_positions is None else slot_positions.stride(0), int(k_scale.numel() > 1), int(v_scale.numel() > 1),
+        0 if slot_positions is None else slot_positions.stride(0), _per_head(k_scale), _per_head(v_scale),
         m_tiles, NUM_SPLITS=num_splits, GROUP=group, BLOCK_SIZE=block_size, HEAD_SIZE=head_size, BLOCK_M=tiles.rows,
         BLOCK_N=tiles.keys, BLOCK_D=max(16, triton.next_power_of_2(head_size)), PREFIX=include_prefix,
         WINDOW=windowed, SLOT_WINDOW=windowed and slot_positions is not None, SOFTCAP=softcap != 0,
-        SINKS=sinks is not None, STORE_LSE=store_lse, DOT_DTYPE=_dot_dtype(query.dtype), num_warps=tiles.warps,
+        SINKS=sinks is not None, K_SCALE=k_scale is not None,
+        V_SCALE=v_scale is not None, STORE_LSE=store_lse, DOT_DTYPE=_dot_dtype(query.dtype), num_warps=tiles.warps,
         num_stages=tiles.stages,
     )  # fmt: skip
     if num_splits > 1:
@@ -249,9 +248,9 @@ def _dot_dtype(dtype: torch.dtype):
     return tl.float32 if interpreted() else names[dtype]
 
 
-@functools.cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, device=device)
+def _per_head(factor: torch.Tensor | None) -> int:
+    """Step from one KV head's factor to the next: 0 where they share one."""
+    return int(factor is not None and factor.numel() > 1)
 
 
 @functools.cache
@@ -295,6 +294,16 @@ def check_inputs(
     check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=requests)
     check_tensor("positions", positions, device, 1, torch.int64, rows=num_rows)
     check_tensor("tree_mask", tree_mask, device, 2, torch.int64, rows=num_rows)
+    _check_options(device, num_heads, kv_heads, requests, sinks, k_scale, v_scale, slot_positions)
+    if lse is not None:
+        check_tensor("lse", lse, device, 2, torch.float32, *([compute] if compute else []), rows=num_rows)
+    if num_splits is not None and not 1 <= num_splits <= _MOST_SPLITS:
+        raise ValueError(f"num_splits is {num_splits}, but must be from 1 to {_MOST_SPLITS}")
+    if tiles is not None and (tiles.keys not in (16, 32, 64) or tiles.rows < 16 or tiles.rows & (tiles.rows - 1)):
+        raise ValueError(f"tiles are {tiles}, but rows must be a power of two from 16 and keys 16, 32 or 64")
+
+
+def _check_options(device, num_heads, kv_heads, requests, sinks, k_scale, v_scale, slot_positions) -> None:
     if sinks is not None:
         check_tensor("sinks", sinks, device, 1, *QUERY_DTYPES, rows=num_heads)
     for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -304,9 +313,3 @@ def check_inputs(
                 raise ValueError(f"{name} has {factor.numel()} elements, but must have 1 or {kv_heads}")
     if slot_positions is not None:
         check_tensor("slot_positions", slot_positions, device, 2, torch.int64, rows=requests)
-    if lse is not None:
-        check_tensor("lse", lse, device, 2, torch.float32, *([compute] if compute else []), rows=num_rows)
-    if num_splits is not None and not 1 <= num_splits <= _MOST_SPLITS:
-        raise ValueError(f"num_splits is {num_splits}, but must be from 1 to {_MOST_SPLITS}")
-    if tiles is not None and (tiles.keys not in (16, 32, 64) or tiles.rows < 16 or tiles.rows & (tiles.rows - 1)):
-        raise ValueError(f"tiles are {tiles}, but rows must be a power of two from 16 and keys 16, 32 or 64")

@@ -99,7 +99,7 @@ def _check(parents, starts, prefix_lens, max_depth, max_nodes, words) -> int:
     check_tensor("prefix_lens", prefix_lens, parents.device, 1, torch.int32, rows=len(starts) - 1)
     if max_depth < 0 or not 1 <= max_nodes <= _MOST_NODES:
         raise ValueError(
-            f"max_depth is {max_depth} and max_nodes {max_nodes}, but they must be at least 0 and from 1 to {_MOST_NODES}"
+            f"max_depth is {max_depth} and max_nodes {max_nodes}, but must be at least 0 and from 1 to {_MOST_NODES}"
         )
     words = -(-max_nodes // 64) if words is None else words
     if words * 64 < max_nodes:

@@ -6,6 +6,8 @@ explicit bias, both merged by log-sum-exp. xformers (0.0.35 or newer) is importe
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from vllm_gsd.ops.paged_tree_attention import check_inputs
@@ -64,7 +66,7 @@ def xformers_tree_attention(
     fmha = load_xformers()
     num_blocks, block_size, kv_heads, head_size = key_cache.shape
     starts, prefixes = query_start_loc.tolist(), prefix_lens.tolist()
-    rows = [end - start for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    rows = [end - start for start, end in itertools.pairwise(starts)]
     total, group = starts[-1], query.shape[1] // kv_heads
     if not total:
         return
@@ -101,7 +103,8 @@ def xformers_tree_attention(
     # Slots behind the table are attended by nobody; any block will do for them.
     block = block_table.gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1)).long().clamp(min=0)
     key, value = (
-        cache[block, index % block_size].unsqueeze(3).expand(-1, -1, -1, group, -1) for cache in (key_cache, value_cache)
+        cache[block, index % block_size].unsqueeze(3).expand(-1, -1, -1, group, -1)
+        for cache in (key_cache, value_cache)
     )
     used = torch.zeros(len(rows), slots, dtype=torch.bool, device=query.device)
     used.index_put_((request[:, None], torch.arange(slots, device=query.device)[None]), attends, accumulate=True)

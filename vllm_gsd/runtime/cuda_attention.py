@@ -96,9 +96,7 @@ class _TreeRowsImpl:
         if tree.plain_rows is not None:
             plain_output = output.new_empty((len(tree.plain_rows), *output.shape[1:]))
             # Keys and values of this step are in the cache by now; upstream reads them from there.
-            upstream(
-                query.index_select(0, tree.plain_rows), key, value, kv_cache, tree.plain_metadata, plain_output
-            )
+            upstream(query.index_select(0, tree.plain_rows), key, value, kv_cache, tree.plain_metadata, plain_output)
             output.index_copy_(0, tree.plain_rows, plain_output)
         return output
 
@@ -154,15 +152,16 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
 
 
 def _attention(implementation: str) -> Callable[..., None]:
-    return {
+    implementations: dict[str, Callable[..., None]] = {
         "kernel": paged_tree_attention,
         "flash_prefix": _flash_prefix_attention,
         "xformers": xformers_tree_attention,
-    }[implementation]
+    }
+    return implementations[implementation]
 
 
 def _flash_attention() -> Callable[..., Any]:
-    """vLLM's own FlashAttention.
+    """The FlashAttention that vLLM brings.
 
     Raises:
         ImportError: this build of vLLM has none.

@@ -85,7 +85,7 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
     yield (
         f'"tree_attention" "{config.tree_attention}" on the CPU',
         current_platform.is_cpu() and config.tree_attention != "kernel",
-        'leave it out: the choice is for GPUs',
+        "leave it out: the choice is for GPUs",
     )
     tp = config.draft_tensor_parallel_size
     yield (

@@ -2,7 +2,7 @@
 
     python compile_kernels.py 90      # SM90: H100, H200
 
-The ops are called as ever, but a launch only compiles. Needs Triton with its bundled assembler, and not its interpreter.
+The ops are called as ever, but a launch only compiles. Needs Triton with its bundled assembler, not its interpreter.
 """
 
 import json

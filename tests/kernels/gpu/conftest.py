@@ -1,6 +1,6 @@
 """Tests of the Triton kernels: on a GPU as they are, else in Triton's interpreter (``TRITON_INTERPRET=1``).
 
-Without either there is nothing to collect here; ``tests/kernels/test_interpreted.py`` runs them in a process of their own.
+Without either there is nothing to collect here; ``tests/kernels/test_triton.py`` runs them in a process of their own.
 They need PyTorch, Triton, NumPy and pytest alone.
 """
 

@@ -29,7 +29,9 @@ def depths_and_mask(parents: list[int], words: int) -> tuple[torch.Tensor, torch
             depth[node] = depth[parent] + 1
             attends[node] |= attends[parent]
     # Summing wraps where bit 63 is set, which is what two's complement wants.
-    return depth, (attends.view(len(parents), words, 64) * (torch.ones(64, dtype=torch.int64) << torch.arange(64))).sum(2)
+    return depth, (attends.view(len(parents), words, 64) * (torch.ones(64, dtype=torch.int64) << torch.arange(64))).sum(
+        2
+    )
 
 
 @dataclass
@@ -71,7 +73,7 @@ class PagedCase:
         return output, lse
 
     def check(self) -> None:
-        """Kernel and reference agree to float32 arithmetic plus the rounding of weights and output to ``query.dtype``."""
+        """Kernel and reference agree to float32 arithmetic plus rounding of weights and output to ``query.dtype``."""
         got, got_lse = self.run()
         exact, exact_lse = self.exact()
         assert torch.isfinite(exact).all(), "the reference read an element that no row attends"
@@ -80,7 +82,9 @@ class PagedCase:
         size, _ = self.exact(value_cache=self.value_cache.to(torch.float32).abs().to(self.value_cache.dtype))
         allowed = 1.05 * unit * (size + exact.abs()) + 1e-5 * (size + 0.1)
         error = (got.double() - exact).abs()
-        assert (error <= allowed).all(), f"off by {float(error.max()):.2e}, {float((error / allowed).max()):.1f}x too much"
+        assert (error <= allowed).all(), (
+            f"off by {float(error.max()):.2e}, {float((error / allowed).max()):.1f}x too much"
+        )
         infinite = exact_lse == -torch.inf
         assert torch.equal(got_lse == -torch.inf, infinite)
         lse_error = (got_lse.double() - exact_lse).masked_fill(infinite, 0).abs()

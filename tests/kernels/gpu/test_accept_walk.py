@@ -1,5 +1,7 @@
 """The walk and the masks on the device: equal to the plain code, and to what the host does in ``core``."""
 
+import itertools
+
 import pytest
 import torch
 from paged_cases import depths_and_mask, random_parents
@@ -64,6 +66,7 @@ def test_walk_equals_the_host(device, seed):
 
 def test_walk_by_hand(device):
     """Root 0 has children 1 (token 5) and 2 (token 6); 2 has child 3 (token 7)."""
+
     def row(*values, dtype=torch.int64):
         return torch.tensor(values, dtype=dtype, device=device)
 
@@ -97,7 +100,7 @@ def test_masks(device, seed, most):
     got = tree_masks(parents, starts, prefixes, 150, 150)
     same(got, tree_masks_reference(parents, starts, prefixes, 150, 150))
     bounds = starts.tolist()
-    for tree, (first, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for tree, (first, end) in enumerate(itertools.pairwise(bounds)):
         if first < end:
             depth, mask = depths_and_mask(parents[first:end].tolist(), 3)
             assert torch.equal(got.mask[first:end].cpu(), mask)

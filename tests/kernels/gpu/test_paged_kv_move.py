@@ -76,7 +76,9 @@ def test_many_moves(device):
 def test_nothing_to_move(device):
     given = caches(2, device)
     check(given, torch.full((3, 4), -1, device=device), torch.zeros(3, 4, dtype=torch.int64, device=device))
-    check(given, torch.empty(0, 4, dtype=torch.int64, device=device), torch.empty(0, 4, dtype=torch.int64, device=device))
+    check(
+        given, torch.empty(0, 4, dtype=torch.int64, device=device), torch.empty(0, 4, dtype=torch.int64, device=device)
+    )
 
 
 def test_refuses(device):
