@@ -96,7 +96,7 @@ def paged_tree_attention(
             slots are left out as keys of the prefix are, by their position. None: they are not windowed.
         lse: float32 ``[num_rows, num_heads]``; natural log-sum-exp of each row's scores is written, -inf for none.
         include_prefix: False: the slots alone, to be merged with attention over the prefix (``merge_attention``).
-        max_rows: most rows of a request, a bound on the launch; None: ``num_rows``.
+        max_rows: most rows of a request, a bound on the launch: rows beyond it are not written. None: ``num_rows``.
         num_splits: spans of the prefix that different programs read, 1 to 32; None: enough to fill the GPU.
         tiles: None: chosen by shape.
 

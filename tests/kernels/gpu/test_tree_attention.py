@@ -86,11 +86,12 @@ def random_case(seed: int, device, large: int) -> PagedCase:
         return int(torch.randint(most + 1, (), generator=random))
 
     requests = pick(1, 2, 2, 3)
-    kv_heads = pick(1, 1, 2)
+    kv_heads = pick(1, 1, 1, 2)
     dtype = pick(*DTYPES)
+    rows = [pick(upto(6), upto(6), upto(6), upto(20), upto(70)) for _ in range(requests)]
     return paged_case(
-        rows=[pick(upto(6), upto(6), upto(20), upto(70)) for _ in range(requests)],
-        prefixes=[pick(0, upto(40), upto(40 * large), upto(100 * large)) for _ in range(requests)],
+        rows=rows,
+        prefixes=[pick(0, upto(20), upto(40 * large), upto(80 * large)) for _ in range(requests)],
         num_heads=kv_heads * pick(1, 2, 3, 5),
         kv_heads=kv_heads,
         head_size=pick(16, 24, 64, 80, 96, 128, 256),
@@ -104,7 +105,8 @@ def random_case(seed: int, device, large: int) -> PagedCase:
         sinks=pick(False, True),
         scales=pick(False, True),
         words=pick(None, 2, 3),
-        num_splits=pick(None, 1, 2, 3),
+        num_splits=pick(None, None, 1, 2, 3),
+        max_rows=pick(None, max(1, *rows)),
         seed=seed,
         device=device,
     )
