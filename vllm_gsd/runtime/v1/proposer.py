@@ -37,6 +37,7 @@ class Committed(NamedTuple):
     requests: np.ndarray  # int64 [num_graphs], places in the batch
     length: np.ndarray  # int64 [num_requests], committed tokens of each request of the batch
     max_depth: np.ndarray  # int64 [num_requests], deepest node worth verifying
+    grammar: np.ndarray  # bool [num_requests], whether a grammar chooses among the nodes
     token_ids: np.ndarray  # int32 [>= num_requests, max_model_len]
 
 
@@ -163,7 +164,8 @@ class GraphProposer:
         speculates = np.array([self._speculates(request_id) for request_id in request_ids])
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        text = Committed(np.flatnonzero(wanted), length, max_depth, token_ids_cpu)
+        grammar = np.array([self._has_grammar(request_id) for request_id in request_ids])
+        text = Committed(np.flatnonzero(wanted), length, max_depth, grammar, token_ids_cpu)
         trees = self._grow(text) if "ngram" in self.config.sources else None
         if self.drafter is not None:
             drafting = self._choose_drafting(text, trees, num_requests)
@@ -177,8 +179,8 @@ class GraphProposer:
         proposals: list[list[int]] = [[] for _ in range(num_requests)]
         if trees is not None:
             self._propose(proposals, text, trees)
-        for request in np.flatnonzero(wanted):
-            if request_ids[request] not in self.grammar_trees and self._has_grammar(request_ids[request]):
+        for request in np.flatnonzero(wanted & grammar):
+            if request_ids[request] not in self.grammar_trees:
                 self._offer_to_grammar(request, NO_NODES, 0, max_depth)  # it may force some
         return proposals
 
@@ -216,7 +218,7 @@ class GraphProposer:
         sizes = self.planner.choose(trees.value, most, text.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):
-            grammar = self._has_grammar(request_ids[request])
+            grammar = text.grammar[request]
             size = trees.size[row] if grammar else sizes[row]
             tree = DraftTree(
                 token=trees.token[row, :size],
@@ -251,14 +253,13 @@ class GraphProposer:
             drafted: bool [num_graphs], graphs that the draft model has a part in, None for none; ``hidden``: its hidden
                 states at their roots.
         """
-        request_ids = self.runner.input_batch.req_ids
         graphs = GraphBatch(*(array[: len(text.requests)] for array in self.graphs))
         length, max_depth = text.length[text.requests], text.max_depth[text.requests].astype(np.int32)
         for row, request in enumerate(text.requests):
             latest = text.token_ids[request, max(0, length[row] - CONTEXT) : length[row]]
             reset(graphs, row, latest.astype(np.int64))
-        choice = [GRAMMAR_CHOICE if self._has_grammar(request_ids[request]) else 1 for request in text.requests]
-        num_nodes = self.num_nodes * np.array(choice, np.int32)
+        choice = np.where(text.grammar[text.requests], GRAMMAR_CHOICE, 1).astype(np.int32)
+        num_nodes = self.num_nodes * choice
         if self.drafter is not None and drafted is not None:
             block_table = self.runner.input_batch.block_table[0]
             self.drafter.grow(graphs, drafted, text.requests, length, hidden, num_nodes, max_depth, block_table)
