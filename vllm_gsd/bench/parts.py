@@ -7,7 +7,7 @@ another part calls counts for the inner one alone.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ class PartsClock:
     """Seconds by part; ``attach`` it once, read ``seconds`` after ``restart``."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.running: list[str] = []
         self.since = 0.0
         self.on = False
