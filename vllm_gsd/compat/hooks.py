@@ -103,7 +103,7 @@ def _translate_config() -> None:
 
         config = GSDConfig.load(value)
         check_engine_args(self, config)
-        v2 = takes_v2()
+        v2 = takes_v2(self)
         self.speculative_config = {
             **(SPECULATIVE_V2 if v2 else SPECULATIVE_V1),
             "num_speculative_tokens": config.num_speculative_tokens,
@@ -126,14 +126,16 @@ def _translate_config() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
-def takes_v2() -> bool:
+def takes_v2(args: EngineArgs) -> bool:
     """Whether upstream will take Model Runner V2 for an engine with gsd.
 
-    ``VllmConfig.use_v2_model_runner`` says so, but only once there is a config, and what is in that depends on it. What
-    else it asks for (micro-batching, pipelines...) is refused by ``runtime.support``, which compares the answers too.
+    ``VllmConfig.use_v2_model_runner`` says so, but only once there is a config, and what is in that depends on it. As
+    upstream itself does, V1 is taken for what V2 cannot do yet, here: graphs beside adapters and tensor parallelism.
+    ``runtime.support`` compares the answers.
     """
-    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    return HAS_TRITON if chosen is None else chosen
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return envs.VLLM_USE_V2_MODEL_RUNNER
+    return HAS_TRITON and not args.enable_lora and args.tensor_parallel_size == 1
 
 
 def _is_ours(speculative_config) -> bool:
