@@ -1,5 +1,6 @@
 """vLLM's scheduler with grammars along graphs and truthful statistics."""
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -22,7 +23,7 @@ SALTS_ATTRIBUTE = "gsd_cache_salts"
 OUTPUT_ATTRIBUTE = "gsd_stats"
 
 
-class GraphScheduler(Scheduler):
+class GraphScheduling(Scheduler):
     """Scheduling itself is upstream's: a flattened graph is accounted for exactly as a chain of that length."""
 
     def __init__(self, *args, **kwargs):
@@ -109,3 +110,11 @@ class GraphScheduler(Scheduler):
             stats.kv_connector_stats = {STATS_KEY: self.graph_stats}
         self.graph_stats = None
         return stats
+
+
+class GraphScheduler(GraphScheduling):
+    """Schedules a step once the one before is done."""
+
+
+class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
+    """Schedules a step while the one before runs."""

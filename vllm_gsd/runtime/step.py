@@ -7,42 +7,11 @@ import numpy as np
 import torch
 
 from vllm_gsd.core.flatten import ancestor_masks
-from vllm_gsd.core.graph import NONE, ORIGIN_GRAMMAR
+from vllm_gsd.core.graph import NONE
 from vllm_gsd.core.verify import is_chain
 from vllm_gsd.runtime.cpu_attention import TREE_ROWS
-from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE, KeptTree
+from vllm_gsd.runtime.draft_tree import FOREIGN, DraftTree, WalkTrees
 from vllm_gsd.runtime.tree_rows import TreeRows
-from vllm_gsd.runtime.v1.walk import FOREIGN, WalkTrees
-
-
-@dataclass(frozen=True)
-class DraftTree:
-    """The flattened graph proposed for one request; place 0 is the first node below the root."""
-
-    token: np.ndarray  # int64 [n]
-    parent: np.ndarray  # int32 [n], NONE for children of the root
-    depth: np.ndarray  # int32 [n]
-    origin: np.ndarray  # int8 [n], ORIGIN_* of each node
-    via_merge: np.ndarray  # bool [n]
-    survival: np.ndarray  # float32 [n], as promised by its source
-
-    def select(self, kept: KeptTree) -> "DraftTree":
-        """The tree of these nodes; those that the grammar suggests are taken for sure."""
-        places = np.asarray(kept.places, np.int64)
-        row = {tuple(path): index for index, path in enumerate(kept.paths)}
-
-        def of_draft(values: np.ndarray, otherwise) -> np.ndarray:
-            # NONE, for nodes that the grammar suggests, is -1: the last entry.
-            return np.append(values, np.asarray(otherwise, values.dtype))[places]
-
-        return DraftTree(
-            np.array(kept.tokens, np.int64),
-            np.array([row.get(tuple(path[:-1]), NONE) for path in kept.paths], np.int32),
-            np.array([len(path) for path in kept.paths], np.int32),
-            of_draft(self.origin, ORIGIN_GRAMMAR),
-            of_draft(self.via_merge, False),
-            of_draft(self.survival, 1),
-        )
 
 
 @dataclass
@@ -53,9 +22,9 @@ class VerifyStep:
     depth: np.ndarray  # int32 [num_rows], 0 for roots
     proposed: list[DraftTree | None]  # per request
     first_rows: np.ndarray  # int64 [num_requests], row of each root in the batch
-    positions: np.ndarray  # int64 [num_requests], position of each root
     tree_requests: np.ndarray  # int64 [num_tree_requests], requests that need the tree mask
-    has_placeholders: bool
+    has_placeholders: bool = False  # among the scheduled tokens
+    root_positions: torch.Tensor | None = None  # int64 [num_tree_requests], once ``set_positions`` has read them
 
     @property
     def num_tree_requests(self) -> int:
@@ -67,43 +36,67 @@ class VerifyStep:
         starts = self.trees.starts
         return np.concatenate([np.arange(starts[r], starts[r + 1]) for r in self.tree_requests])
 
+    @property
+    def deepest(self) -> int:
+        """Depth of the deepest node of all."""
+        return int(self.depth.max(initial=0))
+
     def set_positions(self, positions: torch.Tensor) -> None:
-        """Give the rows of graphs their position by depth (slots stay by place in the list)."""
+        """Give the rows of graphs their position by depth (slots stay by place in the list).
+
+        Args:
+            positions: int64 [>= num_rows of the batch], by place so far. They are the truth about how long texts are,
+                which a host that runs ahead of its device only guesses.
+        """
         if not self.num_tree_requests:
             return
-        rows, values = self._batch_rows_and_positions()
-        positions[torch.from_numpy(rows)] = torch.from_numpy(values)
+        device = positions.device
+        self.root_positions = positions[torch.from_numpy(self.first_rows[self.tree_requests]).to(device)]
+        positions[torch.from_numpy(self._batch_rows()).to(device)] = self._tree_positions()
 
-    def _batch_rows_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
+    def _batch_rows(self) -> np.ndarray:
+        """Rows in the batch of all requests that need the tree mask, int64."""
         starts = self.trees.starts
         sizes = (starts[1:] - starts[:-1])[self.tree_requests]
-        lines = self.tree_lines()
-        shift = np.repeat((self.first_rows - starts[:-1])[self.tree_requests], sizes)
-        return lines + shift, np.repeat(self.positions[self.tree_requests], sizes) + self.depth[lines]
+        return self.tree_lines() + np.repeat((self.first_rows - starts[:-1])[self.tree_requests], sizes)
 
-    def attach_tree_rows(self, runner, attn_metadata: dict[str, Any], common) -> None:
-        """Add the tree mask to the target layers' attention metadata."""
+    def _tree_positions(self) -> torch.Tensor:
+        assert self.root_positions is not None
+        device = self.root_positions.device
+        starts = self.trees.starts
+        request = np.repeat(np.arange(self.num_tree_requests), (starts[1:] - starts[:-1])[self.tree_requests])
+        depth = torch.from_numpy(self.depth[self.tree_lines()]).to(device)
+        return self.root_positions[torch.from_numpy(request).to(device)] + depth
+
+    def attach_tree_rows(self, groups, draft_layers: set[str], attn_metadata: dict[str, Any], common) -> None:
+        """Add the tree mask to the target layers' attention metadata.
+
+        Args:
+            groups: attention groups of the runner; what lies in ``draft_layers`` is left alone.
+            common: upstream's ``CommonAttentionMetadata`` of the batch.
+        """
+        assert self.root_positions is not None
         starts = self.trees.starts
         sizes = (starts[1:] - starts[:-1])[self.tree_requests]
         tree_starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         lines = self.tree_lines()
         masks = np.zeros((len(lines), (int(sizes.max()) + 63) // 64), np.int64)
-        ancestor_masks(self.trees.parent[lines], tree_starts, masks)
-        rows, positions = self._batch_rows_and_positions()
+        # Rows without a node see nothing but themselves.
+        ancestor_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts, masks)
+        rows = self._batch_rows()
         index = torch.from_numpy(self.tree_requests)
         tree_rows = TreeRows(
             query_start_loc=torch.from_numpy(tree_starts),
-            prefix_lens=torch.from_numpy(self.positions[self.tree_requests].astype(np.int32)),
+            prefix_lens=self.root_positions.to(torch.int32),
             block_table=common.block_table_tensor[index],
-            positions=torch.from_numpy(positions),
+            positions=self._tree_positions(),
             mask=torch.from_numpy(masks),
             rows=torch.from_numpy(rows),
         )
         num_rows = common.num_actual_tokens
         if len(rows) == num_rows:
             tree_rows = replace(tree_rows, rows=None)
-        draft_layers = set(runner.drafter.layer_names)
-        for group in runner.attn_groups[0]:
+        for group in groups:
             layers = [name for name in group.layer_names if name not in draft_layers]
             if not layers:
                 continue
@@ -138,32 +131,15 @@ class VerifyStep:
         return replace(tree_rows, plain_rows=torch.from_numpy(plain_rows), plain_metadata=metadata)
 
 
-def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep | None:
-    """Match the scheduled draft tokens with the graphs that were proposed.
+def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.ndarray) -> VerifyStep:
+    """The rows of a step.
 
-    The scheduler may have cut a list; it may also hold tokens that are not ours (placeholders for a request that
-    resumes). A list that is not a prefix of the request's graph is verified as nothing: only its root is sampled.
+    Args:
+        matched: the tree of each request; None where there is none, or where what is scheduled is not of it.
+        sizes: int64 [num_requests], rows of each request to verify, its root's among them. A tree with more nodes is
+            cut, one with fewer leaves rows that nothing is sampled from.
+        batch_ends: int64 [num_requests], where each request's rows end in the batch; those to verify are its last.
     """
-    scheduled = scheduler_output.scheduled_spec_decode_tokens
-    kept = getattr(scheduler_output, KEPT_ATTRIBUTE, {})
-    request_ids = runner.input_batch.req_ids
-    num_requests = len(request_ids)
-    sizes = np.ones(num_requests, np.int64)
-    matched: list[DraftTree | None] = [None] * num_requests
-    has_placeholders = False
-    for index, request_id in enumerate(request_ids):
-        tokens = scheduled.get(request_id)
-        if not tokens:
-            continue
-        sizes[index] += len(tokens)
-        tree = proposed.get(request_id)
-        if tree is not None and request_id in kept:
-            tree = tree.select(kept[request_id])
-        if tree is not None and np.array_equal(tree.token[: len(tokens)], tokens):
-            matched[index] = tree
-        else:
-            has_placeholders = has_placeholders or min(tokens) < 0
-
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     token = np.zeros(starts[-1], np.int64)
     parent = np.full(starts[-1], FOREIGN, np.int32)
@@ -173,23 +149,17 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     for index, tree in enumerate(matched):
         if tree is None:
             continue
-        first, count = starts[index] + 1, sizes[index] - 1
+        first = starts[index] + 1
+        count = min(int(sizes[index]) - 1, len(tree.token))
         token[first : first + count] = tree.token[:count]
         parent[first : first + count] = tree.parent[:count] + 1
         depth[first : first + count] = tree.depth[:count]
-        if not is_chain(parent, starts[index], starts[index + 1]):
+        if not is_chain(parent, starts[index], first + count):
             tree_requests.append(index)
-
-    batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
-    first_rows = batch_ends - sizes
-    computed = runner.input_batch.num_computed_tokens_cpu[:num_requests].astype(np.int64)
-    batch_starts = runner.query_start_loc.np[:num_requests].astype(np.int64)
     return VerifyStep(
         trees=WalkTrees(token, parent, starts),
         depth=depth,
         proposed=matched,
-        first_rows=first_rows,
-        positions=computed + first_rows - batch_starts,
+        first_rows=batch_ends - sizes,
         tree_requests=np.array(tree_requests, np.int64),
-        has_placeholders=has_placeholders,
     )
