@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
@@ -93,18 +94,25 @@ class Engine:
         model: folder of the target.
         speculative_config: as for ``LLM``; None for plain vLLM.
         setup: functions called with the ``LLM`` once it is there.
+        before: functions called before.
         options: further arguments of ``LLM``.
     """
 
-    def __init__(self, model, speculative_config=None, setup=(), **options):
+    server = forkserver.ForkServer()  # what the processes are forked from
+    preload = Path(__file__).stem  # what it imports
+
+    def __init__(self, model, speculative_config=None, setup=(), before=(), **options):
         arguments = {**DEFAULTS, "model": str(model), "speculative_config": speculative_config, **options}
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([Path(__file__).stem])
+        self.server.set_forkserver_preload([self.preload])
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, arguments, setup), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, arguments, setup, before), daemon=True)
         here = str(Path(__file__).parent)
         path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
+        with (
+            mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}),
+            mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process),
+        ):
             self.process.start()
         theirs.close()
         try:
@@ -165,9 +173,11 @@ def run(engine: Engine, prompts, params) -> list[list[int]]:
     return [answer.tokens for answer in engine.generate(prompts, params)]
 
 
-def _serve(connection, arguments, setup) -> None:
+def _serve(connection, arguments, setup, before) -> None:
     """The engine's process: build the engine, do what is asked, shut down."""
     try:
+        for function in before:
+            function()
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -274,8 +284,8 @@ def gsd_request_state(llm) -> dict[str, int]:
         "requests": len(runner.requests),
         "trees": len(runner.drafter.trees),
         "reasons": len(runner.drafter.reasons),
-        "draft_kv_blocks": len(runner.draft_kv.blocks),
-        "draft_kv_length": len(runner.draft_kv.length),
+        "draft_kv_blocks": len(runner.drafter.draft_kv.blocks),
+        "draft_kv_length": len(runner.drafter.draft_kv.length),
     }
 
 

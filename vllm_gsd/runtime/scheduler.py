@@ -1,5 +1,6 @@
 """vLLM's scheduler with grammars along graphs and truthful statistics."""
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -16,11 +17,13 @@ from vllm_gsd.runtime.grammar import (
 )
 from vllm_gsd.runtime.metrics import STATS_KEY
 
+# Attribute of SchedulerOutput: cache salts of requests that are new to the workers and have one.
+SALTS_ATTRIBUTE = "gsd_cache_salts"
 # Attribute of ModelRunnerOutput under which the worker sends GraphStats.take().
 OUTPUT_ATTRIBUTE = "gsd_stats"
 
 
-class GraphScheduler(Scheduler):
+class GraphScheduling(Scheduler):
     """Scheduling itself is upstream's: a flattened graph is accounted for exactly as a chain of that length."""
 
     def __init__(self, *args, **kwargs):
@@ -47,12 +50,14 @@ class GraphScheduler(Scheduler):
             request.spec_token_ids = kept.tokens
 
     def schedule(self, *args, **kwargs):
-        """See upstream; tells the workers which nodes were kept."""
+        """See upstream; tells the workers which nodes were kept, and cache salts."""
         output = super().schedule(*args, **kwargs)
         for request_id in output.finished_req_ids:
             self.kept.pop(request_id, None)
         scheduled = output.scheduled_spec_decode_tokens
         setattr(output, KEPT_ATTRIBUTE, {i: self.kept[i] for i in scheduled if i in self.kept})
+        new = [request.req_id for request in output.scheduled_new_reqs]
+        setattr(output, SALTS_ATTRIBUTE, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
         return output
 
     def get_grammar_bitmask(self, scheduler_output) -> GrammarOutput | None:
@@ -105,3 +110,11 @@ class GraphScheduler(Scheduler):
             stats.kv_connector_stats = {STATS_KEY: self.graph_stats}
         self.graph_stats = None
         return stats
+
+
+class GraphScheduler(GraphScheduling):
+    """Schedules a step once the one before is done."""
+
+
+class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
+    """Schedules a step while the one before runs."""

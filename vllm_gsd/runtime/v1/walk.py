@@ -6,7 +6,6 @@ without speculation, so seeded output equals plain decoding's. Only rows on acce
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,21 +13,10 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.core.verify import step_into
+from vllm_gsd.runtime.draft_tree import WalkTrees
 from vllm_gsd.runtime.ranks import from_first_rank
 
 PLACEHOLDER = -1  # vLLM's mark for "no token" in a padded row of sampled tokens
-
-
-class WalkTrees(NamedTuple):
-    """Rows to verify, request by request, the root of each first."""
-
-    token: np.ndarray  # int64 [num_rows]
-    parent: np.ndarray  # int32 [num_rows], place in the own tree; NONE for roots, FOREIGN where there is no tree
-    starts: np.ndarray  # int32 [num_requests + 1]
-
-
-# Parent of a row that belongs to no tree of ours: no walk ever steps into it.
-FOREIGN = -2
 
 
 def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs: list[list[int]], stateful: bool):

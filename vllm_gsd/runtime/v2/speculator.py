@@ -1,0 +1,133 @@
+"""The speculator that Model Runner V2 asks for drafts: graphs instead of chains."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_gsd.runtime.draft_batch import DraftBatch
+from vllm_gsd.runtime.speculation import Speculation
+from vllm_gsd.runtime.step import VerifyStep
+from vllm_gsd.runtime.v2.texts import Texts
+
+
+class V2Speculation(Speculation):
+    """What V2 does not do on graphs yet is decoded without one, and counted."""
+
+    def fallback_reason(self, request) -> str | None:
+        """See ``Speculation``."""
+        params = request.sampling_params
+        if params is not None and params.structured_outputs is not None:
+            return "structured_outputs"
+        return super().fallback_reason(request)
+
+
+class GraphSpeculator(BaseSpeculator):
+    """Grows a graph for every request of the batch.
+
+    Growth is the host's (``core``), so it waits for what was accepted and for the candidates of each draft level; the
+    target's half of a step, verification, waits for nothing.
+
+    Args:
+        vllm_config: the engine's configuration.
+        device: where the models are.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None  # nodes are chosen, not sampled
+
+    def __init__(self, vllm_config, device: torch.device):
+        self.speculation = V2Speculation(vllm_config)
+        self.device = device
+        self.num_rows = vllm_config.num_speculative_tokens  # of every request, used by a node or not
+        self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.texts = Texts(vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
+        self.requests: dict[str, Any] = {}  # vLLM's ``NewRequestData``
+        self.block_tables: Any = None
+        self.sampled: torch.Tensor | None = None  # int64 [num_requests, levels], by the step before
+        self.verified: tuple[VerifyStep, torch.Tensor] | None = None  # that step, and where its walks ended
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The draft model, which upstream frees at shutdown."""
+        drafter = self.speculation.drafter
+        return None if drafter is None else drafter.model.model
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        """Growth is the host's: there is nothing to capture yet."""
+
+    def capture(self) -> None:
+        """See ``init_cudagraph_manager``."""
+
+    def admit(self, request, slot: int) -> None:
+        """A request starts or resumes.
+
+        Args:
+            request: upstream's ``NewRequestData``.
+        """
+        self.requests[request.req_id] = request
+        self.speculation.trees.pop(request.req_id, None)
+        self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
+
+    def forget(self, request_ids) -> None:
+        """Requests are finished."""
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+        self.speculation.forget(request_ids)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata,
+        slot_mappings,
+        last_hidden_states,
+        aux_hidden_states,
+        num_sampled: torch.Tensor,
+        num_rejected,
+        last_sampled,
+        next_prefill_tokens,
+        temperature,
+        seeds,
+        dp_sync_state=None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs=None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """See ``BaseSpeculator.propose``; the nodes' tokens in the order of the flattened graph, zeros behind them."""
+        num_requests = input_batch.num_reqs
+        tokens = np.zeros((num_requests, self.num_rows), np.int64)
+        if dummy_run:
+            if is_profile:
+                self.speculation.warm_up(min(64, self.max_tokens))
+            return torch.from_numpy(tokens).to(self.device)
+        assert self.sampled is not None and self.verified is not None
+        # Here the host waits for the device.
+        counts = num_sampled.cpu().numpy()
+        self.texts.append(input_batch.idx_mapping_np, self.sampled.cpu().numpy(), counts)
+        step, places = self.verified
+        self.speculation.observe(input_batch.req_ids, step, places.cpu().numpy(), counts > 0)
+        for row, tree in enumerate(self.speculation.propose(self._batch(input_batch, counts > 0))):
+            tokens[row, : len(tree.token)] = tree.token
+        return torch.from_numpy(tokens).to(self.device)
+
+    def _batch(self, input_batch: InputBatch, sampled: np.ndarray) -> DraftBatch:
+        slots, texts = input_batch.idx_mapping_np, self.texts
+        # Exact in the midst of a prompt, where nothing was drafted.
+        computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        return DraftBatch(
+            request_ids=input_batch.req_ids,
+            requests=[self.requests[request_id] for request_id in input_batch.req_ids],
+            num_outputs=texts.length[slots] - texts.prompt_length[slots],
+            sampled=sampled,
+            length=np.where(sampled, texts.length[slots], computed).astype(np.int64),
+            token_ids=texts.tokens,
+            token_rows=slots,
+            block_table=self.block_tables.input_block_tables[0][: input_batch.num_reqs],
+            num_blocks=self.block_tables.num_blocks.np[0, slots].astype(np.int64),
+            block_size=self.block_tables.block_sizes[0],
+        )
