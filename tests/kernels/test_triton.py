@@ -53,3 +53,5 @@ def test_compiles_to_machine_code(capability, tmp_path):
     for case, entry in report.items():
         assert entry["cubin"] > 0 and entry["shared"] <= 99 * 1024, f"{case}: {entry}"
         assert entry["spilled"] <= 64, f"{case} spills registers: {entry}"
+    for case in ("bfloat16", "fp8 cache", "head size 80", "head size 256", "kv_move_kernel"):
+        assert report[case]["wide_loads"] > 0, f"{case} does not load 16 bytes at a time: {report[case]}"

@@ -20,6 +20,7 @@ def kv_move_kernel(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Grid (caches, KV heads x chunks of a row, requests): a program reads all its request's rows, then writes them."""
     chunks = tl.cdiv(WIDTH, BLOCK_W)
@@ -27,6 +28,8 @@ def kv_move_kernel(
     chunk = tl.program_id(1) % chunks
     # ``elements`` is there for its dtype only: caches are found through a table of addresses.
     cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(elements.dtype.element_ty))
+    if ALIGNED:
+        cache = tl.multiple_of(cache, 16)
     move = tl.arange(0, BLOCK_M)
     at = tl.program_id(2).to(tl.int64) * slots_row + move
     src = tl.load(src_slots + at, mask=move < num_moves, other=-1)

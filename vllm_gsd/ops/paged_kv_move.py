@@ -43,7 +43,9 @@ class PagedCaches:
                 raise ValueError("the KV caches must be alike in shape, strides, dtype and device")
         #: The same memory as integers: rows are moved, never calculated with.
         self.tensors = [cache.view(_INTEGERS[first.element_size()]) for cache in kv_caches]
-        self.addresses = torch.tensor([cache.data_ptr() for cache in kv_caches], device=first.device)
+        addresses = [cache.data_ptr() for cache in kv_caches]
+        self.addresses = torch.tensor(addresses, device=first.device)
+        self.aligned = all(address % 16 == 0 for address in addresses)
 
     @property
     def num_slots(self) -> int:
@@ -84,7 +86,7 @@ def move_paged_kv(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch
     kv_move_kernel[(len(caches.tensors), kv_heads * triton.cdiv(width, block_w), num_reqs)](
         caches.addresses, src_slots, dst_slots, first, num_moves, kv_heads, src_slots.stride(0), first.stride(0),
         first.stride(1), first.stride(2), BLOCK_SIZE=block_size, WIDTH=width, BLOCK_M=block_m, BLOCK_W=block_w,
-        num_warps=4,
+        ALIGNED=caches.aligned, num_warps=4,
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def paged_tree_attention(
             left alone. A row that attends no key becomes 0.
         query: ``[num_rows, num_heads, head_size]`` float32, bfloat16 or float16, head_size at most 256.
         key_cache, value_cache: ``[num_blocks, block_size, kv_heads, head_size]``, any strides but the last; dtype of
-            ``query``, or float8_e4m3fn or float8_e5m2. With vLLM's ``kv_cache`` of
+            ``query``, or float8_e5m2, or from compute capability 8.9 float8_e4m3fn. With vLLM's ``kv_cache`` of
             ``[num_blocks, kv_heads, block_size, 2 * head_size]`` they are
             ``kv_cache.transpose(1, 2).split(head_size, -1)``. Query head h uses KV head
             ``h // (num_heads // kv_heads)``.
@@ -275,6 +275,8 @@ def check_inputs(
         raise ValueError(f"output is {list(output.shape)}, but must be {list(query.shape)} as query")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_tensor(name, cache, device, 4, query.dtype, *FP8_DTYPES)
+        if cache.is_cuda and cache.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+            raise ValueError(f"{name} is float8_e4m3fn, which takes a GPU of compute capability 8.9 or newer")
     if key_cache.shape != value_cache.shape or key_cache.dtype != value_cache.dtype:
         raise ValueError(
             f"key_cache and value_cache must have one shape and dtype, not {list(key_cache.shape)} {key_cache.dtype} "
