@@ -35,7 +35,7 @@ def run(*command, **environment) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_interpreted(file):
     done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / file), TRITON_INTERPRET="1")
