@@ -44,14 +44,14 @@ def test_interpreted(file):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_to_machine_code(capability, tmp_path):
+@pytest.mark.parametrize(("capability", "spilled"), [(80, 256), (90, 64)])  # tiles were chosen for SM90
+def test_compiles_to_machine_code(capability, spilled, tmp_path):
     done = run(str(FOLDER / "compile_kernels.py"), str(capability), TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-5000:]
     report = {entry.pop("case"): entry for entry in json.loads(done.stdout)}
     assert len(report) == 10
     for case, entry in report.items():
         assert entry["cubin"] > 0 and entry["shared"] <= 99 * 1024, f"{case}: {entry}"
-        assert entry["spilled"] <= 64, f"{case} spills registers: {entry}"
+        assert entry["spilled"] <= spilled, f"{case} spills registers: {entry}"
     for case in ("bfloat16", "fp8 cache", "head size 80", "head size 256", "kv_move_kernel"):
         assert report[case]["wide_loads"] > 0, f"{case} does not load 16 bytes at a time: {report[case]}"
