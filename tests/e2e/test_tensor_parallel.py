@@ -34,7 +34,9 @@ def run(tiny_pair, random_prompts, tmp_path_factory):
         job = {
             "target": str(tiny_pair.target), "config": config, "prompts": prompts, "params": params,
             "disturb": disturb, "opt_out": opt_out, "steps": steps,
-            "engine": {"tensor_parallel_size": size, "distributed_executor_backend": "mp", **engine},
+            "engine": {
+                "tensor_parallel_size": size, "distributed_executor_backend": "mp" if size > 1 else "uni", **engine,
+            },
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
         command = [sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder / "result.json")]
