@@ -7,7 +7,7 @@ source, depth and survival; a cell's factor is what was accepted in it over what
 import numba
 import numpy as np
 
-NATIVE, MERGED, NGRAM = 0, 1, 2  # sources
+NATIVE, MERGED, NGRAM, SHARED = 0, 1, 2, 3  # sources
 NUM_DEPTHS = 3  # 1, 2, deeper
 NUM_BINS = 8  # survival above 1/2, above 1/4, ... and all below 1/128
 # Weight of "survival is right" against observations, in promised nodes.
@@ -20,7 +20,7 @@ class Calibration:
     """Factors by cell, ``factor[source, depth, bin]`` float32; all 1 before anything was observed."""
 
     def __init__(self) -> None:
-        shape = (3, NUM_DEPTHS, NUM_BINS)
+        shape = (4, NUM_DEPTHS, NUM_BINS)
         self.promised = np.full(shape, PRIOR)
         self.accepted = np.full(shape, PRIOR)
         self.factor = np.ones(shape, np.float32)

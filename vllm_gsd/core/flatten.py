@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, Calibration, calibrated
-from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, GraphBatch
+from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, SHARED, Calibration, calibrated
+from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch
 
 
 class FlatTrees(NamedTuple):
@@ -59,6 +59,8 @@ def _flatten(graphs, num_nodes, max_depth, factor, token, parent, depth, node_of
                     kind = NATIVE
                     if graphs.origin[row, child] == ORIGIN_NGRAM:
                         kind = NGRAM
+                    elif graphs.origin[row, child] == ORIGIN_SHARED:
+                        kind = SHARED
                     elif crossed or graphs.merged[row, child] != NONE:
                         kind = MERGED
                     worth = min(chance, calibrated(factor, kind, level + 1, below))

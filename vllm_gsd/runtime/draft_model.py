@@ -153,9 +153,7 @@ class DraftModel:
             logits = torch.nn.functional.linear(hidden, self.head)
             probs, places = topk_softmax(self.model.logits_processor(None, logits), k)
             tokens = self.token_ids[places]
-        # Exact in float64, either of them.
-        both = from_first_rank(np.stack([probs.double().numpy(), tokens.double().numpy()]))
-        return both[0].astype(np.float32), both[1].astype(np.int64)
+        return from_first_rank(probs.numpy()), from_first_rank(tokens.numpy())
 
 
 class _LevelMetadata:

@@ -112,7 +112,7 @@ class Drafter:
             drafted: bool [num_graphs], graphs to grow.
             requests: int64 [num_graphs], rows of the block table.
             length: int64 [num_graphs], committed tokens.
-            root_hidden: [sum(drafted), vocab], the draft's after each root.
+            root_hidden: [sum(drafted), hidden], the draft's at each root.
             num_nodes, max_depth: int32 / int64 [num_graphs], limits of each graph.
         """
         config = self.config

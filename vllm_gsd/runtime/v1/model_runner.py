@@ -21,7 +21,7 @@ from vllm_gsd.ops.kv_move import move_kv
 from vllm_gsd.runtime.cpu_attention import kv_layout
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
-from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE
+from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.v1.step import VerifyStep, plan_step
 from vllm_gsd.runtime.v1.walk import walk
 
@@ -85,6 +85,7 @@ class GraphModelRunner(CPUModelRunner):
         assert self.draft_kv is not None
         self.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
+        self.drafter.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):

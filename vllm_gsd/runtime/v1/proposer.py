@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM
+from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, SHARED
 from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, GraphBatch, new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.core.verify import is_chain, path_to
@@ -15,6 +15,7 @@ from vllm_gsd.core.warmup import warm_up as compile_core
 from vllm_gsd.runtime.grammar import ProposedTree
 from vllm_gsd.runtime.measure import measure_costs
 from vllm_gsd.runtime.requests import fallback_reason
+from vllm_gsd.runtime.shared_suffixes import SharedSuffixes
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.v1.drafting import Drafter
 from vllm_gsd.runtime.v1.step import DraftTree, VerifyStep
@@ -28,6 +29,9 @@ GRAMMAR_CHOICE = 4
 CONTEXT = 32
 
 
+# Sources that metrics tell apart, besides grammars.
+SOURCES = {"native": NATIVE, "merged": MERGED, "ngram": NGRAM, "shared": SHARED}
+
 NO_NODES = DraftTree(*(np.zeros(0, kind) for kind in (np.int64, np.int32, np.int32, np.int8, np.bool_, np.float32)))
 
 
@@ -37,6 +41,7 @@ class Committed(NamedTuple):
     requests: np.ndarray  # int64 [num_graphs], places in the batch
     length: np.ndarray  # int64 [num_requests], committed tokens of each request of the batch
     max_depth: np.ndarray  # int64 [num_requests], deepest node worth verifying
+    grammar: np.ndarray  # bool [num_requests], whether a grammar chooses among the nodes
     token_ids: np.ndarray  # int32 [>= num_requests, max_model_len]
 
 
@@ -60,6 +65,10 @@ class GraphProposer:
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
         self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
         self.clock = StepClock(self.planner)
+        self.copies = not {"ngram", "shared"}.isdisjoint(self.config.sources)  # whether hypotheses come for free
+        self.shared = None
+        if "shared" in self.config.sources:
+            self.shared = SharedSuffixes(self.config.shared_responses)
         self.drafter = None
         if self.config.model is not None:
             self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
@@ -101,6 +110,13 @@ class GraphProposer:
         for request_id in request_ids:
             self.reasons.pop(request_id, None)
             self.trees.pop(request_id, None)
+            if self.shared is not None and request_id in self.runner.requests:
+                self.shared.finished(request_id, self.runner.requests[request_id])
+
+    def remember(self, cache_salts: dict[str, str]) -> None:
+        """New requests have these cache salts."""
+        if self.shared is not None:
+            self.shared.salts.update(cache_salts)
 
     def observe(self, step: VerifyStep, places: np.ndarray) -> None:
         """Learn what the target accepted of a step's graphs.
@@ -126,10 +142,11 @@ class GraphProposer:
             self.stats.drafted_depths[self.runner.input_batch.req_ids[request]] = int(step.depth[first:end].max())
             source = np.where(tree.via_merge, MERGED, NATIVE)
             source[tree.origin == ORIGIN_NGRAM] = NGRAM
+            source[tree.origin == ORIGIN_SHARED] = SHARED
             from_grammar = tree.origin[:count] == ORIGIN_GRAMMAR
             accepted = np.zeros(count, np.bool_)
             accepted[np.asarray(path, np.int64) - 1] = True
-            for name, index in (("native", NATIVE), ("merged", MERGED), ("ngram", NGRAM)):
+            for name, index in SOURCES.items():
                 counts[f"nodes_accepted_{name}"] += int((source[:count][accepted & ~from_grammar] == index).sum())
             counts["nodes_accepted_grammar"] += int((accepted & from_grammar).sum())
             columns = source[:count], tree.depth[:count], tree.survival[:count], accepted
@@ -163,8 +180,9 @@ class GraphProposer:
         speculates = np.array([self._speculates(request_id) for request_id in request_ids])
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        text = Committed(np.flatnonzero(wanted), length, max_depth, token_ids_cpu)
-        trees = self._grow(text) if "ngram" in self.config.sources else None
+        grammar = np.array([self._has_grammar(request_id) for request_id in request_ids])
+        text = Committed(np.flatnonzero(wanted), length, max_depth, grammar, token_ids_cpu)
+        trees = self._grow(text) if self.copies else None
         if self.drafter is not None:
             drafting = self._choose_drafting(text, trees, num_requests)
             known = np.where(sampled, length, self.runner.optimistic_seq_lens_cpu[:num_requests].numpy())
@@ -177,8 +195,8 @@ class GraphProposer:
         proposals: list[list[int]] = [[] for _ in range(num_requests)]
         if trees is not None:
             self._propose(proposals, text, trees)
-        for request in np.flatnonzero(wanted):
-            if request_ids[request] not in self.grammar_trees and self._has_grammar(request_ids[request]):
+        for request in np.flatnonzero(wanted & grammar):
+            if request_ids[request] not in self.grammar_trees:
                 self._offer_to_grammar(request, NO_NODES, 0, max_depth)  # it may force some
         return proposals
 
@@ -212,11 +230,11 @@ class GraphProposer:
         requests, graphs = text.requests, self.graphs
         most = np.minimum(trees.size, self.num_nodes)
         origin = np.take_along_axis(graphs.origin[: len(requests)], trees.node, axis=1)
-        copied = (origin == ORIGIN_NGRAM) & (np.arange(origin.shape[1]) < most[:, None])
+        copied = np.isin(origin, (ORIGIN_NGRAM, ORIGIN_SHARED)) & (np.arange(origin.shape[1]) < most[:, None])
         sizes = self.planner.choose(trees.value, most, text.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):
-            grammar = self._has_grammar(request_ids[request])
+            grammar = text.grammar[request]
             size = trees.size[row] if grammar else sizes[row]
             tree = DraftTree(
                 token=trees.token[row, :size],
@@ -251,23 +269,30 @@ class GraphProposer:
             drafted: bool [num_graphs], graphs that the draft model has a part in, None for none; ``hidden``: its hidden
                 states at their roots.
         """
-        request_ids = self.runner.input_batch.req_ids
         graphs = GraphBatch(*(array[: len(text.requests)] for array in self.graphs))
         length, max_depth = text.length[text.requests], text.max_depth[text.requests].astype(np.int32)
         for row, request in enumerate(text.requests):
             latest = text.token_ids[request, max(0, length[row] - CONTEXT) : length[row]]
             reset(graphs, row, latest.astype(np.int64))
-        choice = [GRAMMAR_CHOICE if self._has_grammar(request_ids[request]) else 1 for request in text.requests]
-        num_nodes = self.num_nodes * np.array(choice, np.int32)
+        choice = np.where(text.grammar[text.requests], GRAMMAR_CHOICE, 1).astype(np.int32)
+        num_nodes = self.num_nodes * choice
         if self.drafter is not None and drafted is not None:
             block_table = self.runner.input_batch.block_table[0]
             self.drafter.grow(graphs, drafted, text.requests, length, hidden, num_nodes, max_depth, block_table)
-        if "ngram" in self.config.sources:
+        if self.copies:
             deepest = np.minimum(max_depth, self.num_nodes)  # grammars roll back no further
             for row, request in enumerate(text.requests):
-                tokens, end = text.token_ids[request], int(length[row])
-                graft_ngrams(graphs, row, tokens, end, self.config.top_k, int(deepest[row]), MIN_NGRAM_MATCH)
+                self._copy(graphs, row, request, text.token_ids[request, : length[row]], int(deepest[row]))
         return flatten(graphs, num_nodes, max_depth, self.planner.calibration.factor)
+
+    def _copy(self, graphs: GraphBatch, row: int, request: int, text: np.ndarray, deepest: int) -> None:
+        """Graft what followed the end of the text (int32 [length]) earlier in it, and in other responses."""
+        if "ngram" in self.config.sources:
+            graft_ngrams(graphs, row, text, len(text), self.config.top_k, deepest, MIN_NGRAM_MATCH)
+        if self.shared is not None:
+            request_id = self.runner.input_batch.req_ids[request]
+            state = self.runner.requests[request_id]
+            self.shared.graft(graphs, row, request_id, state, text, self.num_nodes)
 
     def _has_grammar(self, request_id: str) -> bool:
         return self.runner.requests[request_id].sampling_params.structured_outputs is not None
