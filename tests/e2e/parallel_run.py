@@ -73,8 +73,6 @@ def main(job_path: str, result_path: str) -> None:
         **job["engine"],
     )
     graph = job["config"] is not None
-    if graph:
-        llm.collective_rpc(watch, args=(job["disturb"],))
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
 
     def answers(**more) -> list[list[int]]:
@@ -85,6 +83,8 @@ def main(job_path: str, result_path: str) -> None:
     result = {}
     if job["opt_out"]:
         result["plain_tokens"] = answers(extra_args={"gsd": False})
+    if graph:
+        llm.collective_rpc(watch, args=(job["disturb"],))
     result["tokens"] = answers()
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
