@@ -70,6 +70,9 @@ def processor(args: argparse.Namespace):
             "text": row["generated_text"],
             "tokens": row["num_generated_tokens"],
         },
+        # These two do next to nothing, and an engine may have all CPUs that the cluster declares.
+        preprocess_map_kwargs={"num_cpus": 0},
+        postprocess_map_kwargs={"num_cpus": 0},
     )
 
 

@@ -21,6 +21,8 @@ NODE = {
     **CLIENT,
     "RAY_worker_niceness": "0",  # Ray's workers are polite by default, and get nothing on a busy machine
     "RAY_memory_monitor_refresh_ms": "0",  # nor are they to be killed for what others need
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
 }
 
 
@@ -44,24 +46,28 @@ class RayCluster:
         """
         head = ["--head", f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self.folder}"]
         where = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
+        command = [RAY, "start", *where, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
         log = self.folder.with_name(f"{self.folder.name}-node-{len(self.nodes)}.log")
-        with log.open("wb") as stream:
-            node = subprocess.Popen(
-                [RAY, "start", *where, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **NODE, **environment},
-                start_new_session=True,
-            )
-        self.nodes.append(node)
-        self._wait(log)
-        return node
-
-    def _wait(self, log: Path) -> None:
         until = time.monotonic() + START_SECONDS
-        while "Ray runtime started" not in log.read_text():
-            assert self.nodes[-1].poll() is None and time.monotonic() < until, log.read_text()
-            time.sleep(0.2)
+        while True:
+            with log.open("wb") as stream:
+                node = subprocess.Popen(
+                    command,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **NODE, **environment},
+                    start_new_session=True,
+                )
+            self.nodes.append(node)
+            while "Ray runtime started" not in log.read_text():
+                if node.poll() is not None or time.monotonic() > until:
+                    break
+                time.sleep(0.2)
+            else:
+                return node
+            self.remove_node(node)
+            # Ray gives a node thirty seconds, which cannot be set: on a busy machine that is not enough.
+            assert "timed out during startup" in log.read_text() and time.monotonic() < until, log.read_text()
 
     def remove_node(self, node: subprocess.Popen) -> None:
         """Stop a node and everything that runs on it."""
@@ -82,14 +88,18 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def ray_cluster(nodes: int):
-    """A cluster of nodes with one CPU each, so that ranks are spread."""
+def ray_cluster(nodes: int, **environment: str):
+    """A cluster of nodes with one CPU each, so that ranks are spread.
+
+    Args:
+        environment: as for ``RayCluster.add_node``.
+    """
     # Ray puts sockets here, whose paths may have a hundred characters and no more: pytest's folders are too deep.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     cluster = RayCluster(f"127.0.0.1:{free_port()}", folder)
     try:
         for _ in range(nodes):
-            cluster.add_node()
+            cluster.add_node(**environment)
         yield cluster
     finally:
         cluster.close()

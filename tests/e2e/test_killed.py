@@ -80,7 +80,8 @@ def wait_until(gone, seconds: float):
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ray_cluster(nodes=2) as cluster:
+    """One node; who needs a second one adds it."""
+    with ray_cluster(nodes=1) as cluster:
         yield cluster
 
 
@@ -90,13 +91,41 @@ def job(tiny_pair):
     return {"target": str(tiny_pair.target), "config": config, "engine": {"tensor_parallel_size": 2}}
 
 
+def test_plugin_missing_on_a_node(job, cluster, tmp_path):
+    """The second node cannot import the plugin: it is named. (The first test here, as it needs the second node.)"""
+    (tmp_path / "broken/vllm_gsd").mkdir(parents=True)
+    (tmp_path / "broken/vllm_gsd/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'vllm_gsd'\")")
+    job["engine"]["distributed_executor_backend"] = "ray"
+    node = cluster.add_node(PYTHONPATH=str(tmp_path / "broken"))
+    try:
+        done = subprocess.run(
+            [sys.executable, PROGRAM, json.dumps(job)],
+            env={**os.environ, **ENVIRONMENT, **cluster.environment},
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+        )
+    finally:
+        cluster.remove_node(node)
+    assert done.returncode == 1
+    sentences = [line for line in done.stderr.splitlines() if "vllm-gsd" in line and "GSDConfigError" in line]
+    assert sentences, done.stderr
+    assert "The Ray node " in sentences[-1] and "cannot import vllm-gsd" in sentences[-1]
+    assert "install vllm-gsd" in sentences[-1]
+
+
 @pytest.mark.parametrize("attempt", range(KILLS))
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_killed_rank(job, backend, attempt, tmp_path, request):
-    environment = request.getfixturevalue("cluster").environment if backend == "ray" else {}
+    environment = {}
+    if backend == "ray":
+        cluster = request.getfixturevalue("cluster")
+        environment = cluster.environment
+        if len(cluster.nodes) == 1:
+            cluster.add_node()
     job["engine"]["distributed_executor_backend"] = backend
     with generating(job, tmp_path, environment) as program:
-        assert len(program.segments) > 2
+        assert program.segments
         os.kill(program.ranks[attempt % 2], signal.SIGKILL)
         code = program.process.wait(SECONDS)
         errors = (tmp_path / "errors").read_text()
@@ -110,24 +139,3 @@ def alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def test_plugin_missing_on_a_node(job, tmp_path):
-    """The second node cannot import the plugin: it is named, and nothing is left running."""
-    (tmp_path / "broken/vllm_gsd").mkdir(parents=True)
-    (tmp_path / "broken/vllm_gsd/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'vllm_gsd'\")")
-    job["engine"]["distributed_executor_backend"] = "ray"
-    with ray_cluster(nodes=1) as cluster:
-        cluster.add_node(PYTHONPATH=str(tmp_path / "broken"))
-        done = subprocess.run(
-            [sys.executable, PROGRAM, json.dumps(job)],
-            env={**os.environ, **ENVIRONMENT, **cluster.environment},
-            capture_output=True,
-            text=True,
-            timeout=START_SECONDS,
-        )
-    assert done.returncode == 1
-    sentences = [line for line in done.stderr.splitlines() if "vllm-gsd" in line and "GSDConfigError" in line]
-    assert sentences, done.stderr
-    assert "The Ray node " in sentences[-1] and "cannot import vllm-gsd" in sentences[-1]
-    assert "install vllm-gsd" in sentences[-1]

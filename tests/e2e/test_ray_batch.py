@@ -22,7 +22,8 @@ SECONDS = 400
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ray_cluster(nodes=1) as cluster:
+    # The engine is a child of an actor, and has the variables of the node.
+    with ray_cluster(nodes=1, VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="INFO") as cluster:
         yield cluster
 
 
@@ -54,8 +55,7 @@ def command(tiny_pair, tmp_path, random_prompts):
 
 def start(command, cluster, log: Path) -> subprocess.Popen:
     """The job's process, its own and the engine's log going to a file."""
-    environment = {**os.environ, **ENVIRONMENT, **cluster.environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    environment = {**os.environ, **ENVIRONMENT, **cluster.environment}
     with log.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
 
