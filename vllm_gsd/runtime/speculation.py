@@ -44,6 +44,9 @@ class Speculation:
         vllm_config: the engine's configuration; ours is in ``additional_config["gsd"]``.
     """
 
+    # Whether a grammar chooses among nodes before they have rows, and may add some.
+    asks_grammar = True
+
     def __init__(self, vllm_config):
         self.config = GSDConfig.model_validate(vllm_config.additional_config["gsd"], strict=False)
         self.stats = GraphStats()
@@ -90,8 +93,13 @@ class Speculation:
 
     def forget(self, request_ids) -> None:
         """Requests are finished."""
+        self.drop(request_ids)
         for request_id in request_ids:
             self.reasons.pop(request_id, None)
+
+    def drop(self, request_ids) -> None:
+        """What was proposed for these requests will not be verified."""
+        for request_id in request_ids:
             self.trees.pop(request_id, None)
 
     def observe(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, emitting: np.ndarray) -> None:
@@ -141,8 +149,7 @@ class Speculation:
         """
         request_ids, length, sampled = batch.request_ids, batch.length, batch.sampled
         num_requests = len(request_ids)
-        for request_id in request_ids:
-            self.trees.pop(request_id, None)
+        self.drop(request_ids)
         self.grammar_trees = {}  # only one rank's are ever taken
         max_depth = self._max_depth(batch)
         speculates = np.array([self._speculates(batch, request) for request in range(num_requests)])
@@ -163,7 +170,7 @@ class Speculation:
         if trees is not None:
             self._propose(proposals, text, trees)
         for request in np.flatnonzero(wanted):
-            if request_ids[request] not in self.grammar_trees and has_grammar(batch, request):
+            if request_ids[request] not in self.grammar_trees and self._asks_grammar(batch, request):
                 self._offer_to_grammar(batch, request, NO_NODES, 0, max_depth)  # it may force some
         return proposals
 
@@ -200,7 +207,7 @@ class Speculation:
         sizes = self.planner.choose(trees.value, most, batch.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):
-            grammar = has_grammar(batch, request)
+            grammar = self._asks_grammar(batch, request)
             size = trees.size[row] if grammar else sizes[row]
             tree = DraftTree(
                 token=trees.token[row, :size],
@@ -241,7 +248,7 @@ class Speculation:
         for row, line in enumerate(batch.token_rows[text.requests]):
             latest = batch.token_ids[line, max(0, length[row] - CONTEXT) : length[row]]
             reset(graphs, row, latest.astype(np.int64))
-        choice = [GRAMMAR_CHOICE if has_grammar(batch, request) else 1 for request in text.requests]
+        choice = [GRAMMAR_CHOICE if self._asks_grammar(batch, request) else 1 for request in text.requests]
         num_nodes = self.num_nodes * np.array(choice, np.int32)
         if self.drafter is not None and drafted is not None:
             self.drafter.grow(graphs, drafted, text.requests, hidden, num_nodes, max_depth, batch)
@@ -260,15 +267,14 @@ class Speculation:
     def _speculates(self, batch: DraftBatch, request: int) -> bool:
         request_id = batch.request_ids[request]
         if request_id not in self.reasons:
-            reason = self.fallback_reason(batch.requests[request])
+            reason = fallback_reason(batch.requests[request])
             self.reasons[request_id] = reason
             if reason is not None:
                 self.stats.fallbacks[reason] += 1
         return self.reasons[request_id] is None
 
-    def fallback_reason(self, request) -> str | None:
-        """Why a request is decoded without a graph, None if it goes on one."""
-        return fallback_reason(request)
+    def _asks_grammar(self, batch: DraftBatch, request: int) -> bool:
+        return self.asks_grammar and has_grammar(batch.requests[request])
 
     def _max_depth(self, batch: DraftBatch) -> np.ndarray:
         """Deepest node worth verifying for each request, int64: max_tokens and max_model_len end its text."""
@@ -291,6 +297,6 @@ def check_kv_groups(kv_cache_config) -> None:
         )
 
 
-def has_grammar(batch: DraftBatch, request: int) -> bool:
-    """Whether a request of the batch asks for structured output."""
-    return batch.requests[request].sampling_params.structured_outputs is not None
+def has_grammar(request) -> bool:
+    """Whether a runner's record of a request asks for structured output."""
+    return request.sampling_params.structured_outputs is not None

@@ -15,7 +15,7 @@ FEATURES = [
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 2},
     {"frequency_penalty": 0.8, "temperature": 1.0, "seed": 1, "logprobs": 2},
     {"logit_bias": {**dict.fromkeys(range(5, 40), 1.5), 7: -100.0}, "temperature": 1.0, "seed": 2},
-    {"min_tokens": 9, "stop_token_ids": list(range(5, 300)), "prompt_logprobs": 1},
+    {"min_tokens": 9, "stop_token_ids": list(range(5, 130)), "prompt_logprobs": 1},
 ]
 
 

@@ -14,6 +14,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
 from vllm_gsd.runtime.step import VerifyStep, lay_out
@@ -144,6 +145,13 @@ class GraphModelRunner(GPUModelRunner):
         if output is not None:
             setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculation.stats.take())
         return output
+
+    def take_draft_token_ids(self):
+        """See upstream; where nodes hang goes along for requests with structured output."""
+        drafts = super().take_draft_token_ids()
+        if drafts is not None and self.speculator.parents:
+            setattr(drafts, PARENTS_ATTRIBUTE, self.speculator.parents)
+        return drafts
 
 
 def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:
