@@ -104,10 +104,10 @@ def _translate_config() -> None:
         config = GSDConfig.load(value)
         check_engine_args(self, config)
         v2 = takes_v2(self)
-        self.speculative_config = {
-            **(SPECULATIVE_V2 if v2 else SPECULATIVE_V1),
-            "num_speculative_tokens": config.num_speculative_tokens,
-        }
+        nodes = config.num_speculative_tokens
+        if v2 and config.budget != "auto":
+            nodes = config.budget  # rows are scheduled whether there are nodes for them or not
+        self.speculative_config = {**(SPECULATIVE_V2 if v2 else SPECULATIVE_V1), "num_speculative_tokens": nodes}
         self.additional_config = {
             **(self.additional_config or {}),
             ADDITIONAL_KEY: config.model_dump(mode="json"),

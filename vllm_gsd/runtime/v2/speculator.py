@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -11,6 +12,8 @@ from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.speculation import Speculation, has_grammar
 from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.v2.texts import Texts
+
+logger = init_logger("vllm.gsd")
 
 
 class V2Speculation(Speculation):
@@ -40,6 +43,12 @@ class GraphSpeculator(BaseSpeculator):
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.texts = Texts(vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
         self.requests: dict[str, Any] = {}  # vLLM's ``NewRequestData``
+        if self.speculation.config.budget == "auto":
+            logger.info(
+                "gsd: with Model Runner V2 every level is drafted and %d nodes are verified; "
+                '"budget": "auto" does not choose fewer yet.',
+                self.num_rows,
+            )
         self.parents: dict[str, list[int]] = {}  # of the nodes proposed last, for requests with structured output
         self.block_tables: Any = None
         self.sampled: torch.Tensor | None = None  # int64 [num_requests, levels], by the step before
