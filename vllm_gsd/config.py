@@ -7,6 +7,7 @@ given and what is allowed: a user reads it at the end of a server's log.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import os
 from typing import Any, Literal
@@ -35,7 +36,7 @@ _PAPER = {"top_k": 4, "theta_prob": 0.2, "theta_sib": 0.3}
 _ALLOWED = {
     "method": '"gsd"',
     "model": "a path or hub id of a draft model, or null for none",
-    "sources": 'a list with one or both of "draft" and "ngram"',
+    "sources": 'a list with some of "draft", "ngram" and "shared"',
     "budget": '"auto" or a whole number from 1 to "num_speculative_tokens"',
     "draft_tensor_parallel_size": "a whole number of at least 1, or null for the target's",
     "draft_vocab_size": "a whole number of at least 32, or null for the draft's own",
@@ -63,6 +64,7 @@ class GSDConfig(BaseModel):
     theta_sib: float = Field(0.1, ge=0, le=1)
     merge_ngram: int = Field(2, ge=0, le=16)
     sources: tuple[Source, ...] = Field(default_factory=_default_sources)
+    shared_responses: int = Field(1000, ge=1, le=1_000_000)
     budget: int | Literal["auto"] = "auto"
     draft_tensor_parallel_size: int | None = Field(None, ge=1)
     draft_vocab_size: int | None = Field(None, ge=32)
@@ -103,12 +105,14 @@ class GSDConfig(BaseModel):
     @classmethod
     def _check_sources(cls, value: tuple[Source, ...]) -> tuple[Source, ...]:
         allowed = _ALLOWED["sources"]
-        if "shared" in value:
-            raise ValueError(f'"sources" has "shared", which is not implemented yet; give {allowed}')
         if not value:
             raise ValueError(f'"sources" is empty, but must be {allowed}')
         if len(set(value)) < len(value):
             raise ValueError(f'"sources" is {shown(value)}, but must name each source once')
+        if "shared" in value and importlib.util.find_spec("arctic_inference") is None:
+            raise ValueError(
+                '"sources" has "shared", which needs the package arctic-inference; install it or leave "shared" out'
+            )
         return value
 
     @model_validator(mode="after")

@@ -49,7 +49,7 @@ def build_adapter(folder: Path, target: Path, seed: int) -> Path:
 
 
 def generate_adapted(llm, prompts, params, adapters):
-    """In the engine's process: answers to prompts, each with its adapter (a folder, or None).
+    """In the engine's process: answers to prompts (token ids or vLLM's dicts), each with its adapter's folder or None.
 
     Args:
         params: a list of ``Params``.
@@ -60,7 +60,7 @@ def generate_adapted(llm, prompts, params, adapters):
     folders = sorted({folder for folder in adapters if folder})
     requests = {folder: LoRARequest(folder.name, 1 + int(folder.name[-1]), str(folder)) for folder in folders}
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt} for prompt in prompts],
         [one.build() for one in params],
         lora_request=[requests.get(folder) for folder in adapters],
         use_tqdm=False,

@@ -100,12 +100,12 @@ def prompts(random_prompts):
 
 
 @pytest.fixture(scope="module")
-def plain(start_engine):
-    """Plain vLLM on the tiny target."""
-    return start_engine(None)
+def plain(request, start_engine):
+    """Plain vLLM on the tiny target, with the engine arguments in the module's ``ENGINE``."""
+    return start_engine(None, **getattr(request.module, "ENGINE", {}))
 
 
 @pytest.fixture(scope="module")
-def gsd(start_engine):
-    """The tiny pair with the default config."""
-    return start_engine({})
+def gsd(request, start_engine):
+    """The tiny pair with the default config, and the same arguments."""
+    return start_engine({}, **getattr(request.module, "ENGINE", {}))

@@ -62,6 +62,16 @@ def test_killed_at_any_stage_it_goes_on(command, tmp_path, tiny_pair, start_engi
     assert graph.metrics()["gsd_nodes_verified"] > 0
 
 
+def test_goes_on_with_a_draft_in_the_time_given(command, tmp_path, tiny_pair):
+    size = command.index("--params")
+    command[size : size + 2] = ["--init", str(tiny_pair.draft), "--minutes", "0.05", "--no-engine"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads((tmp_path / "draft.work" / "steps.json").read_text())["steps"]
+    assert 1 <= steps < 40 * 39 // 16  # 40 passes over the answers take longer than a second
+    assert "trained on" in (tmp_path / "draft" / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [

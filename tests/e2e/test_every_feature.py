@@ -9,7 +9,7 @@ from engine_process import Answer, Params
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SEEDED = {"temperature": 0.7, "max_tokens": 40, "ignore_eos": True}
-PROCESSOR = {"logits_processors": ["custom_processor:NoStutterProcessor"]}
+ENGINE = {"logits_processors": ["custom_processor:NoStutterProcessor"]}
 # What a request asks for beside the keys above, sometimes by the greedy text that it would have otherwise.
 FEATURES = {
     "greedy": lambda free: GREEDY,
@@ -32,16 +32,6 @@ FEATURES = {
     "n": lambda free: {**SEEDED, "n": 3},
     "custom_processor": lambda free: {**GREEDY, "extra_args": {"no_stutter": 4}},
 }
-
-
-@pytest.fixture(scope="module")
-def plain(start_engine):
-    return start_engine(None, **PROCESSOR)
-
-
-@pytest.fixture(scope="module")
-def gsd(start_engine):
-    return start_engine({}, **PROCESSOR)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from engine_probes import forget_prefixes, state_at_rest
 from engine_process import Params
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "block_size": 32}
+ENGINE = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +22,6 @@ def all_adapters(tiny_pair, tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapters(all_adapters):
     return all_adapters[:2]
-
-
-@pytest.fixture(scope="module")
-def plain(start_engine):
-    return start_engine(None, **LORA)
-
-
-@pytest.fixture(scope="module")
-def gsd(start_engine):
-    return start_engine({}, **LORA)
 
 
 def ask(engine, prompts, params, adapters):

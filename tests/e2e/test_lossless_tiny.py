@@ -25,6 +25,7 @@ CONFIGS = {
     "both-sources": {"sources": ["draft", "ngram"]},
     "paper": {"preset": "paper"},
     "budget": {"budget": 4},
+    "trimmed-draft": {"draft_vocab_size": 200},
 }
 
 

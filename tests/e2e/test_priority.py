@@ -6,17 +6,7 @@ from engine_process import Params
 
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 # Eleven blocks of 32 tokens for requests that need up to four each.
-SCARCE = {"scheduling_policy": "priority", "block_size": 32, "num_gpu_blocks_override": 11, "max_model_len": 128}
-
-
-@pytest.fixture(scope="module")
-def plain(start_engine):
-    return start_engine(None, **SCARCE)
-
-
-@pytest.fixture(scope="module")
-def gsd(start_engine):
-    return start_engine({}, **SCARCE)
+ENGINE = {"scheduling_policy": "priority", "block_size": 32, "num_gpu_blocks_override": 11, "max_model_len": 128}
 
 
 @pytest.fixture(scope="module")

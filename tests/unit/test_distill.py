@@ -11,6 +11,7 @@ from vllm_gsd.distill import prompts, student
 from vllm_gsd.distill.generate import TOP
 from vllm_gsd.distill.train import Distillation, collate, count_parameters
 from vllm_gsd.distill.validate import agreement
+from vllm_gsd.prompt_file import PromptsError
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
@@ -52,11 +53,11 @@ class TestPrompts:
     def test_bad_files(self, tmp_path, text):
         file = tmp_path / "prompts.jsonl"
         file.write_text(text)
-        with pytest.raises(prompts.PromptsError, match=r"prompts\.jsonl"):
+        with pytest.raises(PromptsError, match=r"prompts\.jsonl"):
             prompts.from_file(file)
 
     def test_missing_file(self, tmp_path):
-        with pytest.raises(prompts.PromptsError, match="cannot be read"):
+        with pytest.raises(PromptsError, match="cannot be read"):
             prompts.from_file(tmp_path / "none")
 
 

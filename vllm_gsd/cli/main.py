@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from vllm_gsd.cli.bench import bench
+from vllm_gsd.cli.console import fail
+from vllm_gsd.cli.console import out as console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
-# Results go to stdout, everything else to stderr: `vllm-gsd models --json` is read by scripts.
-out = Console()
-err = Console(stderr=True)
+app.command()(bench)
 
 
 # With a callback typer keeps "models" a subcommand even while it is the only one.
@@ -47,7 +48,7 @@ def models(
     table = Table("role", "folder")
     for role, path in paths.items():
         table.add_row(role, path)
-    out.print(table)
+    console.print(table)
 
 
 @app.command()
@@ -82,10 +83,10 @@ def distill(
     ] = None,
 ) -> None:
     """Distil a draft from a target. Started again with the same options, it goes on where it stopped."""
-    from vllm_gsd.distill.prompts import PromptsError
     from vllm_gsd.distill.run import DistillError, Options
     from vllm_gsd.distill.run import distill as run
     from vllm_gsd.distill.student import StudentError
+    from vllm_gsd.prompt_file import PromptsError
 
     try:
         chosen = tuple(int(layer) for layer in layers.split(",")) if layers else ()
@@ -116,12 +117,6 @@ def distill(
     except ModuleNotFoundError as error:
         fail(f"Distilling needs the package {error.name} (pip install 'vllm-gsd[distill]').")
     typer.echo(json.dumps({"draft": str(out), **results}))
-
-
-def fail(sentence: str) -> NoReturn:
-    """End the command with one sentence on stderr and exit code 1."""
-    err.print(sentence, style="red", soft_wrap=True, highlight=False, markup=False)
-    raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Vocabulary (paper section 3; design in the README):
 
 * node 0 of every graph is its *root*, the last committed token of the request;
-* a *native* node was proposed by a source (draft model, n-grams) and may be expanded;
+* a *native* node was proposed by a source (draft model, n-grams, other responses) and may be expanded;
 * a *merged edge* says "this token continues as that existing node". It is stored as a node record of its
   own (it has a parent, a token and a probability) whose ``merged`` names the node whose children it shares.
 """
@@ -18,7 +18,8 @@ ORIGIN_ROOT = 0
 ORIGIN_DRAFT = 1
 ORIGIN_NGRAM = 2
 ORIGIN_GRAMMAR = 3
-NUM_ORIGINS = 4
+ORIGIN_SHARED = 4
+NUM_ORIGINS = 5
 
 NONE = -1
 

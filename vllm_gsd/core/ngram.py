@@ -1,9 +1,9 @@
-"""Hypotheses from the request's own text: what followed the last tokens when they occurred before."""
+"""Hypotheses from texts: what followed the request's last tokens when they occurred before, in its own or in others."""
 
 import numba
 import numpy as np
 
-from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, insert_path
+from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, add_child, find_child, insert_path
 
 # Longest suffix of the text that is compared; beyond it a match is as sure as it gets.
 MAX_MATCH = 8
@@ -74,4 +74,31 @@ def graft_ngrams(graphs, row, text, length, max_matches, max_depth, min_match):
     return count
 
 
-__all__ = ["MAX_MATCH", "NONE", "graft_ngrams", "longest_matches"]
+@numba.njit(cache=True)
+def graft_tree(graphs, row, tokens, parents, shares, matched, origin):
+    """Insert what a suffix tree knows to have followed the text; nodes that exist already are shared, not repeated.
+
+    Args:
+        graphs, row: GraphBatch and the graph in it.
+        tokens, parents: int64 / int32 [n], token of each node and place of its parent in the list, NONE for children of
+            the root; parents come first.
+        shares: float32 [n], of the occurrences of the suffix, how many went on along the node's whole path.
+        matched: tokens that matched; a continuation is as sure as an n-gram's of the own text.
+        origin: ORIGIN_* of the nodes.
+    """
+    nodes = np.full(len(tokens), NONE, np.int32)
+    for i in range(len(tokens)):
+        above, before = 0, np.float32(1.0)
+        if parents[i] != NONE:
+            above, before = nodes[parents[i]], shares[parents[i]]
+        if above == NONE:
+            continue  # the graph was full
+        child = find_child(graphs, row, above, tokens[i])
+        if child == NONE:
+            sure = MATCH_PROB[min(MAX_MATCH, matched + graphs.depth[row, above])]
+            child = add_child(graphs, row, above, tokens[i], sure * shares[i] / before, origin)
+        if child != NONE:
+            nodes[i] = child if graphs.merged[row, child] == NONE else graphs.merged[row, child]
+
+
+__all__ = ["MAX_MATCH", "NONE", "graft_ngrams", "graft_tree", "longest_matches"]

@@ -4,9 +4,9 @@ import numpy as np
 
 from vllm_gsd.core.draft_level import level_rows, new_draft_slots
 from vllm_gsd.core.flatten import ancestor_masks, flatten
-from vllm_gsd.core.graph import new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset
 from vllm_gsd.core.growth import add_candidates, next_frontier
-from vllm_gsd.core.ngram import graft_ngrams
+from vllm_gsd.core.ngram import graft_ngrams, graft_tree
 from vllm_gsd.core.verify import is_chain, path_to, step_into
 
 
@@ -25,6 +25,7 @@ def warm_up() -> None:
     token, depth, slot = np.empty(rows, np.int64), np.empty(rows, np.int32), np.empty(rows, np.int32)
     level_rows(graphs, slots, frontier, ones, token, depth, slot, np.empty((rows, 1), np.int64))
     graft_ngrams(graphs, 0, np.stack([text])[0], len(text), 2, 2, 1)
+    graft_tree(graphs, 0, tokens[0], np.array([-1, 0], np.int32), probs[0], 2, ORIGIN_SHARED)
     trees = flatten(graphs, nodes, nodes)
     starts = np.array([0, trees.size[0] + 1], np.int32)
     parent = np.concatenate([[-1], trees.parent[0, : trees.size[0]] + 1]).astype(np.int32)

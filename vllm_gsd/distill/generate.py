@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gsd.distill.prompts import Chat
+from vllm_gsd.prompt_file import Chat
 
 if TYPE_CHECKING:
     from vllm import LLM

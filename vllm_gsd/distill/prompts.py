@@ -13,18 +13,13 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-Chat = list[dict[str, str]]
+from vllm_gsd.prompt_file import Chat, read_requests
 
 TEMPLATES = Path(__file__).parent / "templates.json"
 _SLOT = re.compile(r"\{(\w+)\}")
 # The share of second-round requests that go on with the first round's chat rather than quote its answer.
 FOLLOW_UPS = 0.15
-
-
-class PromptsError(ValueError):
-    """The prompt file cannot be used; the message is one sentence."""
 
 
 def first_round(count: int, seed: int) -> list[Chat]:
@@ -54,39 +49,8 @@ def second_round(count: int, seed: int, answered: list[tuple[Chat, str]]) -> lis
 
 
 def from_file(path: Path) -> list[Chat]:
-    """Requests of a file with one JSON object a line: ``turns`` (Spec-Bench), ``messages`` or ``prompt``.
-
-    Raises:
-        PromptsError: the file is missing, empty, or a line is none of these.
-    """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptsError(f"The prompt file {str(path)!r} cannot be read ({error}).") from error
-    chats = [_chat(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not chats:
-        raise PromptsError(f"The prompt file {str(path)!r} has no prompts.")
-    return chats
-
-
-def _chat(line: str, number: int, path: Path) -> Chat:
-    try:
-        row: Any = json.loads(line)
-    except ValueError:
-        row = None
-    if isinstance(row, dict):
-        match row:
-            case {"messages": [*messages]} if messages and all(_is_message(message) for message in messages):
-                return messages
-            case {"turns": [str(text), *_]} | {"prompt": str(text)}:
-                return [{"role": "user", "content": text}]
-    raise PromptsError(
-        f'Line {number} of {str(path)!r} is no JSON object with "prompt", "turns" or "messages" of roles and contents.'
-    )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    """Requests of a prompt file; raises ``PromptsError`` as ``read_requests`` does."""
+    return [request.chat for request in read_requests(path)]
 
 
 def _distinct(count: int, requests: Iterator[Chat]) -> list[Chat]:

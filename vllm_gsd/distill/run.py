@@ -30,6 +30,8 @@ ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.4
 SECOND_ROUND = 0.5
 # Every so many-th answer is kept back, and prompts of that many are decoded in the real engine.
 HELD_OUT, ENGINE_PROMPTS = 40, 12
+# Share of the target that a student reads a level where no size is asked for.
+DEFAULT_COST = 0.04
 # Memory for the target's KV cache while it answers.
 KV_CACHE_GIB = 3.0
 
@@ -71,7 +73,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     """
     _check(options, out, work)
     config = student.target_config(Path(options.target))
-    shape = _shape(options, config)  # refused before anything is generated
+    shape = None if options.init is not None else _shape(options, config)  # refused before anything is generated
     files = _in_own_process(make_answers, options, work)
     logger.info("answers are in %d files; making the student", len(files))
     from vllm_gsd.distill.train import load_answers
@@ -110,9 +112,8 @@ def _check(options: Options, out: Path, work: Path) -> None:
 def _shape(options: Options, config: dict[str, Any]) -> student.Shape:
     if options.layers:
         return student.layers_shape(config, options.layers, options.vocab_size)
-    if options.params is None and options.cost is None:
-        return student.choose_shape(config, None, 0.04, options.vocab_size)
-    return student.choose_shape(config, options.params, options.cost, options.vocab_size)
+    cost = DEFAULT_COST if options.params is None and options.cost is None else options.cost
+    return student.choose_shape(config, options.params, cost, options.vocab_size)
 
 
 # --- stages -----------------------------------------------------------------------------------------
@@ -170,7 +171,9 @@ def _planned_answers(options: Options, work: Path, answer) -> int:
     return int(json.loads(plan.read_text())["answers"])
 
 
-def _make_start(options: Options, config: dict[str, Any], shape: student.Shape, data: Dataset, start: Path) -> None:
+def _make_start(
+    options: Options, config: dict[str, Any], shape: student.Shape | None, data: Dataset, start: Path
+) -> None:
     counts = np.zeros(config["vocab_size"])
     for row in data:
         np.add.at(counts, row["input_ids"][int(row["prompt_len"]) :], 1)
@@ -178,10 +181,10 @@ def _make_start(options: Options, config: dict[str, Any], shape: student.Shape, 
     ranking = student.rank_tokens(counts, ends if isinstance(ends, list) else [ends] if ends is not None else [])
     making = start.with_suffix(".partial")
     shutil.rmtree(making, ignore_errors=True)
-    if options.init is None:
+    if shape is not None:
         student.make_student(Path(options.target), making, shape, ranking, options.seed)
     else:
-        shutil.copytree(options.init, making)
+        shutil.copytree(str(options.init), making)
         student.write_draft_vocab(making, ranking[: options.vocab_size])
     making.rename(start)
 

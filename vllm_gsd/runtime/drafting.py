@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import NATIVE
+from vllm_gsd.core.calibration import MERGED, NATIVE, OFF_BELOW
 from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
 from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
@@ -100,6 +100,7 @@ class Drafter:
         root_hidden: torch.Tensor,
         num_nodes: np.ndarray,
         max_depth: np.ndarray,
+        trust: np.ndarray,
         batch: DraftBatch,
     ) -> None:
         """Grow the graphs of a batch level by level, as far as it pays.
@@ -108,8 +109,9 @@ class Drafter:
             graphs: one graph per request of ``requests``, lone roots.
             drafted: bool [num_graphs], graphs to grow.
             requests: int64 [num_graphs], places in the batch.
-            root_hidden: [sum(drafted), hidden], the draft's after each root.
+            root_hidden: [sum(drafted), hidden], the draft's at each root.
             num_nodes, max_depth: int32 / int64 [num_graphs], limits of each graph.
+            trust: of ``SourceTrust``, float32 [num_graphs, sources].
         """
         config = self.config
         count = len(requests)
@@ -122,6 +124,7 @@ class Drafter:
         block_rows = batch.block_table[torch.from_numpy(requests)]
         room = np.minimum(self.max_slots, batch.capacity[requests] - length)
         deepest = np.minimum(max_depth, self.max_positions - length)
+        merge_ngram = np.where(trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
         hidden = root_hidden
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.copy()
@@ -135,7 +138,7 @@ class Drafter:
                 probs,
                 num_nodes,
                 config.theta_sib,
-                config.merge_ngram,
+                merge_ngram,
             )
             self.stats.counts["nodes_added"] += counts.added
             self.stats.counts["nodes_merged"] += counts.merged
@@ -147,7 +150,8 @@ class Drafter:
             rows = np.repeat(np.arange(count), frontier_len)
             nodes = frontier[np.arange(frontier.shape[1]) < frontier_len[:, None]]
             depth, survival = graphs.depth[rows, nodes], graphs.survival[rows, nodes]
-            if not self.planner.wants_level(self.planner.calibration.value(NATIVE, depth, survival)):
+            chances = self.planner.calibration.value(NATIVE, depth, survival) * trust[rows, NATIVE]
+            if not self.planner.wants_level(np.minimum(chances, 1.0)):
                 break
             hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_rows, batch.block_size)
 

@@ -21,6 +21,8 @@ from vllm_gsd.runtime.grammar import (
 )
 from vllm_gsd.runtime.metrics import STATS_KEY
 
+# Attribute of SchedulerOutput: cache salts of requests that are new to the workers and have one.
+SALTS_ATTRIBUTE = "gsd_cache_salts"
 # Attribute of ModelRunnerOutput under which the worker sends GraphStats.take().
 OUTPUT_ATTRIBUTE = "gsd_stats"
 
@@ -76,12 +78,14 @@ class GraphScheduling(Scheduler):
         return tokens
 
     def schedule(self, *args, **kwargs):
-        """See upstream; tells the workers which nodes were kept."""
+        """See upstream; tells the workers which nodes were kept, and cache salts."""
         output = super().schedule(*args, **kwargs)
         for request_id in output.finished_req_ids:
             self.kept.pop(request_id, None)
         scheduled = output.scheduled_spec_decode_tokens
         setattr(output, KEPT_ATTRIBUTE, {i: self.kept[i] for i in scheduled if i in self.kept})
+        new = [request.req_id for request in output.scheduled_new_reqs]
+        setattr(output, SALTS_ATTRIBUTE, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
         return output
 
     def get_grammar_bitmask(self, scheduler_output) -> GrammarOutput | None:

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM
+from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
 from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, GraphBatch, new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.core.verify import is_chain, path_to
@@ -18,6 +18,7 @@ from vllm_gsd.runtime.draft_tree import NO_NODES, DraftTree
 from vllm_gsd.runtime.drafting import Drafter
 from vllm_gsd.runtime.grammar import ProposedTree
 from vllm_gsd.runtime.requests import fallback_reason
+from vllm_gsd.runtime.shared_suffixes import SharedSuffixes
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.step import VerifyStep
 
@@ -27,6 +28,8 @@ MIN_NGRAM_MATCH = 2
 GRAMMAR_CHOICE = 4
 # Committed tokens that merging may look back on, root included.
 CONTEXT = 32
+# Sources that metrics tell apart, besides grammars.
+SOURCES = {"native": NATIVE, "merged": MERGED, "ngram": NGRAM, "shared": SHARED}
 
 
 class Committed(NamedTuple):
@@ -34,6 +37,7 @@ class Committed(NamedTuple):
 
     requests: np.ndarray  # int64 [num_graphs], places in the batch
     max_depth: np.ndarray  # int64 [num_requests], deepest node worth verifying
+    grammar: np.ndarray  # bool [num_requests], whether a grammar chooses among the nodes
     batch: DraftBatch
 
 
@@ -60,6 +64,11 @@ class Speculation:
         capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
         self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
+        self.trust = SourceTrust()
+        self.copies = not {"ngram", "shared"}.isdisjoint(self.config.sources)  # whether hypotheses come for free
+        self.shared = None
+        if "shared" in self.config.sources:
+            self.shared = SharedSuffixes(self.config.shared_responses)
         self.drafter = None
         if self.config.model is not None:
             self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
@@ -96,6 +105,7 @@ class Speculation:
         self.drop(request_ids)
         for request_id in request_ids:
             self.reasons.pop(request_id, None)
+            self.trust.forget(request_id)
 
     def drop(self, request_ids) -> None:
         """What was proposed for these requests will not be verified."""
@@ -128,14 +138,18 @@ class Speculation:
             self.stats.drafted_depths[request_ids[request]] = int(step.depth[first:end].max())
             source = np.where(tree.via_merge, MERGED, NATIVE)
             source[tree.origin == ORIGIN_NGRAM] = NGRAM
+            source[tree.origin == ORIGIN_SHARED] = SHARED
             from_grammar = tree.origin[:count] == ORIGIN_GRAMMAR
             accepted = np.zeros(count, np.bool_)
             accepted[np.asarray(path, np.int64) - 1] = True
-            for name, index in (("native", NATIVE), ("merged", MERGED), ("ngram", NGRAM)):
+            for name, index in SOURCES.items():
                 counts[f"nodes_accepted_{name}"] += int((source[:count][accepted & ~from_grammar] == index).sum())
             counts["nodes_accepted_grammar"] += int((accepted & from_grammar).sum())
             columns = source[:count], tree.depth[:count], tree.survival[:count], accepted
             verified.append(tuple(column[~from_grammar] for column in columns))
+            own_source, depth, survival, taken = verified[-1]
+            chance = self.planner.calibration.value(own_source, depth, survival)
+            self.trust.observe(request_ids[request], own_source, chance, taken)
         if verified:
             self.planner.calibration.observe(*(np.concatenate(column) for column in zip(*verified, strict=True)))
 
@@ -155,8 +169,9 @@ class Speculation:
         speculates = np.array([self._speculates(batch, request) for request in range(num_requests)])
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        text = Committed(np.flatnonzero(wanted), max_depth, batch)
-        trees = self._grow(text) if "ngram" in self.config.sources else None
+        grammar = np.array([self.asks_grammar and has_grammar(request) for request in batch.requests])
+        text = Committed(np.flatnonzero(wanted), max_depth, grammar, batch)
+        trees = self._grow(text) if self.copies else None
         if self.drafter is not None:
             assert self.draft_kv is not None
             drafting = self._choose_drafting(text, trees, num_requests)
@@ -169,8 +184,8 @@ class Speculation:
         proposals = [NO_NODES] * num_requests
         if trees is not None:
             self._propose(proposals, text, trees)
-        for request in np.flatnonzero(wanted):
-            if request_ids[request] not in self.grammar_trees and self._asks_grammar(batch, request):
+        for request in np.flatnonzero(wanted & grammar):
+            if request_ids[request] not in self.grammar_trees:
                 self._offer_to_grammar(batch, request, NO_NODES, 0, max_depth)  # it may force some
         return proposals
 
@@ -203,11 +218,11 @@ class Speculation:
         batch, requests, graphs = text.batch, text.requests, self.graphs
         most = np.minimum(trees.size, self.num_nodes)
         origin = np.take_along_axis(graphs.origin[: len(requests)], trees.node, axis=1)
-        copied = (origin == ORIGIN_NGRAM) & (np.arange(origin.shape[1]) < most[:, None])
+        copied = np.isin(origin, (ORIGIN_NGRAM, ORIGIN_SHARED)) & (np.arange(origin.shape[1]) < most[:, None])
         sizes = self.planner.choose(trees.value, most, batch.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):
-            grammar = self._asks_grammar(batch, request)
+            grammar = text.grammar[request]
             size = trees.size[row] if grammar else sizes[row]
             tree = DraftTree(
                 token=trees.token[row, :size],
@@ -248,16 +263,25 @@ class Speculation:
         for row, line in enumerate(batch.token_rows[text.requests]):
             latest = batch.token_ids[line, max(0, length[row] - CONTEXT) : length[row]]
             reset(graphs, row, latest.astype(np.int64))
-        choice = [GRAMMAR_CHOICE if self._asks_grammar(batch, request) else 1 for request in text.requests]
-        num_nodes = self.num_nodes * np.array(choice, np.int32)
+        choice = np.where(text.grammar[text.requests], GRAMMAR_CHOICE, 1).astype(np.int32)
+        num_nodes = self.num_nodes * choice
+        trust = self.trust.of([batch.request_ids[request] for request in text.requests])
         if self.drafter is not None and drafted is not None:
-            self.drafter.grow(graphs, drafted, text.requests, hidden, num_nodes, max_depth, batch)
-        if "ngram" in self.config.sources:
+            self.drafter.grow(graphs, drafted, text.requests, hidden, num_nodes, max_depth, trust, batch)
+        if self.copies:
             deepest = np.minimum(max_depth, self.num_nodes)  # grammars roll back no further
-            for row, line in enumerate(batch.token_rows[text.requests]):
-                tokens, end = batch.token_ids[line], int(length[row])
-                graft_ngrams(graphs, row, tokens, end, self.config.top_k, int(deepest[row]), MIN_NGRAM_MATCH)
-        return flatten(graphs, num_nodes, max_depth, self.planner.calibration.factor)
+            for row, request in enumerate(text.requests):
+                self._copy(graphs, row, batch, request, int(deepest[row]), trust[row])
+        return flatten(graphs, num_nodes, max_depth, self.planner.calibration.factor, trust)
+
+    def _copy(self, graphs: GraphBatch, row: int, batch: DraftBatch, request: int, deepest: int, trust) -> None:
+        """Graft what followed the end of a request's text earlier in it, and in other responses."""
+        text = batch.token_ids[batch.token_rows[request], : batch.length[request]]
+        if "ngram" in self.config.sources and trust[NGRAM] >= OFF_BELOW:
+            graft_ngrams(graphs, row, text, len(text), self.config.top_k, deepest, MIN_NGRAM_MATCH)
+        if self.shared is not None and trust[SHARED] >= OFF_BELOW:
+            record = batch.requests[request]
+            self.shared.graft(graphs, row, batch.request_ids[request], record.lora_request, text, self.num_nodes)
 
     def take_grammar_trees(self) -> dict[str, ProposedTree]:
         """Graphs proposed for requests with structured output since the last call."""
@@ -272,9 +296,6 @@ class Speculation:
             if reason is not None:
                 self.stats.fallbacks[reason] += 1
         return self.reasons[request_id] is None
-
-    def _asks_grammar(self, batch: DraftBatch, request: int) -> bool:
-        return self.asks_grammar and has_grammar(batch.requests[request])
 
     def _max_depth(self, batch: DraftBatch) -> np.ndarray:
         """Deepest node worth verifying for each request, int64: max_tokens and max_model_len end its text."""

@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilat
 
 from vllm_gsd.core.verify import path_to
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
-from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE
+from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import check_kv_groups
 from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.target_kv import TargetKV
@@ -71,6 +71,7 @@ class GraphModelRunner(CPUModelRunner):
         assert self.drafter.draft_kv is not None
         self.drafter.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
+        self.drafter.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):

@@ -26,6 +26,19 @@ class GraphProposer(Speculation):
             with self.runner.maybe_setup_dummy_loras(self.runner.lora_config):
                 self.planner.costs = measure_costs(self.runner, self.drafter)
 
+    def forget(self, request_ids) -> None:
+        """Requests are finished; the runner still has their records."""
+        for request_id in request_ids:
+            record = self.runner.requests.get(request_id)
+            if self.shared is not None and record is not None:
+                self.shared.finished(request_id, record.lora_request, record.output_token_ids)
+        super().forget(request_ids)
+
+    def remember(self, cache_salts: dict[str, str]) -> None:
+        """New requests have these cache salts."""
+        if self.shared is not None:
+            self.shared.salts.update(cache_salts)
+
     def propose(  # type: ignore[override]
         self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None
     ) -> list[list[int]]:

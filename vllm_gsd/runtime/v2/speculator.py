@@ -43,6 +43,7 @@ class GraphSpeculator(BaseSpeculator):
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.texts = Texts(vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
         self.requests: dict[str, Any] = {}  # vLLM's ``NewRequestData``
+        self.slots: dict[str, int] = {}
         if self.speculation.config.budget == "auto":
             logger.info(
                 "gsd: with Model Runner V2 every level is drafted and %d nodes are verified; "
@@ -73,14 +74,28 @@ class GraphSpeculator(BaseSpeculator):
             request: upstream's ``NewRequestData``.
         """
         self.requests[request.req_id] = request
+        self.slots[request.req_id] = slot
         self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
 
     def forget(self, request_ids) -> None:
-        """Requests are finished."""
+        """Requests are finished; their slots are nobody else's yet."""
+        shared = self.speculation.shared
         for request_id in request_ids:
-            self.requests.pop(request_id, None)
+            record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
+            if shared is not None and record is not None and slot is not None:
+                shared.finished(request_id, record.lora_request, self.texts.output(slot))
         self.speculation.forget(request_ids)
+
+    def preempt(self, request_ids) -> None:
+        """Requests have to start again; their slots may be given to others."""
+        for request_id in request_ids:
+            self.slots.pop(request_id, None)
+
+    def remember(self, cache_salts: dict[str, str]) -> None:
+        """New requests have these cache salts."""
+        if self.speculation.shared is not None:
+            self.speculation.shared.salts.update(cache_salts)
 
     @torch.inference_mode()
     def propose(

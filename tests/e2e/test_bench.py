@@ -1,0 +1,114 @@
+"""``vllm-gsd bench`` on the tiny pair: every method takes its turns, and JSON, pictures and a page come out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]
+
+
+@pytest.fixture
+def command(tiny_pair, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [
+        {"turns": [" ".join(f"w{(7 * i + j) % 500}" for j in range(12))], "category": ("one", "two")[i % 2]}
+        for i in range(4)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    return [
+        *VLLM_GSD, "bench", str(prompts), "--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft),
+        "--out", str(tmp_path / "out"), "--max-tokens", "12", "--max-model-len", "256", "--dtype", "float32",
+        "--modes", "eager", "--engine-args", '{"kv_cache_memory_bytes": 67108864}', "--choose-with", "2",
+    ]  # fmt: skip
+
+
+def test_all_methods(command, tmp_path):
+    methods = "plain,draft_model,ngram,suffix,gsd,gsd-tree,gsd-chain"
+    command += ["--methods", methods, "--chain-lengths", "1,2", "--batch-sizes", "1,3", "--repeats", "2"]
+    done = subprocess.run([*command, "--gsd", '{"budget": 8}'], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(Path(files["report"]).read_text())
+    ran = [method for method in methods.split(",") if method not in report["skipped"]]
+    assert set(report["skipped"]) <= {"suffix"}
+    assert list(report["batches"]) == ["1", "3"]
+    for rows in report["batches"].values():
+        assert list(rows) == ran
+        for method, row in rows.items():
+            speed = row["tokens_per_second"]
+            assert 0 < speed["min"] <= speed["median"] <= speed["max"]
+            assert row["ttft_ms"]["median"] > 0
+            assert row["tpot_ms"]["median"] > 0
+            assert row["peak_mb"] > 0
+            assert row["ratio_to_plain"]["median"] > 0
+            parts = row["step_parts_ms"]
+            assert sum(parts.values()) == pytest.approx(row["step_ms"], rel=0.1)
+            assert parts["target forward"] > 0
+            assert parts["attention"] > 0
+            assert parts["scheduler"] > 0
+            if method in ("plain", "ngram"):
+                assert row["tokens_per_step"]["median"] >= 1
+            else:
+                assert row["tokens_per_step"]["median"] > 1.1
+                assert parts["draft"] > 0
+                assert row["acceptance_by_depth"][0] > 0.1
+            assert bool(row["tried"]) == (method in ("draft_model", "ngram"))
+        assert rows["plain"]["ratio_to_plain"]["max"] == rows["plain"]["tokens_per_step"]["max"] == 1
+        assert rows["gsd"]["tokens_per_step"]["median"] > rows["gsd-chain"]["tokens_per_step"]["median"]
+        assert rows["gsd-tree"]["step_parts_ms"]["compaction"] > 0
+    assert set(report["categories"]) == {"one", "two"}
+    assert set(report["categories"]["one"]) == set(ran)
+    page = Path(files["page"]).read_text()
+    for name in ("speed-up-over-batch-size", "step-breakdown", "acceptance-by-depth", "speed-up-by-category"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count("data:image/png") == 4
+    assert "draft_model K=" in page
+
+
+def test_apart_with_analyses(command, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from vllm_gsd.bench import analyses
+    from vllm_gsd.cli.main import app
+
+    monkeypatch.setattr(analyses, "ABLATIONS", {"top_k": [1, 3], "merge_ngram": [0, 2]})
+    monkeypatch.setattr(analyses, "BASE", {**analyses.BASE, "top_k": 3})
+    command += ["--methods", "plain,gsd", "--repeats", "1", "--apart", "--analyses"]
+    done = CliRunner().invoke(app, command[1:])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "bench.json").read_text())
+    rows = report["analyses"]["ablations"]["top_k"]
+    assert [row["value"] for row in rows] == [1, 3]
+    assert rows[0]["tokens_per_step"] < rows[1]["tokens_per_step"]
+    assert rows[0]["drafted_per_accepted"] < rows[1]["drafted_per_accepted"]
+    assert report["analyses"]["recurring_ngrams"].keys() == {"2"}
+    assert (tmp_path / "out" / "re-occurring-n-grams.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--methods", "plain,eagle"], '"eagle" is no method of the comparison'),
+        (["--modes", "fast"], '--modes has "fast"'),
+        (["--batch-sizes", "0"], '--batch-sizes is "0"'),
+        (["--chain-lengths", "a"], '--chain-lengths is "a"'),
+        (["--gsd", "[]"], "--gsd is '[]'"),
+        (["--methods", "plain", "--engine-args", '{"max_model_len": -5}'], "The engine of 'plain eager' died"),
+        (["--methods", "gsd", "--gsd", '{"top_q": 3}'], '"top_q" is not one of the keys'),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(command, extra, sentence):
+    done = subprocess.run([*command, *extra], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert sentence in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_prompt_file(tmp_path):
+    done = subprocess.run([*VLLM_GSD, "bench", str(tmp_path / "none.jsonl")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "cannot be read" in done.stderr

@@ -1,0 +1,110 @@
+"""The index over finished responses: what it finds, what it forgets, and who may see what."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_gsd.config import GSDConfig, GSDConfigError
+from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset
+from vllm_gsd.core.ngram import MATCH_PROB, graft_tree
+
+pytest.importorskip("arctic_inference")
+from vllm_gsd.runtime.shared_suffixes import READER, SharedSuffixes
+
+
+def lora(adapter):
+    return adapter and SimpleNamespace(lora_int_id=1, lora_name=adapter, lora_path=f"/{adapter}")
+
+
+def finish(shared, request_id, response, adapter=None):
+    shared.finished(request_id, lora(adapter), response)
+
+
+def paths(graphs):
+    """Token paths of a graph's leaves with the last node's survival."""
+    found = {}
+    for node in range(1, graphs.size[0]):
+        path, above = [], node
+        while above != 0:
+            path.append(int(graphs.token[0, above]))
+            above = graphs.parent[0, above]
+        found[tuple(path[::-1])] = float(graphs.survival[0, node])
+    return found
+
+
+def grafted(shared, text, adapter=None):
+    graphs = new_graphs(1, 64)
+    reset(graphs, 0, np.array(text, np.int64))
+    shared.graft(graphs, 0, "r", lora(adapter), np.array(text, np.int32), 16)
+    assert (graphs.origin[0, 1 : graphs.size[0]] == ORIGIN_SHARED).all()
+    return paths(graphs)
+
+
+def test_finds_what_followed():
+    shared = SharedSuffixes(10)
+    finish(shared, "a", [1, 2, 3, 4, 5])
+    finish(shared, "b", [9, 2, 3, 4, 6])
+    found = grafted(shared, [7, 2, 3])
+    assert set(found) == {(4,), (4, 5), (4, 6)}
+    assert found[(4,)] == pytest.approx(MATCH_PROB[2])
+    assert found[(4, 5)] == pytest.approx(MATCH_PROB[2] * MATCH_PROB[3] / 2)
+
+
+def test_finds_nothing_that_never_followed():
+    shared = SharedSuffixes(10)
+    finish(shared, "a", [1, 2, 3, 4, 5])
+    assert grafted(shared, [7, 7, 7]) == {}
+    assert grafted(shared, [7, 4, 5]) == {}
+
+
+def test_empty_and_placeholder_tokens_are_not_kept():
+    shared = SharedSuffixes(10)
+    finish(shared, "a", [])
+    finish(shared, "b", [-1, -1, 5])
+    assert not shared.caches
+
+
+def test_adapters_and_salts_are_kept_apart():
+    shared = SharedSuffixes(10)
+    shared.salts["a"] = "mine"
+    finish(shared, "a", [1, 2, 3, 4])
+    finish(shared, "b", [1, 2, 3, 5])
+    finish(shared, "c", [1, 2, 3, 6], "tuned")
+    assert set(grafted(shared, [1, 2, 3])) == {(5,)}
+    assert set(grafted(shared, [1, 2, 3], adapter="tuned")) == {(6,)}
+    assert grafted(shared, [1, 2, 3], adapter="other") == {}
+    shared.salts["r"] = "mine"
+    assert set(grafted(shared, [1, 2, 3])) == {(4,)}
+    shared.salts["r"] = "yours"
+    assert grafted(shared, [1, 2, 3]) == {}
+    assert "a" not in shared.salts
+
+
+def test_the_oldest_leave_first_over_all_readers():
+    shared = SharedSuffixes(3)
+    shared.salts["0"] = "mine"
+    for number in range(6):
+        finish(shared, str(number), [10 * number + i for i in range(5)])
+    assert grafted(shared, [20, 21]) == {}
+    assert set(grafted(shared, [30, 31])) == {(32,), (32, 33), (32, 33, 34)}
+    assert len(shared.kept) == 3
+    assert list(shared.caches) == [(None, None)]
+    assert len(shared.caches[None, None].cached_requests) == 4  # and the reader
+    assert READER in shared.caches[None, None].active_requests
+
+
+def test_a_full_graph_takes_what_fits():
+    graphs = new_graphs(1, 3)
+    reset(graphs, 0, np.array([1], np.int64))
+    tokens, parents = np.array([2, 3, 4, 5], np.int64), np.array([-1, 0, 1, -1], np.int32)
+    graft_tree(graphs, 0, tokens, parents, np.full(4, 0.5, np.float32), 2, ORIGIN_SHARED)
+    assert set(paths(graphs)) == {(2,), (2, 3)}
+
+
+def test_refused_without_the_package(monkeypatch):
+    keys = {"method": "gsd", "model": None, "sources": ["ngram", "shared"]}
+    assert GSDConfig.load(keys).shared_responses == 1000
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(GSDConfigError, match="arctic-inference"):
+        GSDConfig.load(keys)

@@ -1,0 +1,124 @@
+"""One engine in a process of its own: reads jobs from standard input, a JSON object a line, and answers each.
+
+Started by ``turns.Engine`` as ``python -m vllm_gsd.bench.engine``. The first line describes the engine, each further
+one a run over requests. The engine's core stays in this process, where its parts can be timed and nothing polls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections import deque
+from typing import Any
+
+from vllm_gsd.bench.parts import PartsClock
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to standard output
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+
+    def answer(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    llm = LLM(**json.loads(sys.stdin.readline()), disable_log_stats=False)
+    clock = PartsClock()
+    has_parts = clock.attach(llm)
+    answer({"ready": True, "peak_mb": peak_mb()})
+    for line in sys.stdin:
+        answer(run(llm, clock if has_parts else None, **json.loads(line)))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def run(
+    llm: Any,
+    clock: PartsClock | None,
+    *,
+    chats: list[list[dict[str, str]]],
+    concurrency: int,
+    max_tokens: int,
+    with_parts: bool = False,
+) -> dict[str, Any]:
+    """Answer the chats greedily, at most ``concurrency`` at a time.
+
+    Returns:
+        ``seconds``, ``steps`` of the engine; per chat ``tokens``, ``latency`` and ``ttft`` (seconds); ``counters`` of
+        vLLM's metrics; ``parts``, seconds by part, if asked for; ``peak_mb`` so far.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    waiting = deque(enumerate(_token_ids(llm, chat) for chat in chats))
+    begun: dict[str, float] = {}
+    seen = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
+    before = counters_of(llm)
+    if clock is not None:
+        clock.restart(with_parts)
+    steps, start = 0, time.perf_counter()
+    while waiting or begun:
+        while waiting and len(begun) < concurrency:
+            index, ids = waiting.popleft()
+            begun[str(index)] = time.perf_counter()
+            engine.add_request(str(index), {"prompt_token_ids": ids}, params)
+        outputs = engine.step()
+        steps += 1
+        now = time.perf_counter()
+        for output in outputs:
+            row = seen[int(output.request_id)]
+            waited = now - begun[output.request_id]
+            row["tokens"] = len(output.outputs[0].token_ids)
+            row["ttft"] = row["ttft"] or waited
+            if output.finished:
+                row["latency"] = waited
+                del begun[output.request_id]
+    seconds = time.perf_counter() - start
+    after = counters_of(llm)
+    result: dict[str, Any] = {"seconds": seconds, "steps": steps, "requests": seen, "peak_mb": peak_mb()}
+    result["counters"] = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    if with_parts and clock is not None:
+        result["parts"] = dict(clock.seconds)
+    if clock is not None:
+        clock.restart(False)
+    return result
+
+
+def _token_ids(llm: Any, chat: list[dict[str, str]]) -> list[int]:
+    tokenizer = llm.get_tokenizer()
+    if tokenizer.chat_template is None:  # a base model: only the text
+        return tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def counters_of(llm: Any) -> dict[str, float]:
+    """Counters of the engine by name; those by depth as ``name[depth]``, fallbacks as ``name[reason]``."""
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if hasattr(metric, "values"):
+            for place, value in enumerate(metric.values, start=1):
+                values[f"{metric.name}[{place}]"] = float(value)
+        elif hasattr(metric, "value"):
+            reason = metric.labels.get("reason")
+            name = f"{metric.name}[{reason}]" if reason else metric.name
+            values[name] = values.get(name, 0.0) + float(metric.value)
+    return values
+
+
+def peak_mb() -> float:
+    """Most memory this process had, MiB: of the GPU where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()

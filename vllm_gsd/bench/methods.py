@@ -1,0 +1,71 @@
+"""What is compared, and with which settings each method may be at its best."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+METHODS = ("plain", "draft_model", "ngram", "suffix", "gsd", "gsd-tree", "gsd-chain")
+MODES = ("eager", "compiled")
+# What makes the graph a tree, and a chain, as far as its config can say.
+AS_TREE = {"merge_ngram": 0}
+AS_CHAIN = {"merge_ngram": 0, "top_k": 1}
+# Longest suffix of the text that vLLM's ngram method looks for; its default is as good as any.
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
+
+class BenchError(ValueError):
+    """The comparison cannot be made as asked; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run an engine."""
+
+    method: str  # of METHODS
+    detail: str  # what tells it from other settings of its method: "K=2"
+    speculative: dict[str, Any] | None  # vLLM's speculative_config
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        """Unique among the settings of a run."""
+        return " ".join(filter(None, (self.method, self.detail, "compiled" if self.compiled else "eager")))
+
+
+def settings_of(
+    method: str, *, draft: str | None, gsd: dict[str, Any], lengths: list[int], modes: list[str]
+) -> list[Setting]:
+    """The settings among which a method's best one is looked for.
+
+    Args:
+        draft: the draft model's folder.
+        gsd: keys of gsd.json for all of our own forms.
+        lengths: numbers of speculative tokens to try for vLLM's chains.
+        modes: of MODES.
+
+    Raises:
+        BenchError: there is no such method.
+    """
+    if method not in METHODS:
+        raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
+    configs: dict[str, dict[str, Any] | None] = {"": None}
+    if method in ("draft_model", "ngram"):
+        more = {"model": draft} if method == "draft_model" else NGRAM
+        configs = {f"K={k}": {"method": method, "num_speculative_tokens": k, **more} for k in lengths}
+    elif method == "suffix":
+        configs = {"": {"method": "suffix"}}
+    elif method != "plain":
+        form = {"gsd": {}, "gsd-tree": AS_TREE, "gsd-chain": AS_CHAIN}[method]
+        configs = {"": {"method": "gsd", "model": draft, **gsd, **form}}
+    return [Setting(method, detail, config, mode == "compiled") for detail, config in configs.items() for mode in modes]
+
+
+def missing_for(method: str, draft: str | None) -> str | None:
+    """Why a method cannot run here, None if it can."""
+    if method == "draft_model" and draft is None:
+        return "needs a draft model"
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        return "needs the package arctic-inference"
+    return None

@@ -1,0 +1,85 @@
+"""A clock over the parts of a step: what of it the models' forwards take, and what the rest.
+
+The functions that make up a step are wrapped on the live objects of an engine in this process; time within a part that
+another part calls counts for the inner one alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PARTS = ("draft", "target forward", "attention", "walk", "compaction", "scheduler", "other")
+
+
+class PartsClock:
+    """Seconds by part; ``attach`` it once, read ``seconds`` after ``restart``."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.running: list[str] = []
+        self.since = 0.0
+        self.on = False
+
+    def attach(self, llm: Any) -> bool:
+        """Wrap the parts of this engine's step; False where they run in other processes."""
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
+        runner = getattr(getattr(worker, "worker", None), "model_runner", None)
+        if core is None or runner is None:
+            return False
+        self._wrap(llm.llm_engine, "step", "other")
+        for name in ("schedule", "update_from_output", "get_grammar_bitmask", "update_draft_token_ids"):
+            self._wrap(core.scheduler, name, "scheduler")
+        self._wrap(runner, "_model_forward", "target forward")
+        self._wrap(runner.model, "compute_logits", "target forward")
+        self._wrap(runner, "propose_draft_token_ids", "draft")
+        self._wrap(runner, "_sample", "walk")
+        self._wrap(runner, "_compact", "compaction")
+        for layer in runner.compilation_config.static_forward_context.values():
+            if hasattr(layer, "impl"):
+                self._wrap(layer.impl, "forward", "attention")
+        return True
+
+    def restart(self, on: bool) -> None:
+        """Start again from zero, counting or not."""
+        self.seconds.clear()
+        self.on = on
+
+    def _wrap(self, owner: Any, name: str, part: str) -> None:
+        function: Callable[..., Any] | None = getattr(owner, name, None)
+        if function is None:
+            return  # this engine's step has no such part
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            # The draft's own attention is drafting.
+            if not self.on or (self.running and self.running[-1] == "draft"):
+                return function(*args, **kwargs)
+            self._enter(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        setattr(owner, name, timed)
+
+    def _enter(self, part: str) -> None:
+        self._charge()
+        self.running.append(part)
+
+    def _leave(self) -> None:
+        self._charge()
+        self.running.pop()
+
+    def _charge(self) -> None:
+        """Give the time since the last change to the part that ran."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.running:
+            self.seconds[self.running[-1]] += now - self.since
+        self.since = now

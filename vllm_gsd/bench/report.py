@@ -1,0 +1,126 @@
+"""What a bench run says: medians with their spread, ratios to plain vLLM turn by turn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from vllm_gsd.bench.parts import PARTS
+from vllm_gsd.bench.turns import Runs, Work, tokens_per_second
+
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+DRAFTS = "vllm:spec_decode_num_drafts"
+BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
+def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipped: dict[str, str]) -> dict[str, Any]:
+    """The report, ready for JSON.
+
+    Returns:
+        ``batches[batch][method]`` as ``_row`` describes it, ``categories[category][method]`` ratios to plain at the
+        smallest batch, and ``skipped`` methods with the reason.
+    """
+    batches: dict[str, dict[str, Any]] = {}
+    for batch in work.batch_sizes:
+        plain = runs.timed.get("plain", {}).get(batch)
+        batches[str(batch)] = {
+            method: {
+                "setting": chosen[method][batch]["setting"].name,
+                "tried": chosen[method][batch]["tried"],
+                **_row(runs.timed[method][batch], runs.parts[method][batch], plain),
+            }
+            for method in runs.timed
+        }
+    return {"batches": batches, "categories": _categories(runs, work), "skipped": skipped}
+
+
+def _row(
+    results: list[dict[str, Any]], with_parts: dict[str, Any], plain: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """One method at one batch size.
+
+    Returns:
+        ``tokens_per_second``, ``ttft_ms``, ``tpot_ms``, ``ratio_to_plain`` as median, min and max over the turns;
+        ``tokens_per_step`` (of one request, steps without drafts counted); ``efficiency``, the ratio over it;
+        ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the turn with the clock; ``peak_mb``.
+    """
+    speeds = [tokens_per_second(result) for result in results]
+    row: dict[str, Any] = {
+        "tokens_per_second": spread(speeds),
+        "ttft_ms": spread([1e3 * median(r["ttft"] for r in result["requests"]) for result in results]),
+        "tpot_ms": spread([_tpot_ms(result) for result in results]),
+        "tokens_per_step": spread([tokens_per_step(result) for result in results]),
+        "acceptance_by_depth": _by_depth(results),
+        "step_ms": 1e3 * with_parts["seconds"] / with_parts["steps"],
+        "peak_mb": max(result["peak_mb"] for result in results),
+    }
+    parts = with_parts.get("parts")
+    row["step_parts_ms"] = parts and {part: 1e3 * parts.get(part, 0.0) / with_parts["steps"] for part in PARTS}
+    if plain is not None:
+        row["ratio_to_plain"] = spread(
+            [speed / tokens_per_second(other) for speed, other in zip(speeds, plain, strict=True)]
+        )
+        row["efficiency"] = row["ratio_to_plain"]["median"] / row["tokens_per_step"]["median"]
+    return row
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def tokens_per_step(result: dict[str, Any]) -> float:
+    """Tokens that a request gets per target step: each is an accepted draft or the one sampled at a step's end."""
+    generated = sum(request["tokens"] for request in result["requests"])
+    return generated / (generated - result["counters"].get(ACCEPTED, 0.0))
+
+
+def _tpot_ms(result: dict[str, Any]) -> float:
+    """Median over the requests of the time per token after the first."""
+    times = [
+        (request["latency"] - request["ttft"]) / (request["tokens"] - 1)
+        for request in result["requests"]
+        if request["tokens"] > 1
+    ]
+    return 1e3 * median(times) if times else 0.0
+
+
+def _by_depth(results: list[dict[str, Any]]) -> list[float]:
+    """Share of drafts with an accepted token at depth 1, 2, ...; empty without drafts."""
+    counters = results[-1]["counters"]
+    drafts = counters.get(DRAFTS, 0.0)
+    if not drafts:
+        return []
+    shares: list[float] = []
+    while (name := f"{BY_DEPTH}[{len(shares) + 1}]") in counters:
+        shares.append(counters[name] / drafts)
+    while shares and shares[-1] == 0:
+        shares.pop()
+    return shares
+
+
+def _categories(runs: Runs, work: Work) -> dict[str, dict[str, float]]:
+    """Speed ratio to plain of each category's requests at the smallest batch size, median over the turns."""
+    batch = min(work.batch_sizes)
+    names = [request.category for request in work.requests]
+    if "plain" not in runs.timed or not any(names):
+        return {}
+    speeds: dict[str, list[dict[str, float]]] = {}
+    for method, timed in runs.timed.items():
+        speeds[method] = []
+        for result in timed[batch]:
+            tokens: dict[str, float] = defaultdict(float)
+            seconds: dict[str, float] = defaultdict(float)
+            for index, request in enumerate(result["requests"]):
+                category = names[index % len(names)]
+                tokens[category] += request["tokens"]
+                seconds[category] += request["latency"]
+            speeds[method].append({category: tokens[category] / seconds[category] for category in tokens})
+    return {
+        category: {
+            method: median(mine[category] / plain[category] for mine, plain in zip(turns, speeds["plain"], strict=True))
+            for method, turns in speeds.items()
+        }
+        for category in dict.fromkeys(names)
+    }
