@@ -32,7 +32,9 @@ def expected(start_v2, four_prompts):
     # A word of two tokens that plain text has: whether it ends at a node depends on the path to it.
     words = [[tokens[4:5], tokens[7:9]] for tokens in greedy]
     featured = [Params({**GREEDY, **keys}, bad_words_token_ids=words[i]) for i, keys in enumerate(FEATURES)]
+    long = [sum(four_prompts, [])[:49]]
     return {
+        "long": (long, run(plain, long, GREEDY)),
         "greedy": (GREEDY, greedy),
         "seeded": (SEEDED, run(plain, four_prompts, SEEDED)),
         "features": (featured, plain.generate(four_prompts, featured)),
@@ -99,7 +101,7 @@ def test_requests_that_stay_off_the_graph_are_counted(start_v2, four_prompts, ex
 
 
 def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prompts, expected):
-    """Six blocks of 32 tokens for requests that need two each; the second time their prompts are cached."""
+    """Six blocks of 32 tokens: four requests need two each; one block of a long prompt is cached the second time."""
     scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
     engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
     for workload in ("greedy", "seeded"):
@@ -108,3 +110,8 @@ def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prom
     metrics = engine.metrics()
     assert metrics["num_preemptions"] > 0
     assert metrics["spec_decode_num_accepted_tokens"] > 0
+    long, texts = expected["long"]
+    for cached in (0, 32):
+        (answer,) = engine.generate(long, GREEDY)
+        assert [answer.tokens] == texts
+        assert answer.num_cached_tokens == cached
