@@ -3,6 +3,8 @@
 ``scripts/check_v2`` is the long form.
 """
 
+from itertools import chain
+
 import pytest
 from engine_process import Params, run
 
@@ -32,7 +34,7 @@ def expected(start_v2, four_prompts):
     # A word of two tokens that plain text has: whether it ends at a node depends on the path to it.
     words = [[tokens[4:5], tokens[7:9]] for tokens in greedy]
     featured = [Params({**GREEDY, **keys}, bad_words_token_ids=words[i]) for i, keys in enumerate(FEATURES)]
-    long = [sum(four_prompts, [])[:49]]
+    long = [list(chain(*four_prompts))[:49]]
     return {
         "long": (long, run(plain, long, GREEDY)),
         "greedy": (GREEDY, greedy),
