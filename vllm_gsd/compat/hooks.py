@@ -106,11 +106,11 @@ def _translate_config() -> None:
         config = GSDConfig.load(value)
         check_engine_args(self, config)
         v2 = takes_v2(self)
+        nodes = config.num_speculative_tokens
+        if v2 and config.budget != "auto":
+            nodes = config.budget  # rows are scheduled whether there are nodes for them or not
         ours = {
-            "speculative_config": {
-                **(SPECULATIVE_V2 if v2 else SPECULATIVE_V1),
-                "num_speculative_tokens": config.num_speculative_tokens,
-            },
+            "speculative_config": {**(SPECULATIVE_V2 if v2 else SPECULATIVE_V1), "num_speculative_tokens": nodes},
             "additional_config": {**(self.additional_config or {}), ADDITIONAL_KEY: config.model_dump(mode="json")},
             "worker_cls": WORKER_V2 if v2 else WORKER_V1,
             "scheduler_cls": "vllm_gsd.runtime.scheduler.GraphScheduler",

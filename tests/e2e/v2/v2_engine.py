@@ -31,6 +31,7 @@ class V2Engine(Engine):
 
     server = forkserver.ForkServer()
     preload = "preload_v2"
+    patience = 5
 
     def __init__(self, model, speculative_config=None, async_scheduling: bool = False, **options):
         before = [interpreter.turn_on_async_scheduling] if async_scheduling else []
