@@ -60,7 +60,7 @@ setup(
         "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "tqdm"],
         "bench": ["matplotlib>=3.9", "jinja2"],
         "shared": ["arctic-inference>=0.3"],
-        "ray": ["ray[default]>=2.48"],
+        "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
             *("ruff", "mypy", "pre-commit", "gguf"),

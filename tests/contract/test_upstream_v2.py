@@ -55,6 +55,7 @@ SIGNATURES = [
         "GPUModelRunner.initialize_kv_cache",
         ["kv_cache_config", "is_profiling", "kv_cache_allocation_context"],
     ),
+    (RUNNER, "GPUModelRunner.finish_requests", ["scheduler_output"]),
     (RUNNER, "GPUModelRunner.add_requests", ["scheduler_output"]),
     (RUNNER, "GPUModelRunner.update_requests", ["scheduler_output"]),
     (
@@ -151,6 +152,13 @@ def test_slots_come_from_positions_by_place():
     step = source(RUNNER, "GPUModelRunner.execute_model")
     order = ["self.prepare_inputs(", "self.prepare_attn(", "self.model_state.prepare_attn(", "self.model("]
     assert [step.index(call) for call in order] == sorted(step.index(call) for call in order)
+
+
+def test_requests_are_finished_before_others_get_their_slots():
+    text = source(RUNNER, "GPUModelRunner.execute_model")
+    order = ["self.finish_requests(", "self.add_requests(", "self.update_requests("]
+    assert [text.index(call) for call in order] == sorted(text.index(call) for call in order)
+    assert "scheduler_output.preempted_req_ids" in source(RUNNER, "GPUModelRunner.finish_requests")
 
 
 def test_positions_and_lengths_come_from_the_device():

@@ -36,6 +36,7 @@ DEFAULTS = {
 }
 START_SECONDS = 180
 CALL_SECONDS = 240
+END_SECONDS = 30
 
 
 class EngineError(RuntimeError):
@@ -100,6 +101,7 @@ class Engine:
 
     server = forkserver.ForkServer()  # what the processes are forked from
     preload = Path(__file__).stem  # what it imports
+    patience = 1  # how many times those seconds
 
     def __init__(self, model, speculative_config=None, setup=(), before=(), **options):
         arguments = {**DEFAULTS, "model": str(model), "speculative_config": speculative_config, **options}
@@ -145,12 +147,13 @@ class Engine:
         """Shut the engine down and see to it that its process ends by itself."""
         if self.process.is_alive():
             self.connection.send(None)
-        self.process.join(30)
+        self.process.join(END_SECONDS * self.patience)
         exit_code = self.process.exitcode
         self._end()
         assert exit_code == 0, f"the engine's process did not end properly (exit code {exit_code})"
 
     def _receive(self, seconds: float):
+        seconds *= self.patience
         if not self.connection.poll(seconds):
             raise EngineError(f"no answer from the engine within {seconds} s")
         try:

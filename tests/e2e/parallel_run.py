@@ -1,8 +1,9 @@
 """One engine over several ranks, as a program: reads a job from a JSON file, writes what came of it to another.
 
 Job: ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``), ``prompts`` (token ids), ``params`` (of
-each), ``disturb`` (whether ranks are made to disagree where they could). Result: ``tokens``, ``accepted``, and for each
-rank ``hashes``, one of everything it proposed in each step.
+each), ``disturb`` (whether ranks are made to disagree where they could), ``opt_out`` (whether to answer everything
+without the graph first), ``steps`` (to go on until there were so many). Result: ``plain_tokens`` (if ``opt_out``),
+``tokens``, ``accepted``, and for each rank ``hashes``, one of everything it proposed in each step.
 """
 
 import hashlib
@@ -72,18 +73,27 @@ def main(job_path: str, result_path: str) -> None:
         **job["engine"],
     )
     graph = job["config"] is not None
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+
+    def answers(**more) -> list[list[int]]:
+        params = [SamplingParams(detokenize=False, **{**keys, **more}) for keys in job["params"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    result = {}
+    if job["opt_out"]:
+        result["plain_tokens"] = answers(extra_args={"gsd": False})
     if graph:
         llm.collective_rpc(watch, args=(job["disturb"],))
-    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    params = [SamplingParams(detokenize=False, **keys) for keys in job["params"]]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    result["tokens"] = answers()
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
-    result = {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "accepted": sum(accepted),
-        "hashes": llm.collective_rpc(hashes) if graph else [],
-    }
+    result["accepted"] = sum(accepted)
+    while graph and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:  # one request: steps, not tokens
+        params = SamplingParams(detokenize=False, max_tokens=400, ignore_eos=True, temperature=0.8, seed=done)
+        llm.generate(prompts[:1], params, use_tqdm=False)
+    result["hashes"] = llm.collective_rpc(hashes) if graph else []
     Path(result_path).write_text(json.dumps(result))
+    llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

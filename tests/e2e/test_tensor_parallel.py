@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: the tokens of one, and the same graphs on both whatever differs between them."""
+"""Two tensor-parallel ranks, in processes or on Ray nodes: the tokens of one, and the same graphs on both."""
 
 import json
 import os
@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray_cluster import ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # Every node verified; a trimmed LM head is gathered from where the ranks hold its rows.
 GRAPH = {"budget": 16, "draft_vocab_size": 480}
 PROGRAM = Path(__file__).with_name("parallel_run.py")
+STEPS = 1000  # of which the ranks' graphs are compared
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +29,24 @@ def run(tiny_pair, random_prompts, tmp_path_factory):
             keys |= {"repetition_penalty": 1.2}
         params.append(keys)
 
-    def run(config, size, *, disturb=False, **engine):
+    def run(config, size, *, environment=None, disturb=False, opt_out=False, steps=0, **engine):
         folder = tmp_path_factory.mktemp("run")
         if config is not None:
             config = {"method": "gsd", "model": str(tiny_pair.draft), **config}
         job = {
-            "target": str(tiny_pair.target), "config": config, "prompts": prompts, "params": params, "disturb": disturb,
-            "engine": {"tensor_parallel_size": size, "distributed_executor_backend": "mp", **engine},
+            "target": str(tiny_pair.target), "config": config, "prompts": prompts, "params": params,
+            "disturb": disturb, "opt_out": opt_out, "steps": steps,
+            "engine": {
+                "tensor_parallel_size": size, "distributed_executor_backend": "mp" if size > 1 else "uni", **engine,
+            },
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
         command = [sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder / "result.json")]
         # vLLM wants a list of cores for each rank; here both share all there are.
         cores = f"0-{os.cpu_count() - 1}"
-        environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "|".join([cores] * size), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join([cores] * size), "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, **threads, **(environment or {})}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((folder / "result.json").read_text())
 
@@ -75,8 +81,22 @@ def test_same_tokens_and_graphs(run, expected, one_rank, draft_size):
 
 def test_ranks_that_would_disagree(run, expected):
     """Ties, noise in the draft's floats, other thread counts and a clock of its own on the second rank."""
-    result = run({"draft_tensor_parallel_size": 1}, 2, disturb=True)
+    result = run({"draft_tensor_parallel_size": 1}, 2, disturb=True, steps=STEPS)
     assert result["tokens"] == expected
     first, second = result["hashes"]
     assert first == second
+    assert len(first) >= STEPS
     assert result["accepted"] > 0
+
+
+def test_ray_nodes(run, expected, one_rank):
+    """One rank on each of two nodes, first without the graph, then with it, then for many steps."""
+    with ray_cluster(nodes=2) as cluster:
+        over_ray = {"environment": cluster.environment, "distributed_executor_backend": "ray"}
+        two = run(GRAPH, 2, opt_out=True, steps=STEPS, **over_ray)
+    assert two["plain_tokens"] == two["tokens"] == expected
+    assert two["accepted"] == one_rank["accepted"]
+    first, second = two["hashes"]
+    assert first == second
+    assert len(first) >= STEPS
+    assert len(set(first)) > 0.9 * len(first)

@@ -99,28 +99,39 @@ def _translate_config() -> None:
             if isinstance(value, str):
                 self.speculative_config = read(value)
             return upstream(self, *args, **kwargs)
+        from vllm.platforms import current_platform
+
         from vllm_gsd.runtime.support import check_engine, check_engine_args
 
         config = GSDConfig.load(value)
         check_engine_args(self, config)
         v2 = takes_v2(self)
-        self.speculative_config = {
-            **(SPECULATIVE_V2 if v2 else SPECULATIVE_V1),
-            "num_speculative_tokens": config.num_speculative_tokens,
+        nodes = config.num_speculative_tokens
+        if v2 and config.budget != "auto":
+            nodes = config.budget  # rows are scheduled whether there are nodes for them or not
+        ours = {
+            "speculative_config": {**(SPECULATIVE_V2 if v2 else SPECULATIVE_V1), "num_speculative_tokens": nodes},
+            "additional_config": {**(self.additional_config or {}), ADDITIONAL_KEY: config.model_dump(mode="json")},
+            "worker_cls": WORKER_V2 if v2 else WORKER_V1,
+            "scheduler_cls": "vllm_gsd.runtime.scheduler.GraphScheduler",
         }
-        self.additional_config = {
-            **(self.additional_config or {}),
-            ADDITIONAL_KEY: config.model_dump(mode="json"),
-        }
-        self.worker_cls = WORKER_V2 if v2 else WORKER_V1
-        self.scheduler_cls = "vllm_gsd.runtime.scheduler.GraphScheduler"
+        # Put back in the end: some callers (Ray Data is one) make the same arguments' configuration twice.
+        given = {name: getattr(self, name) for name in ours}
         try:
+            for name, of_ours in ours.items():
+                setattr(self, name, of_ours)
             vllm_config = upstream(self, *args, **kwargs)
         finally:
-            self.speculative_config = value
+            for name, of_theirs in given.items():
+                setattr(self, name, of_theirs)
         check_engine(vllm_config, config, v2)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = "vllm_gsd.runtime.scheduler.GraphAsyncScheduler"
+        parallel = vllm_config.parallel_config
+        if parallel.distributed_executor_backend == "ray" and current_platform.is_cpu():
+            from vllm_gsd.runtime.ray_executor import CPURayExecutor
+
+            parallel.distributed_executor_backend = CPURayExecutor
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config

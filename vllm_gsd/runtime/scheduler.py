@@ -8,12 +8,16 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_gsd.runtime.grammar import (
     KEPT_ATTRIBUTE,
+    PARENTS_ATTRIBUTE,
     PROPOSED_ATTRIBUTE,
     GrammarTokens,
+    JudgedTree,
     KeptTree,
     ProposedTree,
     allowed_nodes,
+    judged_tree,
     tree_bitmask,
+    tree_fits,
 )
 from vllm_gsd.runtime.metrics import STATS_KEY
 
@@ -29,7 +33,7 @@ class GraphScheduling(Scheduler):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.graph_stats: dict | None = None
-        self.kept: dict[str, KeptTree] = {}  # of requests with structured output
+        self.kept: dict[str, KeptTree | JudgedTree] = {}  # of requests with structured output
         self.nodes_invalid = 0  # not told yet
         self.grammar_tokens = GrammarTokens(self.structured_output_manager)
 
@@ -48,6 +52,30 @@ class GraphScheduling(Scheduler):
             )
             self.nodes_invalid += max(0, min(tree.budget, len(tree.tokens)) - len(kept.places))
             request.spec_token_ids = kept.tokens
+        drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
+        for request_id, parents in getattr(draft_token_ids, PARENTS_ATTRIBUTE, {}).items():
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished() and not request.is_prefill_chunk:
+                request.spec_token_ids = self._judge(request, list(drafts[request_id]), parents)
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output) -> None:
+        """See upstream: the same, for a step that has its rows already."""
+        drafts = dict(zip(draft_token_ids.req_ids, map(list, draft_token_ids.draft_token_ids), strict=True))
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, parents in getattr(draft_token_ids, PARENTS_ATTRIBUTE, {}).items():
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished() and scheduled.get(request_id):
+                tokens = drafts[request_id][: len(scheduled[request_id])]
+                scheduled[request_id] = self._judge(request, tokens, parents)
+                scheduler_output.num_invalid_spec_tokens.pop(request_id, None)
+
+    def _judge(self, request, tokens: list[int], parents: list[int]) -> list[int]:
+        """Remember what the grammar of ``request`` allows; upstream has taken its nodes for a chain and cut them."""
+        tree = judged_tree(self.structured_output_manager, request, tokens, parents)
+        self.kept[request.request_id] = tree
+        self.nodes_invalid += tree.paths[: len(parents)].count(None)
+        return tokens
 
     def schedule(self, *args, **kwargs):
         """See upstream; tells the workers which nodes were kept, and cache salts."""
@@ -75,7 +103,11 @@ class GraphScheduling(Scheduler):
         if not request_ids:
             return None
         bitmask = tree_bitmask(self.structured_output_manager, self.requests, request_ids, scheduled, self.kept)
-        return GrammarOutput(request_ids, bitmask, [len(scheduled.get(i, [])) for i in request_ids])
+        # What a grammar has not judged is not verified.
+        judged = [
+            scheduled.get(i, []) if tree_fits(self.kept.get(i), scheduled.get(i, [])) else [] for i in request_ids
+        ]
+        return GrammarOutput(request_ids, bitmask, [len(tokens) for tokens in judged])
 
     # --- statistics -------------------------------------------------------------------------------
 

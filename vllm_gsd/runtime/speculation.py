@@ -48,6 +48,9 @@ class Speculation:
         vllm_config: the engine's configuration; ours is in ``additional_config["gsd"]``.
     """
 
+    # Whether a grammar chooses among nodes before they have rows, and may add some.
+    asks_grammar = True
+
     def __init__(self, vllm_config):
         self.config = GSDConfig.model_validate(vllm_config.additional_config["gsd"], strict=False)
         self.stats = GraphStats()
@@ -99,10 +102,15 @@ class Speculation:
 
     def forget(self, request_ids) -> None:
         """Requests are finished."""
+        self.drop(request_ids)
         for request_id in request_ids:
             self.reasons.pop(request_id, None)
-            self.trees.pop(request_id, None)
             self.trust.forget(request_id)
+
+    def drop(self, request_ids) -> None:
+        """What was proposed for these requests will not be verified."""
+        for request_id in request_ids:
+            self.trees.pop(request_id, None)
 
     def observe(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, emitting: np.ndarray) -> None:
         """Learn what the target accepted of a step's graphs.
@@ -155,14 +163,13 @@ class Speculation:
         """
         request_ids, length, sampled = batch.request_ids, batch.length, batch.sampled
         num_requests = len(request_ids)
-        for request_id in request_ids:
-            self.trees.pop(request_id, None)
+        self.drop(request_ids)
         self.grammar_trees = {}  # only one rank's are ever taken
         max_depth = self._max_depth(batch)
         speculates = np.array([self._speculates(batch, request) for request in range(num_requests)])
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        grammar = np.array([request.sampling_params.structured_outputs is not None for request in batch.requests])
+        grammar = np.array([self.asks_grammar and has_grammar(request) for request in batch.requests])
         text = Committed(np.flatnonzero(wanted), max_depth, grammar, batch)
         trees = self._grow(text) if self.copies else None
         if self.drafter is not None:
@@ -284,15 +291,11 @@ class Speculation:
     def _speculates(self, batch: DraftBatch, request: int) -> bool:
         request_id = batch.request_ids[request]
         if request_id not in self.reasons:
-            reason = self.fallback_reason(batch.requests[request])
+            reason = fallback_reason(batch.requests[request])
             self.reasons[request_id] = reason
             if reason is not None:
                 self.stats.fallbacks[reason] += 1
         return self.reasons[request_id] is None
-
-    def fallback_reason(self, request) -> str | None:
-        """Why a request is decoded without a graph, None if it goes on one."""
-        return fallback_reason(request)
 
     def _max_depth(self, batch: DraftBatch) -> np.ndarray:
         """Deepest node worth verifying for each request, int64: max_tokens and max_model_len end its text."""
@@ -313,3 +316,8 @@ def check_kv_groups(kv_cache_config) -> None:
             f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
             f"{len(kv_cache_config.kv_cache_groups)} groups (hybrid or sliding-window models are not supported)."
         )
+
+
+def has_grammar(request) -> bool:
+    """Whether a runner's record of a request asks for structured output."""
+    return request.sampling_params.structured_outputs is not None

@@ -1,5 +1,8 @@
 """What gsd cannot serve: refused at start, one sentence each. The README lists the same."""
 
+from importlib.util import find_spec
+
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -23,6 +26,15 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
     if args.spec_method or args.spec_model or args.spec_tokens:
         raise GSDConfigError(
             "--spec-method, --spec-model and --spec-tokens are not for method gsd; put the keys into the gsd config."
+        )
+    if args.distributed_executor_backend == "ray" and find_spec("ray") is None:
+        raise GSDConfigError(
+            '--distributed-executor-backend is "ray", but Ray is not installed here; pip install "vllm-gsd[ray]" or '
+            'choose "mp".'
+        )
+    if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise GSDConfigError(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, but gsd goes with vLLM's second Ray executor only; leave it unset."
         )
 
 
@@ -75,9 +87,14 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         "set the context-parallel sizes to 1",
     )
     yield (
-        f"data parallelism (size {parallel.data_parallel_size}) yet",
-        parallel.data_parallel_size > 1,
+        f"data parallelism (size {parallel.data_parallel_size}) of mixture-of-experts models",
+        parallel.data_parallel_size > 1 and model.is_moe,
         "set --data-parallel-size to 1 and put a load balancer in front of several servers",
+    )
+    yield (
+        '--data-parallel-backend "ray"',
+        parallel.data_parallel_size > 1 and parallel.data_parallel_backend == "ray",
+        'leave it at "mp"',
     )
     yield "micro-batching (DBO)", parallel.use_ubatching, "leave --enable-dbo off"
     yield ("KV connectors", vllm_config.kv_transfer_config is not None, "leave --kv-transfer-config out")

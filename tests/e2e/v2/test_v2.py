@@ -3,6 +3,8 @@
 ``scripts/check_v2`` is the long form.
 """
 
+from itertools import chain
+
 import pytest
 from engine_process import Params, run
 
@@ -15,7 +17,7 @@ FEATURES = [
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 2},
     {"frequency_penalty": 0.8, "temperature": 1.0, "seed": 1, "logprobs": 2},
     {"logit_bias": {**dict.fromkeys(range(5, 40), 1.5), 7: -100.0}, "temperature": 1.0, "seed": 2},
-    {"min_tokens": 9, "stop_token_ids": list(range(5, 300)), "prompt_logprobs": 1},
+    {"min_tokens": 9, "stop_token_ids": list(range(5, 130)), "prompt_logprobs": 1},
 ]
 
 
@@ -32,7 +34,9 @@ def expected(start_v2, four_prompts):
     # A word of two tokens that plain text has: whether it ends at a node depends on the path to it.
     words = [[tokens[4:5], tokens[7:9]] for tokens in greedy]
     featured = [Params({**GREEDY, **keys}, bad_words_token_ids=words[i]) for i, keys in enumerate(FEATURES)]
+    long = [list(chain(*four_prompts))[:49]]
     return {
+        "long": (long, run(plain, long, GREEDY)),
         "greedy": (GREEDY, greedy),
         "seeded": (SEEDED, run(plain, four_prompts, SEEDED)),
         "features": (featured, plain.generate(four_prompts, featured)),
@@ -43,6 +47,18 @@ def counts_of(engine) -> dict[str, float]:
     names = ("gsd_target_steps", "gsd_nodes_verified", "gsd_nodes_accepted_native", "gsd_nodes_accepted_merged")
     metrics = engine.metrics()
     return {name: metrics[name] for name in (*names, "gsd_nodes_accepted_ngram", "gsd_kv_rows_moved")}
+
+
+def test_both_runners_accept_the_same(start_engine, start_v2, four_prompts, expected, v2_options):
+    """First of all, as engines learn from what was accepted: these two have learned nothing."""
+    engines = start_engine(GSD, **v2_options), start_v2(GSD)
+    found = []
+    for engine in engines:
+        before = counts_of(engine)
+        assert run(engine, four_prompts[:1], GREEDY) == expected["greedy"][1][:1]
+        found.append({name: value - before[name] for name, value in counts_of(engine).items()})
+    assert found[0] == found[1]
+    assert found[0]["gsd_nodes_verified"] > 0
 
 
 @pytest.mark.parametrize("workload", ["greedy", "seeded"])
@@ -86,22 +102,18 @@ def test_requests_that_stay_off_the_graph_are_counted(start_v2, four_prompts, ex
     assert after["spec_decode_num_drafts"] == before["spec_decode_num_drafts"]
 
 
-def test_both_runners_accept_the_same(start_engine, start_v2, four_prompts, expected, v2_options):
-    engines = start_engine(GSD, **v2_options), start_v2(GSD)
-    found = []
-    for engine in engines:
-        before = counts_of(engine)
-        assert run(engine, four_prompts[:1], GREEDY) == expected["greedy"][1][:1]
-        found.append({name: value - before[name] for name, value in counts_of(engine).items()})
-    assert found[0] == found[1]
-    assert found[0]["gsd_nodes_verified"] > 0
-
-
 def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prompts, expected):
-    """Blocks for less than all requests, twice: the second time their prompts are cached."""
-    scarce = {"block_size": 16, "num_gpu_blocks_override": 11, "max_model_len": 96}
-    engine = start_v2({**GSD, "model": None}, async_scheduling=True, **scarce)
+    """Six blocks of 32 tokens: four requests need two each; one block of a long prompt is cached the second time."""
+    scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
+    engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
     for workload in ("greedy", "seeded"):
         params, texts = expected[workload]
         assert run(engine, four_prompts, params) == texts
-    assert engine.metrics()["num_preemptions"] > 0
+    metrics = engine.metrics()
+    assert metrics["num_preemptions"] > 0
+    assert metrics["spec_decode_num_accepted_tokens"] > 0
+    long, texts = expected["long"]
+    for cached in (0, 32):
+        (answer,) = engine.generate(long, GREEDY)
+        assert [answer.tokens] == texts
+        assert answer.num_cached_tokens == cached

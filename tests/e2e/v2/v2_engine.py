@@ -1,6 +1,7 @@
 """Engines with Model Runner V2; see ``interpreter``."""
 
 import os
+import sys
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
@@ -17,8 +18,10 @@ OPTIONS = {
     "kv_cache_memory_bytes": 1 << 24,
     "skip_tokenizer_init": True,
 }
-HAVE_TRITON = find_spec("triton") is not None
-WITHOUT_TRITON = "Triton is not installed, and Model Runner V2 needs it; pip install triton==3.7.0"
+# Where scripts/setup puts Triton, out of the sight of vLLM for the CPU.
+TRITON = Path(sys.prefix) / "triton"
+HAVE_TRITON = find_spec("triton") is not None or TRITON.is_dir()
+WITHOUT_TRITON = "Triton is not installed, and Model Runner V2 needs it; scripts/setup does it"
 
 
 class V2Engine(Engine):
@@ -31,11 +34,12 @@ class V2Engine(Engine):
 
     server = forkserver.ForkServer()
     preload = "preload_v2"
+    patience = 5
 
     def __init__(self, model, speculative_config=None, async_scheduling: bool = False, **options):
         before = [interpreter.turn_on_async_scheduling] if async_scheduling else []
         here = str(Path(__file__).parent)
-        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [here, str(TRITON), os.environ.get("PYTHONPATH")]))
         with mock.patch.dict(os.environ, {**interpreter.SETTINGS, "PYTHONPATH": path}):
             super().__init__(model, speculative_config, [uses_v2], before, **{**OPTIONS, **options})
 

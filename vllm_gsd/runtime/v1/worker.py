@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker import cpu_worker, gpu_model_runner
 
 from vllm_gsd.ops import HAVE_EXTENSION
+from vllm_gsd.runtime.ranks import forget_shared_memory
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
 
 logger = init_logger("vllm.gsd")
@@ -44,3 +45,4 @@ class GraphCPUWorker(cpu_worker.CPUWorker):
             super().init_device()
         finally:
             cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs = runner, build
+        forget_shared_memory()

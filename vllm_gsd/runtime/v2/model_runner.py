@@ -14,7 +14,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE
+from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
+from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
 from vllm_gsd.runtime.step import VerifyStep, lay_out
 from vllm_gsd.runtime.target_kv import TargetKV
@@ -55,8 +56,15 @@ class GraphModelRunner(GPUModelRunner):
 
     # --- one step ---------------------------------------------------------------------------------
 
+    def finish_requests(self, scheduler_output) -> None:
+        """See upstream."""
+        self.speculator.forget(scheduler_output.finished_req_ids)
+        self.speculator.preempt(scheduler_output.preempted_req_ids or ())
+        super().finish_requests(scheduler_output)
+
     def add_requests(self, scheduler_output) -> None:
         """See upstream."""
+        self.speculator.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
@@ -66,7 +74,6 @@ class GraphModelRunner(GPUModelRunner):
         super().update_requests(scheduler_output)
         assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
-        self.speculator.forget(scheduler_output.finished_req_ids)
 
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run: bool = False, **kwargs: Any):
         """See upstream; timed."""
@@ -144,6 +151,13 @@ class GraphModelRunner(GPUModelRunner):
         if output is not None:
             setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculation.stats.take())
         return output
+
+    def take_draft_token_ids(self):
+        """See upstream; where nodes hang goes along for requests with structured output."""
+        drafts = super().take_draft_token_ids()
+        if drafts is not None and self.speculator.parents:
+            setattr(drafts, PARENTS_ATTRIBUTE, self.speculator.parents)
+        return drafts
 
 
 def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:

@@ -4,24 +4,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_gsd.runtime.draft_batch import DraftBatch
-from vllm_gsd.runtime.speculation import Speculation
+from vllm_gsd.runtime.speculation import Speculation, has_grammar
 from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.v2.texts import Texts
 
+logger = init_logger("vllm.gsd")
+
 
 class V2Speculation(Speculation):
-    """What V2 does not do on graphs yet is decoded without one, and counted."""
+    """Nodes have rows as soon as they are drafted: the scheduler may be ahead already."""
 
-    def fallback_reason(self, request) -> str | None:
-        """See ``Speculation``."""
-        params = request.sampling_params
-        if params is not None and params.structured_outputs is not None:
-            return "structured_outputs"
-        return super().fallback_reason(request)
+    asks_grammar = False
 
 
 class GraphSpeculator(BaseSpeculator):
@@ -45,6 +43,14 @@ class GraphSpeculator(BaseSpeculator):
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.texts = Texts(vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
         self.requests: dict[str, Any] = {}  # vLLM's ``NewRequestData``
+        self.slots: dict[str, int] = {}
+        if self.speculation.config.budget == "auto":
+            logger.info(
+                "gsd: with Model Runner V2 every level is drafted and %d nodes are verified; "
+                '"budget": "auto" does not choose fewer yet.',
+                self.num_rows,
+            )
+        self.parents: dict[str, list[int]] = {}  # of the nodes proposed last, for requests with structured output
         self.block_tables: Any = None
         self.sampled: torch.Tensor | None = None  # int64 [num_requests, levels], by the step before
         self.verified: tuple[VerifyStep, torch.Tensor] | None = None  # that step, and where its walks ended
@@ -68,14 +74,28 @@ class GraphSpeculator(BaseSpeculator):
             request: upstream's ``NewRequestData``.
         """
         self.requests[request.req_id] = request
-        self.speculation.trees.pop(request.req_id, None)
+        self.slots[request.req_id] = slot
+        self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
 
     def forget(self, request_ids) -> None:
-        """Requests are finished."""
+        """Requests are finished; their slots are nobody else's yet."""
+        shared = self.speculation.shared
         for request_id in request_ids:
-            self.requests.pop(request_id, None)
+            record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
+            if shared is not None and record is not None and slot is not None:
+                shared.finished(request_id, record.lora_request, self.texts.output(slot))
         self.speculation.forget(request_ids)
+
+    def preempt(self, request_ids) -> None:
+        """Requests have to start again; their slots may be given to others."""
+        for request_id in request_ids:
+            self.slots.pop(request_id, None)
+
+    def remember(self, cache_salts: dict[str, str]) -> None:
+        """New requests have these cache salts."""
+        if self.speculation.shared is not None:
+            self.speculation.shared.salts.update(cache_salts)
 
     @torch.inference_mode()
     def propose(
@@ -111,8 +131,15 @@ class GraphSpeculator(BaseSpeculator):
         self.texts.append(input_batch.idx_mapping_np, self.sampled.cpu().numpy(), counts)
         step, places = self.verified
         self.speculation.observe(input_batch.req_ids, step, places.cpu().numpy(), counts > 0)
-        for row, tree in enumerate(self.speculation.propose(self._batch(input_batch, counts > 0))):
+        batch = self._batch(input_batch, counts > 0)
+        self.parents = {}
+        if num_speculative_tokens == 0:
+            self.speculation.drop(batch.request_ids)
+            return torch.from_numpy(tokens).to(self.device)
+        for row, tree in enumerate(self.speculation.propose(batch)):
             tokens[row, : len(tree.token)] = tree.token
+            if has_grammar(batch.requests[row]):
+                self.parents[batch.request_ids[row]] = tree.parent.tolist()
         return torch.from_numpy(tokens).to(self.device)
 
     def _batch(self, input_batch: InputBatch, sampled: np.ndarray) -> DraftBatch:

@@ -22,6 +22,10 @@ class Texts:
         self.length[slot] = len(tokens)
         self.prompt_length[slot] = prompt_length
 
+    def output(self, slot: int) -> list[int]:
+        """Tokens that were generated."""
+        return self.tokens[slot, self.prompt_length[slot] : self.length[slot]].tolist()
+
     def append(self, slots: np.ndarray, sampled: np.ndarray, counts: np.ndarray) -> None:
         """Requests got tokens.
 

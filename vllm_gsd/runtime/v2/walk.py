@@ -50,11 +50,13 @@ class GraphSampler:
         Args:
             logits: [num_rows, vocab], grammar masks applied.
             draft_logits: upstream's; nodes are chosen, not sampled, so there are none.
-            invalid_drafts: upstream's, rows without a grammar mask; none of them is a node of ours.
+            invalid_drafts: bool [num_rows], rows that no grammar has judged; None for none.
         """
         assert self.step is not None
         sampler, step = self.sampler, self.step
-        token, parent = (torch.from_numpy(values).to(logits.device) for values in _padded(step.trees))
+        token, parent, line = (torch.from_numpy(values).to(logits.device) for values in _padded(step.trees))
+        if invalid_drafts is not None:
+            parent = parent.masked_fill(invalid_drafts[line], FOREIGN)
         num_requests, levels = input_batch.num_reqs, 1 + step.deepest
         first = input_batch.cu_num_logits[:num_requests].long()
         place = torch.zeros_like(first)
@@ -158,14 +160,13 @@ class _History:
             self.counts[self.slots, sampled] -= more
 
 
-def _padded(trees: WalkTrees) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int64 and parents int32, [num_requests, most rows of a request]; FOREIGN pads."""
+def _padded(trees: WalkTrees) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens int64, parents int32 and rows int64, [num_requests, most rows of a request]; FOREIGN pads."""
     sizes = np.diff(trees.starts)
-    real = np.arange(sizes.max()) < sizes[:, None]
-    token = np.zeros(real.shape, np.int64)
-    parent = np.full(real.shape, FOREIGN, np.int32)
-    token[real], parent[real] = trees.token, trees.parent
-    return token, parent
+    columns = np.arange(sizes.max())
+    real = columns < sizes[:, None]
+    line = np.where(real, trees.starts[:-1, None] + columns, 0)
+    return trees.token[line], np.where(real, trees.parent[line], FOREIGN), line
 
 
 def _stack(scores: list[LogprobsTensors], num_requests: int) -> LogprobsTensors | None:

@@ -1,0 +1,88 @@
+"""Upstream symbols behind Ray, see ``runtime.ray_executor``: an upstream change fails here, by name."""
+
+import inspect
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStage, vLLMEngineWrapper
+from vllm import envs
+from vllm.config import ParallelConfig
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
+from vllm.v1.executor import ray_executor_v2, ray_utils
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+def parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_the_cpu_platform_has_no_device_in_ray():
+    """When it has one, our executor can go."""
+    assert CpuPlatform.ray_device_key == ""
+
+
+def test_signatures():
+    assert parameters(RayWorkerProc.__init__)[:2] == ["vllm_config", "rank"]
+    assert parameters(RayWorkerProc.get_node_and_physical_gpu_ids) == []
+    assert parameters(RayWorkerProc.initialize_worker) == [
+        "local_rank",
+        "env_vars",
+        "distributed_init_method",
+        "driver_env_vars",
+        "assigned_physical_gpu_ids",
+    ]
+    assert parameters(RayExecutorV2._get_actor_resource_kwargs) == []
+    assert parameters(RayExecutorV2._init_executor) == []
+    assert parameters(RayExecutorV2.shutdown) == []
+    assert parameters(ray_utils.initialize_ray_cluster) == ["parallel_config", "ray_address", "require_gpu_on_driver"]
+    assert parameters(_CPUSHMDistributed.make_group_name) == ["communicator"]
+
+
+def test_the_executor_makes_the_actors_that_we_put_in_its_module():
+    source = inspect.getsource(RayExecutorV2._init_executor)
+    assert "ray.remote(RayWorkerProc)" in source
+    assert "**resource_kwargs" in source and "num_cpus=0" in source
+    assert "initialize_ray_cluster(self.parallel_config, require_gpu_on_driver=False)" in source
+    assert "self.driver_env_vars,\n                    assigned_physical_gpu_ids=" in source
+    assert ray_executor_v2.RayWorkerProc is RayWorkerProc
+    assert "_init_kwargs" in inspect.getsource(RayWorkerProc.__init__)
+
+
+def test_a_placement_group_is_made_once():
+    """We ask for it first, to look at its nodes."""
+    source = inspect.getsource(ray_utils.initialize_ray_cluster)
+    assert "if parallel_config.placement_group:" in source and "if ray.is_initialized():" in source
+    assert "parallel_config.placement_group = current_placement_group" in source
+
+
+def test_executors_may_be_classes():
+    assert "isinstance(distributed_executor_backend, type)" in inspect.getsource(Executor.get_class)
+    assert "uses_ray" in inspect.getsource(ParallelConfig.use_ray.fget)
+    assert RayExecutorV2.uses_ray
+    assert isinstance(envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND, bool)
+
+
+def test_shared_memory_is_named_by_the_rendezvous():
+    """Its name is the same on all nodes where ranks meet over TCP, so we add the node."""
+    assert 'os.environ["VLLM_DIST_IDENT"]' in inspect.getsource(_CPUSHMDistributed.make_group_name)
+    assert 'init_method.split(":")[-1]' in inspect.getsource(CPUWorker.init_device)
+    assert "_CPUSHMDistributed.make_group_name(self)" in inspect.getsource(
+        CpuCommunicator._all_group_ranks_share_shm_group_name
+    )
+
+
+def test_cores_are_told():
+    assert {"physical_core", "numa_node"} <= set(vars(get_allowed_cpu_list()[0]))
+
+
+def test_ray_data_makes_the_engine_configuration_twice():
+    """So ours must leave the arguments as they were."""
+    source = inspect.getsource(vLLMEngineWrapper.__init__)
+    assert "engine_args.create_engine_config()" in source and "from_engine_args(" in source
+    assert "placement_group_config" in inspect.getsource(vLLMEngineStage.post_init)

@@ -1,0 +1,105 @@
+"""A Ray cluster of several nodes on this machine, as ``ray start`` makes it: CPUs only, no dashboard."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from serve_process import free_port
+
+START_SECONDS = 300
+RAY = Path(sys.executable).parent / "ray"
+# `ray start` would write a token for clients; the processes of a test are a test's own.
+CLIENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+NODE = {
+    **CLIENT,
+    "RAY_worker_niceness": "0",  # Ray's workers are polite by default, and get nothing on a busy machine
+    "RAY_memory_monitor_refresh_ms": "0",  # nor are they to be killed for what others need
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+
+
+@dataclass
+class RayCluster:
+    """A running cluster; ``environment`` is what a process needs to join it."""
+
+    address: str
+    folder: Path
+    nodes: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**CLIENT, "RAY_ADDRESS": self.address}
+
+    def add_node(self, num_cpus: int = 1, **environment: str) -> subprocess.Popen:
+        """Start a node, the first one as head, and wait until it has joined.
+
+        Args:
+            environment: variables of the node's processes, ranks included.
+        """
+        head = ["--head", f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self.folder}"]
+        where = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
+        command = [RAY, "start", *where, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
+        log = self.folder.with_name(f"{self.folder.name}-node-{len(self.nodes)}.log")
+        until = time.monotonic() + START_SECONDS
+        while True:
+            with log.open("wb") as stream:
+                node = subprocess.Popen(
+                    command,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **NODE, **environment},
+                    start_new_session=True,
+                )
+            self.nodes.append(node)
+            while "Ray runtime started" not in log.read_text():
+                if node.poll() is not None or time.monotonic() > until:
+                    break
+                time.sleep(0.2)
+            else:
+                return node
+            self.remove_node(node)
+            # Ray gives a node thirty seconds, which cannot be set: on a busy machine that is not enough.
+            assert "timed out during startup" in log.read_text() and time.monotonic() < until, log.read_text()
+
+    def remove_node(self, node: subprocess.Popen) -> None:
+        """Stop a node and everything that runs on it."""
+        self.nodes.remove(node)
+        node.send_signal(signal.SIGTERM)
+        try:
+            node.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for node in reversed(self.nodes.copy()):
+            self.remove_node(node)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for log in self.folder.parent.glob(f"{self.folder.name}-node-*.log"):
+            log.unlink()
+
+
+@contextlib.contextmanager
+def ray_cluster(nodes: int, **environment: str):
+    """A cluster of nodes with one CPU each, so that ranks are spread.
+
+    Args:
+        environment: as for ``RayCluster.add_node``.
+    """
+    # Ray puts sockets here, whose paths may have a hundred characters and no more: pytest's folders are too deep.
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    cluster = RayCluster(f"127.0.0.1:{free_port()}", folder)
+    try:
+        for _ in range(nodes):
+            cluster.add_node(**environment)
+        yield cluster
+    finally:
+        cluster.close()
