@@ -28,7 +28,7 @@ def command(tiny_pair, tmp_path):
 
 def test_all_methods(command, tmp_path):
     methods = "plain,draft_model,ngram,suffix,gsd,gsd-tree,gsd-chain"
-    command += ["--methods", methods, "--chain-lengths", "1,2", "--batch-sizes", "1,3", "--repeats", "2"]
+    command += ["--methods", methods, "--chain-lengths", "2", "--batch-sizes", "1,3", "--repeats", "2"]
     done = subprocess.run([*command, "--gsd", '{"budget": 8}'], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     files = json.loads(done.stdout.splitlines()[-1])
@@ -56,7 +56,6 @@ def test_all_methods(command, tmp_path):
                 assert row["tokens_per_step"]["median"] > 1.1
                 assert parts["draft"] > 0
                 assert row["acceptance_by_depth"][0] > 0.1
-            assert bool(row["tried"]) == (method in ("draft_model", "ngram"))
         assert rows["plain"]["ratio_to_plain"]["max"] == rows["plain"]["tokens_per_step"]["max"] == 1
         assert rows["gsd"]["tokens_per_step"]["median"] > rows["gsd-chain"]["tokens_per_step"]["median"]
         assert rows["gsd-tree"]["step_parts_ms"]["compaction"] > 0
@@ -69,18 +68,23 @@ def test_all_methods(command, tmp_path):
     assert "draft_model K=" in page
 
 
-def test_apart_with_analyses(command, tmp_path, monkeypatch):
+def test_apart_with_a_choice_and_analyses(command, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     from vllm_gsd.bench import analyses
     from vllm_gsd.cli.main import app
 
-    monkeypatch.setattr(analyses, "ABLATIONS", {"top_k": [1, 3], "merge_ngram": [0, 2]})
+    monkeypatch.setattr(analyses, "ABLATIONS", {"top_k": [1, 3], "merge_ngram": [2]})
     monkeypatch.setattr(analyses, "BASE", {**analyses.BASE, "top_k": 3})
-    command += ["--methods", "plain,gsd", "--repeats", "1", "--apart", "--analyses"]
+    command += ["--methods", "draft_model", "--chain-lengths", "1,2", "--repeats", "1", "--apart", "--analyses"]
     done = CliRunner().invoke(app, command[1:])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out" / "bench.json").read_text())
+    (row,) = report["batches"]["1"].values()
+    tried = row["tried"]
+    assert set(tried) == {"draft_model K=1 eager", "draft_model K=2 eager"}
+    assert row["setting"] == max(tried, key=tried.get)
+    assert "ratio_to_plain" not in row
     rows = report["analyses"]["ablations"]["top_k"]
     assert [row["value"] for row in rows] == [1, 3]
     assert rows[0]["tokens_per_step"] < rows[1]["tokens_per_step"]
