@@ -41,6 +41,7 @@ _ALLOWED = {
     "draft_tensor_parallel_size": "a whole number of at least 1, or null for the target's",
     "draft_vocab_size": "a whole number of at least 32, or null for the draft's own",
     "preset": '"paper" or null',
+    "tree_attention": '"kernel", "flash_prefix" or "xformers"',
 }
 
 Source = Literal["draft", "ngram", "shared"]
@@ -69,6 +70,7 @@ class GSDConfig(BaseModel):
     draft_tensor_parallel_size: int | None = Field(None, ge=1)
     draft_vocab_size: int | None = Field(None, ge=32)
     preset: Literal["paper"] | None = None
+    tree_attention: Literal["kernel", "flash_prefix", "xformers"] = "kernel"
 
     @classmethod
     def load(cls, value: Any, origin: str | None = None) -> GSDConfig:

@@ -11,6 +11,8 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.lora.ops.torch_ops import bgmv_expand
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
@@ -21,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
+from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -30,6 +33,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker import cpu_worker, gpu_model_runner
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
@@ -229,6 +233,19 @@ def test_block_allocation_is_capped_at_max_model_len():
 def test_sampler_and_forward_context():
     assert {"logits", "sampling_metadata"} <= set(parameters(Sampler.forward))
     assert {"attn_metadata", "vllm_config", "num_tokens", "slot_mapping"} <= set(parameters(set_forward_context))
+
+
+def test_lm_heads_of_ones_own_rows():
+    """``TrimmedHead`` is a layer to this method, and leaves what comes after it to the logits processor."""
+    assert parameters(UnquantizedEmbeddingMethod.process_weights_after_loading) == ["layer"]
+    assert parameters(UnquantizedEmbeddingMethod.apply) == ["layer", "x", "bias"]
+    assert "self.logits_as_input" in inspect.getsource(LogitsProcessor.forward)
+
+
+def test_shared_suffixes_read_these():
+    assert "output_token_ids" in field_names(CachedRequestState)
+    assert "lora_request" in field_names(CachedRequestState)
+    assert "cache_salt" in parameters(Request)
 
 
 def test_block_table_attributes():

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
@@ -35,6 +36,7 @@ DEFAULTS = {
 }
 START_SECONDS = 180
 CALL_SECONDS = 240
+END_SECONDS = 30
 
 
 class EngineError(RuntimeError):
@@ -93,18 +95,26 @@ class Engine:
         model: folder of the target.
         speculative_config: as for ``LLM``; None for plain vLLM.
         setup: functions called with the ``LLM`` once it is there.
+        before: functions called before.
         options: further arguments of ``LLM``.
     """
 
-    def __init__(self, model, speculative_config=None, setup=(), **options):
+    server = forkserver.ForkServer()  # what the processes are forked from
+    preload = Path(__file__).stem  # what it imports
+    patience = 1  # how many times those seconds
+
+    def __init__(self, model, speculative_config=None, setup=(), before=(), **options):
         arguments = {**DEFAULTS, "model": str(model), "speculative_config": speculative_config, **options}
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([Path(__file__).stem])
+        self.server.set_forkserver_preload([self.preload])
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, arguments, setup), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, arguments, setup, before), daemon=True)
         here = str(Path(__file__).parent)
         path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
+        with (
+            mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}),
+            mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process),
+        ):
             self.process.start()
         theirs.close()
         try:
@@ -137,12 +147,13 @@ class Engine:
         """Shut the engine down and see to it that its process ends by itself."""
         if self.process.is_alive():
             self.connection.send(None)
-        self.process.join(30)
+        self.process.join(END_SECONDS * self.patience)
         exit_code = self.process.exitcode
         self._end()
         assert exit_code == 0, f"the engine's process did not end properly (exit code {exit_code})"
 
     def _receive(self, seconds: float):
+        seconds *= self.patience
         if not self.connection.poll(seconds):
             raise EngineError(f"no answer from the engine within {seconds} s")
         try:
@@ -165,9 +176,11 @@ def run(engine: Engine, prompts, params) -> list[list[int]]:
     return [answer.tokens for answer in engine.generate(prompts, params)]
 
 
-def _serve(connection, arguments, setup) -> None:
+def _serve(connection, arguments, setup, before) -> None:
     """The engine's process: build the engine, do what is asked, shut down."""
     try:
+        for function in before:
+            function()
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -274,8 +287,8 @@ def gsd_request_state(llm) -> dict[str, int]:
         "requests": len(runner.requests),
         "trees": len(runner.drafter.trees),
         "reasons": len(runner.drafter.reasons),
-        "draft_kv_blocks": len(runner.draft_kv.blocks),
-        "draft_kv_length": len(runner.draft_kv.length),
+        "draft_kv_blocks": len(runner.drafter.draft_kv.blocks),
+        "draft_kv_length": len(runner.drafter.draft_kv.length),
     }
 
 

@@ -57,6 +57,7 @@ KEYS = {
     "parallel size 0": ({"draft_tensor_parallel_size": 0}, ["is 0", "at least 1"]),
     "parallel size 2": ({"draft_tensor_parallel_size": 2}, ["2", "set it to 1"]),
     "draft vocabulary": ({"draft_vocab_size": 32000}, ["32000", "at most 512"]),
+    "tree attention": ({"tree_attention": "xformers"}, ["on the CPU", "leave it out"]),
 }
 # Draft models: what the sentence must have in it besides "model" and the folder's name.
 DRAFTS = {
@@ -173,7 +174,11 @@ def sentence(message: str) -> str:
 
 
 # What is found out beside the target, no longer in the file: the key it names.
-LATER = {"parallel size 2": '"draft_tensor_parallel_size"', "draft vocabulary": '"draft_vocab_size"'}
+LATER = {
+    "parallel size 2": '"draft_tensor_parallel_size"',
+    "draft vocabulary": '"draft_vocab_size"',
+    "tree attention": '"tree_attention"',
+}
 CASES = {
     "directory": ["configs", "is a directory", "JSON file"],
     **{name: [name, *parts] for name, (_, parts) in FILES.items()},

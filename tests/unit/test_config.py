@@ -97,6 +97,7 @@ WRONG_KEYS = [
     (with_keys(model=None, draft_vocab_size=32), ['"draft_vocab_size" is 32', "name a model"]),
     (with_keys(preset="fast"), ['"preset" is "fast"', '"paper"']),
     (with_keys(preset=["paper"]), ['"preset" is ["paper"]', '"paper"']),
+    (with_keys(tree_attention="flash"), ['"tree_attention" is "flash"', '"kernel", "flash_prefix" or "xformers"']),
     (with_keys(top_k="x" * 10_000_000), ['"top_k"', "from 1 to 32"]),
     (with_keys(top_k="a\nb\u2028c"), [r'"a\nb\u2028c"', "from 1 to 32"]),
     (with_keys(top_k=object), ['"top_k"', "from 1 to 32"]),
@@ -234,6 +235,7 @@ def test_defaults():
         "draft_tensor_parallel_size": None,
         "draft_vocab_size": None,
         "preset": None,
+        "tree_attention": "kernel",
     }
 
 
@@ -253,6 +255,7 @@ def test_every_key_can_be_set():
         "draft_tensor_parallel_size": 1,
         "draft_vocab_size": 32,
         "preset": "paper",
+        "tree_attention": "kernel",
     }
     config = GSDConfig.load(keys)
     assert {**config.model_dump(), "sources": list(config.sources)} == keys

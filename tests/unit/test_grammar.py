@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from toy_grammar import Manager, ToyGrammar, toy_request
 
 from vllm_gsd.core.graph import NONE
-from vllm_gsd.runtime.grammar import GrammarTokens, ProposedTree, allowed_nodes, tree_bitmask
+from vllm_gsd.runtime.grammar import GrammarTokens, ProposedTree, allowed_nodes, judged_tree, tree_bitmask, tree_fits
 
 
 def test_forbidden_nodes_go_with_all_below_them_and_others_move_up():
@@ -128,3 +128,22 @@ def test_choices_are_the_allowed_tokens_that_go_furthest():
     assert GrammarTokens(manager).after(toy_request(13, 6, 12), []) == []  # too many
     manager.reasoning_end = 7
     assert tokens.after(request, [1]) == []
+
+
+def test_nodes_with_rows_are_judged_where_they_are():
+    """Children of the root: 1 (allowed), 9 (not); below them 3, 5 (not) and 3; two rows have no node."""
+    request, manager = toy_request(), Manager()
+    tokens, parents = [1, 9, 3, 5, 3, 0, 0], [NONE, NONE, 0, 0, 1]
+    tree = judged_tree(manager, request, tokens, parents)
+    assert tree.paths == [[1], None, [1, 3], None, None, None, None]
+    assert tree_fits(tree, tokens) and tree_fits(tree, tokens[:2]) and not tree_fits(tree, [1, 2])
+    masks = tree_bitmask(manager, {"toy": request}, ["toy"], {"toy": tokens[:4]}, {"toy": tree})[:, 0].tolist()
+    after = {path: sum(1 << (2 * path + i) % 13 for i in (1, 2)) for path in (0, 1, 3)}
+    assert masks == [after[0], after[1], -1, after[3], -1]
+    assert request.structured_output_request.grammar.text == [0]
+
+
+def test_rows_that_were_never_judged_constrain_their_root_only():
+    request = toy_request()
+    masks = tree_bitmask(Manager(), {"toy": request}, ["toy"], {"toy": [-1, -1]}, {})[:, 0].tolist()
+    assert masks == [0b110, -1, -1]

@@ -42,6 +42,16 @@ def test_no_vllm_in_any_of_them_together():
     assert done.stdout.strip() == "[]"
 
 
+def test_ops_need_torch_alone():
+    """So that they run on a bare GPU machine; Triton is imported by the op that uses it."""
+    code = "import importlib, sys\n" + "".join(
+        f"importlib.import_module({name!r})\n" for name in FREE_OF_VLLM if name.startswith("vllm_gsd.ops")
+    )
+    code += "print(sorted({'vllm', 'pydantic', 'numba', 'transformers', 'triton', 'xformers'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_neither_vllm_nor_torch(module):
     assert not loaded_by(module) & {"vllm", "torch", "transformers", "huggingface_hub"}

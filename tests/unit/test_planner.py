@@ -5,8 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gsd.core.calibration import NATIVE, NGRAM, Calibration, calibrated
+from vllm_gsd.core.calibration import (
+    MERGED,
+    NATIVE,
+    NGRAM,
+    NUM_SOURCES,
+    OFF_BELOW,
+    Calibration,
+    SourceTrust,
+    calibrated,
+)
 from vllm_gsd.core.costs import Costs, Overhead
+from vllm_gsd.core.flatten import flatten
+from vllm_gsd.core.graph import ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
 from vllm_gsd.core.planner import PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
 
 # Up to 8 rows cost little more than one, beyond them each adds a millisecond; as measured on a CPU.
@@ -213,3 +224,49 @@ class TestCalibration:
         assert value.max() <= 1
         twin = [calibrated(calibration.factor, NGRAM, d, s) for d, s in zip(depth, survival, strict=True)]
         np.testing.assert_allclose(value, twin, rtol=1e-6)
+
+
+class TestSourceTrust:
+    def test_a_request_without_experience_is_as_calibrated(self):
+        assert (SourceTrust().of(["a", "b"]) == 1).all()
+        assert SourceTrust().of([]).shape == (0, NUM_SOURCES)
+
+    def test_each_request_and_source_for_itself(self):
+        trust = SourceTrust()
+        for step in range(40):
+            trust.observe("copies", np.array([NGRAM, NATIVE]), np.array([0.5, 0.5]), np.array([True, step % 2 == 0]))
+            trust.observe("free", np.array([NGRAM, NATIVE]), np.array([0.5, 0.5]), np.array([False, step % 2 == 0]))
+        copies, free = trust.of(["copies", "free"])
+        assert copies[NGRAM] > 1.6
+        assert free[NGRAM] < OFF_BELOW
+        assert copies[NATIVE] == free[NATIVE] == pytest.approx(1, abs=0.1)
+        assert copies[MERGED] == 1
+
+    def test_what_is_off_is_tried_again(self):
+        trust = SourceTrust()
+        for _ in range(40):
+            trust.observe("a", np.array([NGRAM]), np.array([0.6]), np.array([False]))
+        assert trust.of(["a"])[0, NGRAM] < OFF_BELOW
+        for _ in range(60):
+            trust.observe("a", np.array([NATIVE]), np.array([0.6]), np.array([True]))
+        assert trust.of(["a"])[0, NGRAM] > OFF_BELOW
+
+    def test_forgets_requests(self):
+        trust = SourceTrust()
+        trust.observe("a", np.array([NGRAM]), np.array([0.6]), np.array([False]))
+        trust.forget("a")
+        trust.forget("never seen")
+        assert not trust.seen
+
+    def test_flattening_ranks_by_it(self):
+        graphs = new_graphs(2, 8)
+        for row in range(2):
+            reset(graphs, row, np.array([1], np.int64))
+            add_child(graphs, row, 0, 5, np.float32(0.5), ORIGIN_DRAFT)
+            add_child(graphs, row, 0, 6, np.float32(0.6), ORIGIN_NGRAM)
+        trust = np.ones((2, NUM_SOURCES), np.float32)
+        trust[1, NGRAM] = 0.5
+        both = np.full(2, 2, np.int32)
+        trees = flatten(graphs, both, both, trust=trust)
+        assert trees.token.tolist() == [[6, 5], [5, 6]]
+        np.testing.assert_allclose(trees.value, [[0.6, 0.5], [0.5, 0.3]], rtol=1e-6)

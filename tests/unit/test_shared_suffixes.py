@@ -13,9 +13,12 @@ pytest.importorskip("arctic_inference")
 from vllm_gsd.runtime.shared_suffixes import READER, SharedSuffixes
 
 
-def state(output=(), adapter=None):
-    lora = None if adapter is None else SimpleNamespace(lora_int_id=1, lora_name=adapter, lora_path=f"/{adapter}")
-    return SimpleNamespace(output_token_ids=list(output), lora_request=lora)
+def lora(adapter):
+    return adapter and SimpleNamespace(lora_int_id=1, lora_name=adapter, lora_path=f"/{adapter}")
+
+
+def finish(shared, request_id, response, adapter=None):
+    shared.finished(request_id, lora(adapter), response)
 
 
 def paths(graphs):
@@ -30,18 +33,18 @@ def paths(graphs):
     return found
 
 
-def grafted(shared, text, request_id="r", request=None):
+def grafted(shared, text, adapter=None):
     graphs = new_graphs(1, 64)
     reset(graphs, 0, np.array(text, np.int64))
-    shared.graft(graphs, 0, request_id, request or state(), np.array(text, np.int32), 16)
+    shared.graft(graphs, 0, "r", lora(adapter), np.array(text, np.int32), 16)
     assert (graphs.origin[0, 1 : graphs.size[0]] == ORIGIN_SHARED).all()
     return paths(graphs)
 
 
 def test_finds_what_followed():
     shared = SharedSuffixes(10)
-    shared.finished("a", state([1, 2, 3, 4, 5]))
-    shared.finished("b", state([9, 2, 3, 4, 6]))
+    finish(shared, "a", [1, 2, 3, 4, 5])
+    finish(shared, "b", [9, 2, 3, 4, 6])
     found = grafted(shared, [7, 2, 3])
     assert set(found) == {(4,), (4, 5), (4, 6)}
     assert found[(4,)] == pytest.approx(MATCH_PROB[2])
@@ -50,27 +53,27 @@ def test_finds_what_followed():
 
 def test_finds_nothing_that_never_followed():
     shared = SharedSuffixes(10)
-    shared.finished("a", state([1, 2, 3, 4, 5]))
+    finish(shared, "a", [1, 2, 3, 4, 5])
     assert grafted(shared, [7, 7, 7]) == {}
     assert grafted(shared, [7, 4, 5]) == {}
 
 
 def test_empty_and_placeholder_tokens_are_not_kept():
     shared = SharedSuffixes(10)
-    shared.finished("a", state([]))
-    shared.finished("b", state([-1, -1, 5]))
+    finish(shared, "a", [])
+    finish(shared, "b", [-1, -1, 5])
     assert not shared.caches
 
 
 def test_adapters_and_salts_are_kept_apart():
     shared = SharedSuffixes(10)
     shared.salts["a"] = "mine"
-    shared.finished("a", state([1, 2, 3, 4]))
-    shared.finished("b", state([1, 2, 3, 5]))
-    shared.finished("c", state([1, 2, 3, 6], "tuned"))
+    finish(shared, "a", [1, 2, 3, 4])
+    finish(shared, "b", [1, 2, 3, 5])
+    finish(shared, "c", [1, 2, 3, 6], "tuned")
     assert set(grafted(shared, [1, 2, 3])) == {(5,)}
-    assert set(grafted(shared, [1, 2, 3], request=state(adapter="tuned"))) == {(6,)}
-    assert grafted(shared, [1, 2, 3], request=state(adapter="other")) == {}
+    assert set(grafted(shared, [1, 2, 3], adapter="tuned")) == {(6,)}
+    assert grafted(shared, [1, 2, 3], adapter="other") == {}
     shared.salts["r"] = "mine"
     assert set(grafted(shared, [1, 2, 3])) == {(4,)}
     shared.salts["r"] = "yours"
@@ -82,7 +85,7 @@ def test_the_oldest_leave_first_over_all_readers():
     shared = SharedSuffixes(3)
     shared.salts["0"] = "mine"
     for number in range(6):
-        shared.finished(str(number), state([10 * number + i for i in range(5)]))
+        finish(shared, str(number), [10 * number + i for i in range(5)])
     assert grafted(shared, [20, 21]) == {}
     assert set(grafted(shared, [30, 31])) == {(32,), (32, 33), (32, 33, 34)}
     assert len(shared.kept) == 3

@@ -16,7 +16,8 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpda
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.core.graph import NONE
-from vllm_gsd.runtime.v1.walk import FOREIGN, PLACEHOLDER, WalkTrees, walk
+from vllm_gsd.runtime.draft_tree import FOREIGN, WalkTrees
+from vllm_gsd.runtime.v1.walk import PLACEHOLDER, walk
 
 VOCAB = 8
 SEEDS = range(25)

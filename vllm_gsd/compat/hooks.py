@@ -5,15 +5,23 @@ import functools
 import sys
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.triton_utils import HAS_TRITON
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, is_gsd, read
 
 # Where our options travel inside VllmConfig: it is the field upstream keeps for plugins, and it reaches every process.
 ADDITIONAL_KEY = "gsd"
-PROPOSER = "vllm_gsd.runtime.v1.proposer.GraphProposer"
+# How each of upstream's model runners is told of gsd; ``model`` is our mark, upstream looks at it with V1 only.
+# V2 refuses "custom_class". Of the methods it takes, "ngram_gpu" alone brings nothing along: no draft model (ours is
+# loaded by ourselves, and ``"model": null`` is nothing special), no slots, and async scheduling stays on.
+SPECULATIVE_V1 = {"method": "custom_class", "model": "vllm_gsd.runtime.v1.proposer.GraphProposer"}
+SPECULATIVE_V2 = {"method": "ngram_gpu", "model": "vllm_gsd.runtime.v2.speculator.GraphSpeculator"}
+WORKER_V1 = "vllm_gsd.runtime.v1.worker.GraphCPUWorker"
+WORKER_V2 = "vllm_gsd.runtime.v2.worker.GraphCPUWorker"
 
 
 def install() -> None:
@@ -97,14 +105,14 @@ def _translate_config() -> None:
 
         config = GSDConfig.load(value)
         check_engine_args(self, config)
+        v2 = takes_v2(self)
+        nodes = config.num_speculative_tokens
+        if v2 and config.budget != "auto":
+            nodes = config.budget  # rows are scheduled whether there are nodes for them or not
         ours = {
-            "speculative_config": {
-                "method": "custom_class",
-                "model": PROPOSER,
-                "num_speculative_tokens": config.num_speculative_tokens,
-            },
+            "speculative_config": {**(SPECULATIVE_V2 if v2 else SPECULATIVE_V1), "num_speculative_tokens": nodes},
             "additional_config": {**(self.additional_config or {}), ADDITIONAL_KEY: config.model_dump(mode="json")},
-            "worker_cls": "vllm_gsd.runtime.v1.worker.GraphCPUWorker",
+            "worker_cls": WORKER_V2 if v2 else WORKER_V1,
             "scheduler_cls": "vllm_gsd.runtime.scheduler.GraphScheduler",
         }
         # Put back in the end: some callers (Ray Data is one) make the same arguments' configuration twice.
@@ -116,7 +124,9 @@ def _translate_config() -> None:
         finally:
             for name, of_theirs in given.items():
                 setattr(self, name, of_theirs)
-        check_engine(vllm_config, config)
+        check_engine(vllm_config, config, v2)
+        if vllm_config.scheduler_config.async_scheduling:
+            vllm_config.scheduler_config.scheduler_cls = "vllm_gsd.runtime.scheduler.GraphAsyncScheduler"
         parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend == "ray" and current_platform.is_cpu():
             from vllm_gsd.runtime.ray_executor import CPURayExecutor
@@ -125,6 +135,27 @@ def _translate_config() -> None:
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config
+
+
+def takes_v2(args: EngineArgs) -> bool:
+    """Whether upstream will take Model Runner V2 for an engine with gsd.
+
+    ``VllmConfig.use_v2_model_runner`` says so, but only once there is a config, and what is in that depends on it. As
+    upstream itself does, V1 is taken for what V2 cannot do yet, here: graphs beside adapters and tensor parallelism.
+    ``runtime.support`` compares the answers.
+    """
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return envs.VLLM_USE_V2_MODEL_RUNNER
+    return HAS_TRITON and not args.enable_lora and args.tensor_parallel_size == 1
+
+
+def _is_ours(speculative_config) -> bool:
+    """Whether a ``SpeculativeConfig``, or the dict it is made from, is one that we translated."""
+    if isinstance(speculative_config, dict):
+        model = speculative_config.get("model")
+    else:
+        model = getattr(speculative_config, "model", None)
+    return model in (SPECULATIVE_V1["model"], SPECULATIVE_V2["model"])
 
 
 def _make_room_for_lora() -> None:
@@ -139,7 +170,7 @@ def _make_room_for_lora() -> None:
         given = self.max_num_batched_tokens
         upstream(self, *args, **kwargs)
         speculative = self.speculative_config
-        if not self.enable_lora or not isinstance(speculative, dict) or speculative.get("model") != PROPOSER:
+        if not self.enable_lora or not isinstance(speculative, dict) or not _is_ours(speculative):
             return
         needed = self.max_num_seqs * (speculative["num_speculative_tokens"] + 1)
         if given is None:
@@ -181,7 +212,7 @@ def _accept_all_sampling_params() -> None:
 
     @functools.wraps(upstream)
     def _validate_spec_decode(self, speculative_config):
-        if speculative_config is None or speculative_config.model != PROPOSER:
+        if not _is_ours(speculative_config):
             upstream(self, speculative_config)
 
     SamplingParams._validate_spec_decode = _validate_spec_decode

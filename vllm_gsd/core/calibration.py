@@ -8,6 +8,7 @@ import numba
 import numpy as np
 
 NATIVE, MERGED, NGRAM, SHARED = 0, 1, 2, 3  # sources
+NUM_SOURCES = 4
 NUM_DEPTHS = 3  # 1, 2, deeper
 NUM_BINS = 8  # survival above 1/2, above 1/4, ... and all below 1/128
 # Weight of "survival is right" against observations, in promised nodes.
@@ -20,7 +21,7 @@ class Calibration:
     """Factors by cell, ``factor[source, depth, bin]`` float32; all 1 before anything was observed."""
 
     def __init__(self) -> None:
-        shape = (4, NUM_DEPTHS, NUM_BINS)
+        shape = (NUM_SOURCES, NUM_DEPTHS, NUM_BINS)
         self.promised = np.full(shape, PRIOR)
         self.accepted = np.full(shape, PRIOR)
         self.factor = np.ones(shape, np.float32)
@@ -47,6 +48,42 @@ class Calibration:
     def first_level(self) -> float:
         """Accepted over promised among all native children of the root."""
         return float(self.accepted[NATIVE, 0].sum() / self.promised[NATIVE, 0].sum())
+
+
+# Weight of "as calibrated" against what was observed in one request, in nodes' worth of chances.
+OWN_PRIOR = 3.0
+# Observations in a request are forgotten over some 30 steps with graphs, so that a source that is off is tried again.
+OWN_KEEP = 0.97
+# A source whose nodes come true less often than this share of what calibration says is switched off for the request.
+OFF_BELOW = 0.35
+
+
+class SourceTrust:
+    """How far each request's own experience with the sources differs from what is true of all requests."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, np.ndarray] = {}  # float64 [2, sources], promised and accepted
+
+    def of(self, request_ids: list[str]) -> np.ndarray:
+        """Accepted over promised by request and source, float32 [num_requests, sources]; 1 before anything was seen."""
+        fresh = np.full((2, NUM_SOURCES), OWN_PRIOR)
+        seen = np.array([self.seen.get(request_id, fresh) for request_id in request_ids]).reshape(-1, 2, NUM_SOURCES)
+        return (seen[:, 1] / seen[:, 0]).astype(np.float32)
+
+    def observe(self, request_id: str, source: np.ndarray, chance: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn from one request's verified nodes.
+
+        Args:
+            source: int [n]; chance: float [n], calibrated; accepted: bool [n].
+        """
+        seen = self.seen.setdefault(request_id, np.full((2, NUM_SOURCES), OWN_PRIOR))
+        seen += (OWN_KEEP - 1) * (seen - OWN_PRIOR)
+        np.add.at(seen[0], source, chance)
+        np.add.at(seen[1], source, accepted)
+
+    def forget(self, request_id: str) -> None:
+        """The request is finished."""
+        self.seen.pop(request_id, None)
 
 
 def _bins(survival: np.ndarray) -> np.ndarray:

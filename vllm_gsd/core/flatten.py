@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, SHARED, Calibration, calibrated
+from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, NUM_SOURCES, SHARED, Calibration, calibrated
 from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch
 
 
@@ -40,7 +40,9 @@ class FlatTrees(NamedTuple):
 
 
 @numba.njit(cache=True)
-def _flatten(graphs, num_nodes, max_depth, factor, token, parent, depth, node_of, via_merge, survival, value, size):
+def _flatten(
+    graphs, num_nodes, max_depth, factor, trust, token, parent, depth, node_of, via_merge, survival, value, size
+):
     for row in range(len(num_nodes)):
         # Entries: (-value, order of discovery, node, place of the parent, depth, via a merged edge, survival).
         heap = [(np.float32(0.0), 0, np.int32(0), np.int32(NONE), np.int32(0), False, np.float32(0.0))]
@@ -63,7 +65,7 @@ def _flatten(graphs, num_nodes, max_depth, factor, token, parent, depth, node_of
                         kind = SHARED
                     elif crossed or graphs.merged[row, child] != NONE:
                         kind = MERGED
-                    worth = min(chance, calibrated(factor, kind, level + 1, below))
+                    worth = min(chance, trust[row, kind] * calibrated(factor, kind, level + 1, below))
                     heapq.heappush(heap, (-worth, order, child, place, np.int32(level + 1), crossed, below))
                     child = graphs.next_sibling[row, child]
             if count >= num_nodes[row] or len(heap) == 0:
@@ -87,7 +89,11 @@ _UNCALIBRATED = Calibration().factor
 
 
 def flatten(
-    graphs: GraphBatch, num_nodes: np.ndarray, max_depth: np.ndarray, factor: np.ndarray = _UNCALIBRATED
+    graphs: GraphBatch,
+    num_nodes: np.ndarray,
+    max_depth: np.ndarray,
+    factor: np.ndarray = _UNCALIBRATED,
+    trust: np.ndarray | None = None,
 ) -> FlatTrees:
     """Unroll every graph of the batch, best first.
 
@@ -96,6 +102,7 @@ def flatten(
         num_nodes: int32 [num_graphs], most nodes of each flattened graph.
         max_depth: int32 [num_graphs], deepest place allowed (limits of max_tokens and max_model_len).
         factor: of a ``Calibration``.
+        trust: of ``SourceTrust``, float32 [num_graphs, sources]; None: none is trusted more or less than calibrated.
     """
     shape = (len(num_nodes), max(1, int(num_nodes.max(initial=1))))
     trees = FlatTrees(
@@ -108,7 +115,9 @@ def flatten(
         value=np.zeros(shape, np.float32),
         size=np.zeros(len(num_nodes), np.int32),
     )
-    _flatten(graphs, num_nodes, max_depth, factor, *trees)
+    if trust is None:
+        trust = np.ones((len(num_nodes), NUM_SOURCES), np.float32)
+    _flatten(graphs, num_nodes, max_depth, factor, trust, *trees)
     return trees
 
 

@@ -51,7 +51,7 @@ def _add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, th
                     continue
                 if find_child(graphs, row, parent, token) != NONE:
                     continue  # another source put it there already
-                target = merge_target(graphs, row, parent, token, merge_ngram)
+                target = merge_target(graphs, row, parent, token, merge_ngram[row])
                 node = add_child(graphs, row, parent, token, prob, ORIGIN_DRAFT)
                 if node == NONE:
                     pruned += 1
@@ -75,8 +75,10 @@ def add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, the
         probs: float32, same shape, conditional probabilities.
         num_nodes: int32 [num_graphs], node budget of each request.
         theta_sib: a candidate below ``theta_sib`` x its best sibling is dropped.
-        merge_ngram: tokens that must agree for two nodes to be one; 0 turns merging off.
+        merge_ngram: tokens that must agree for two nodes to be one; 0 turns merging off. One for all graphs, or
+            int32 [num_graphs].
     """
+    merge_ngram = np.full(len(frontier_len), merge_ngram, np.int32)
     counts = _add_candidates(
         graphs, frontier, frontier_len, tokens, probs, num_nodes, np.float32(theta_sib), merge_ngram
     )

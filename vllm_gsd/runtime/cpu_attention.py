@@ -15,10 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_gsd.ops.kv_layout import KVLayout
 from vllm_gsd.ops.tree_attention import tree_attention
-from vllm_gsd.runtime.tree_rows import TreeRows
-
-# Metadata attribute that carries the TreeRows of a forward pass; absent means there are none.
-TREE_ROWS = "gsd_tree_rows"
+from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):

@@ -11,15 +11,15 @@ from vllm.config.utils import replace
 from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd import draft_vocab
 from vllm_gsd.ops.topk_softmax import topk_softmax
-from vllm_gsd.runtime.cpu_attention import TREE_ROWS
 from vllm_gsd.runtime.ranks import from_first_rank
-from vllm_gsd.runtime.tree_rows import TreeRows
+from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
 
 
 class DraftModel:
@@ -37,7 +37,7 @@ class DraftModel:
         self.model_config = draft_model_config(vllm_config.model_config, model)
         self.tensor_parallel_size = tensor_parallel_size
         self.token_ids = trimmed_vocab(self.model_config, vocab_size)
-        self.head: torch.Tensor | None = None  # the LM head's rows of these tokens
+        self.head: TrimmedHead | None = None
         self.model: Any = None
         self.layer_names: list[str] = []
         self.builder: Any = None
@@ -63,7 +63,7 @@ class DraftModel:
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
         if self.token_ids is not None:
-            self.head = _whole(self.model.lm_head)[self.token_ids].contiguous()
+            self.head = TrimmedHead(_whole(self.model.lm_head)[self.token_ids].contiguous())
             # What it does after the LM head (scale, soft cap) is the model's own business still.
             self.model.logits_processor.logits_as_input = True
 
@@ -150,10 +150,27 @@ class DraftModel:
         if self.head is None or self.token_ids is None:
             probs, tokens = topk_softmax(self.model.compute_logits(hidden), k)
         else:
-            logits = torch.nn.functional.linear(hidden, self.head)
-            probs, places = topk_softmax(self.model.logits_processor(None, logits), k)
+            probs, places = topk_softmax(self.model.logits_processor(None, self.head(hidden)), k)
             tokens = self.token_ids[places]
         return from_first_rank(probs.numpy()), from_first_rank(tokens.numpy())
+
+
+class TrimmedHead(torch.nn.Module):
+    """Rows of an LM head, kept and multiplied as vLLM does its own: packed once on a CPU.
+
+    Args:
+        rows: [n, hidden].
+    """
+
+    def __init__(self, rows: torch.Tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(rows, requires_grad=False)
+        self.method = UnquantizedEmbeddingMethod()
+        self.method.process_weights_after_loading(self)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, n] of hidden states [rows, hidden]."""
+        return self.method.apply(self, hidden)
 
 
 class _LevelMetadata:

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_gsd.compat.structured import fill_mask, next_request_row
 from vllm_gsd.core.graph import NONE
 
 # Attribute of DraftTokenIds: graphs of requests with structured output, ``{request: ProposedTree}``. They don't travel
 # in the list of draft tokens, which upstream would take for a chain.
 PROPOSED_ATTRIBUTE = "gsd_trees"
+# The same where nodes have their rows already, ``{request: places of the parents}``: none can be added or moved up.
+PARENTS_ATTRIBUTE = "gsd_parents"
 # Attribute of SchedulerOutput: what of those graphs is scheduled, ``{request: KeptTree}``.
 KEPT_ATTRIBUTE = "gsd_kept"
 # Where a grammar allows more tokens than that, no look is taken at how many of them go furthest.
@@ -44,6 +47,13 @@ class KeptTree(NamedTuple):
     def tokens(self) -> list[int]:
         """The last token of each path."""
         return [path[-1] for path in self.paths]
+
+
+class JudgedTree(NamedTuple):
+    """The scheduled rows of a request, each with what its grammar thinks of it."""
+
+    tokens: list[int]  # of all rows below the root, zeros where there is no node
+    paths: list[list[int] | None]  # tokens from below the root to each of them, None for what the grammar forbids
 
 
 class GrammarTokens:
@@ -169,13 +179,34 @@ class _Nodes:
                     paths.append(child)
 
 
+def judged_tree(manager, request, tokens: list[int], parents: list[int]) -> JudgedTree:
+    """Say which of a graph's nodes the grammar of ``request`` allows.
+
+    Args:
+        tokens: of the request's rows; more than there are nodes, or fewer where the scheduler cut the list.
+        parents: places of the nodes' parents, NONE for children of the root.
+    """
+    paths: dict[int, list[int] | None] = {NONE: []}
+    for place, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
+        above = paths[parent]
+        path = None if above is None else [*above, token]
+        allowed = path is not None and len(manager.validate_tokens(request, path)) == len(path)
+        paths[place] = path if allowed else None
+    return JudgedTree(tokens, [paths.get(place) for place in range(len(tokens))])
+
+
+def tree_fits(tree, tokens: list[int]) -> bool:
+    """Whether the scheduled tokens are those of a ``KeptTree`` or ``JudgedTree``, None for none."""
+    return tree is not None and tree.tokens[: len(tokens)] == tokens
+
+
 def tree_bitmask(manager, requests, request_ids: list[str], scheduled: dict[str, list[int]], kept) -> np.ndarray:
     """Token masks of the root and of every scheduled node of the given requests, in the order of their rows.
 
     Args:
         scheduled: draft tokens scheduled for each request.
-        kept: ``{request: KeptTree}``. Where it doesn't fit what is scheduled, only the root is constrained: no walk
-            leaves it then.
+        kept: ``{request: KeptTree or JudgedTree}``. Where it doesn't fit what is scheduled, only the root is
+            constrained: no walk leaves it then, nor does one enter a node that is forbidden.
 
     Returns:
         int32 [rows, vocabulary / 32].
@@ -186,21 +217,24 @@ def tree_bitmask(manager, requests, request_ids: list[str], scheduled: dict[str,
         manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
     row = 0
     for request_id in request_ids:
+        first = row
         request = requests[request_id]
         grammar = request.structured_output_request.grammar
         tokens = scheduled.get(request_id, [])
         tree = kept.get(request_id)
-        fits = tree is not None and tree.tokens[: len(tokens)] == tokens
-        for path in [[], *(tree.paths[: len(tokens)] if fits else [])]:
+        paths = tree.paths if tree_fits(tree, tokens) else []
+        for path in [[], *paths[: len(tokens)], *[None] * (len(tokens) - len(paths))]:
+            if path is None:
+                manager._grammar_bitmask[row] = -1
+                row += 1
+                continue
             grammar_start, constraint_start = manager._get_constraint_bounds(request, path)
             advance = path[grammar_start:]
             if advance:
                 grammar.accept_tokens(request_id, advance)
-            manager._fill_bitmasks(((grammar, row, constraint_start <= len(path)),))
+            fill_mask(manager, request, row, constraint_start <= len(path))
             if advance:
                 grammar.rollback(len(advance))
             row += 1
-        if not fits:
-            manager._grammar_bitmask[row : row + len(tokens)] = -1
-            row += len(tokens)
+        row = next_request_row(manager, first, row)
     return manager._grammar_bitmask[:row].numpy()

@@ -63,7 +63,7 @@ def _draft_level(drafter, num_rows: int) -> None:
 
 def _attention_ms(runner) -> float:
     """Milliseconds that one row's attention to one token of context takes, over all target layers."""
-    layer = runner.target_layers[0]
+    layer = runner.target_kv.layers[0]
     block_size = layer.kv_cache.shape[2]
     context = min(CONTEXT, block_size * layer.kv_cache.shape[0], runner.max_model_len) - TREE_SIZE
     if context < TREE_SIZE:
@@ -84,7 +84,7 @@ def _attention_ms(runner) -> float:
         layer.impl._tree(layer, query, layer.kv_cache, tree, torch.empty_like(query))
 
     more = _median_ms(lambda: run(TREE_SIZE)) - _median_ms(lambda: run(1))
-    return max(0.0, more) * len(runner.target_layers) / ((TREE_SIZE - 1) * context)
+    return max(0.0, more) * len(runner.target_kv.layers) / ((TREE_SIZE - 1) * context)
 
 
 def _median_ms(run: Callable[[], object], rows: int = 1) -> float:

@@ -1,5 +1,6 @@
 """vLLM's scheduler with grammars along graphs and truthful statistics."""
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -7,12 +8,16 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_gsd.runtime.grammar import (
     KEPT_ATTRIBUTE,
+    PARENTS_ATTRIBUTE,
     PROPOSED_ATTRIBUTE,
     GrammarTokens,
+    JudgedTree,
     KeptTree,
     ProposedTree,
     allowed_nodes,
+    judged_tree,
     tree_bitmask,
+    tree_fits,
 )
 from vllm_gsd.runtime.metrics import STATS_KEY
 
@@ -22,13 +27,13 @@ SALTS_ATTRIBUTE = "gsd_cache_salts"
 OUTPUT_ATTRIBUTE = "gsd_stats"
 
 
-class GraphScheduler(Scheduler):
+class GraphScheduling(Scheduler):
     """Scheduling itself is upstream's: a flattened graph is accounted for exactly as a chain of that length."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.graph_stats: dict | None = None
-        self.kept: dict[str, KeptTree] = {}  # of requests with structured output
+        self.kept: dict[str, KeptTree | JudgedTree] = {}  # of requests with structured output
         self.nodes_invalid = 0  # not told yet
         self.grammar_tokens = GrammarTokens(self.structured_output_manager)
 
@@ -47,6 +52,30 @@ class GraphScheduler(Scheduler):
             )
             self.nodes_invalid += max(0, min(tree.budget, len(tree.tokens)) - len(kept.places))
             request.spec_token_ids = kept.tokens
+        drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
+        for request_id, parents in getattr(draft_token_ids, PARENTS_ATTRIBUTE, {}).items():
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished() and not request.is_prefill_chunk:
+                request.spec_token_ids = self._judge(request, list(drafts[request_id]), parents)
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output) -> None:
+        """See upstream: the same, for a step that has its rows already."""
+        drafts = dict(zip(draft_token_ids.req_ids, map(list, draft_token_ids.draft_token_ids), strict=True))
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, parents in getattr(draft_token_ids, PARENTS_ATTRIBUTE, {}).items():
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished() and scheduled.get(request_id):
+                tokens = drafts[request_id][: len(scheduled[request_id])]
+                scheduled[request_id] = self._judge(request, tokens, parents)
+                scheduler_output.num_invalid_spec_tokens.pop(request_id, None)
+
+    def _judge(self, request, tokens: list[int], parents: list[int]) -> list[int]:
+        """Remember what the grammar of ``request`` allows; upstream has taken its nodes for a chain and cut them."""
+        tree = judged_tree(self.structured_output_manager, request, tokens, parents)
+        self.kept[request.request_id] = tree
+        self.nodes_invalid += tree.paths[: len(parents)].count(None)
+        return tokens
 
     def schedule(self, *args, **kwargs):
         """See upstream; tells the workers which nodes were kept, and cache salts."""
@@ -74,7 +103,11 @@ class GraphScheduler(Scheduler):
         if not request_ids:
             return None
         bitmask = tree_bitmask(self.structured_output_manager, self.requests, request_ids, scheduled, self.kept)
-        return GrammarOutput(request_ids, bitmask, [len(scheduled.get(i, [])) for i in request_ids])
+        # What a grammar has not judged is not verified.
+        judged = [
+            scheduled.get(i, []) if tree_fits(self.kept.get(i), scheduled.get(i, [])) else [] for i in request_ids
+        ]
+        return GrammarOutput(request_ids, bitmask, [len(tokens) for tokens in judged])
 
     # --- statistics -------------------------------------------------------------------------------
 
@@ -109,3 +142,11 @@ class GraphScheduler(Scheduler):
             stats.kv_connector_stats = {STATS_KEY: self.graph_stats}
         self.graph_stats = None
         return stats
+
+
+class GraphScheduler(GraphScheduling):
+    """Schedules a step once the one before is done."""
+
+
+class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
+    """Schedules a step while the one before runs."""

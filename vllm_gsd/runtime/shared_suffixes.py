@@ -41,15 +41,15 @@ class SharedSuffixes:
         self.kept: deque[tuple[Any, int]] = deque()  # oldest first
         self.next_id = 0
 
-    def finished(self, request_id: str, state) -> None:
-        """Keep a finished request's response.
+    def finished(self, request_id: str, lora_request: Any, response: list[int]) -> None:
+        """Keep a finished request's response (token ids; negative ones are placeholders).
 
         Args:
-            state: vLLM's ``CachedRequestState`` of it.
+            lora_request: vLLM's ``LoRARequest`` of it, or None.
         """
-        reader = self._reader(request_id, state)
+        reader = self._reader(request_id, lora_request)
         self.salts.pop(request_id, None)
-        tokens = np.array([token for token in state.output_token_ids[-MOST_TOKENS:] if token >= 0], np.int32)
+        tokens = np.array([token for token in response[-MOST_TOKENS:] if token >= 0], np.int32)
         if len(tokens) < 2:
             return  # nothing follows anything
         if reader not in self.caches:
@@ -66,16 +66,16 @@ class SharedSuffixes:
         while len(self.kept) > self.most_responses:
             self._drop_oldest()
 
-    def graft(self, graphs, row: int, request_id: str, state, text: np.ndarray, num_nodes: int) -> None:
+    def graft(self, graphs, row: int, request_id: str, lora_request, text: np.ndarray, num_nodes: int) -> None:
         """Add continuations of the text's longest known suffixes to a graph.
 
         Args:
             graphs, row: GraphBatch and the graph in it.
-            state: vLLM's ``CachedRequestState`` of the request.
+            lora_request: vLLM's ``LoRARequest`` of the request, or None.
             text: int32 [length], its committed tokens.
             num_nodes: most nodes worth adding.
         """
-        cache = self.caches.get(self._reader(request_id, state))
+        cache = self.caches.get(self._reader(request_id, lora_request))
         if cache is None:
             return
         latest = np.ascontiguousarray(text[-(TREE_DEPTH // 2) :], np.int32)
@@ -86,9 +86,8 @@ class SharedSuffixes:
         matched = max(LEAST_MATCH, found.match_len)
         graft_tree(graphs, row, tokens, parents, shares, matched, ORIGIN_SHARED)
 
-    def _reader(self, request_id: str, state) -> tuple[Any, str | None]:
+    def _reader(self, request_id: str, lora: Any) -> tuple[Any, str | None]:
         """Who may see a request's response: whoever runs the same adapter with the same salt."""
-        lora = state.lora_request
         adapter = None if lora is None else (lora.lora_int_id, lora.lora_name, lora.lora_path)
         return adapter, self.salts.get(request_id)
 

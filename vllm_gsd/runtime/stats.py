@@ -4,7 +4,9 @@ The worker sends what changed with every step's output, the scheduler hands it o
 ``metrics`` turns it into Prometheus metrics in the front end.
 """
 
+import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -21,6 +23,15 @@ class GraphStats:
     fallbacks: Counter = field(default_factory=Counter)
     accepted_lengths: Counter = field(default_factory=Counter)
     drafted_depths: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str):
+        """Add the seconds that the body takes on the host."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.counts[name] += time.perf_counter() - start  # type: ignore[assignment]
 
     def take(self) -> dict[str, dict]:
         """Everything as plain dicts, and start again from zero."""

@@ -38,15 +38,25 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
         )
 
 
-def check_engine(vllm_config: VllmConfig, config: GSDConfig) -> None:
+def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -> None:
     """Refuse models and engine features that gsd does not support.
+
+    Args:
+        v2: whether all was prepared for Model Runner V2.
 
     Raises:
         GSDConfigError: naming the feature and what is supported.
     """
-    for name, used, instead in _unsupported(vllm_config, config):
+    features = [*_unsupported(vllm_config, config), *(_unsupported_with_v2(vllm_config, config) if v2 else ())]
+    for name, used, instead in features:
         if used:
             raise GSDConfigError(f"gsd does not support {name}; {instead}.")
+    if vllm_config.use_v2_model_runner != v2:
+        taken, expected = ("V1", "V2") if v2 else ("V2", "V1")
+        raise GSDConfigError(
+            f"vLLM takes Model Runner {taken} for this configuration, but gsd is prepared for {expected}; "
+            f"set VLLM_USE_V2_MODEL_RUNNER={int(v2)}."
+        )
     target = vllm_config.model_config
     check_draft_model(config, target.get_vocab_size(), target.model)
 
@@ -94,9 +104,34 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         'set --kv-cache-dtype to "auto"',
     )
     yield "prompt embeddings", model.enable_prompt_embeds, "leave --enable-prompt-embeds off"
+    yield (
+        f'"tree_attention" "{config.tree_attention}" on the CPU',
+        current_platform.is_cpu() and config.tree_attention != "kernel",
+        "leave it out: the choice is for GPUs",
+    )
     tp = config.draft_tensor_parallel_size
     yield (
         f'"draft_tensor_parallel_size" {tp}',
         tp is not None and tp not in (1, parallel.tensor_parallel_size),
         f"set it to 1 or to the target's size {parallel.tensor_parallel_size}",
+    )
+
+
+def _unsupported_with_v2(vllm_config: VllmConfig, config: GSDConfig):
+    """What only Model Runner V2 has, or what gsd does not do with it yet."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    yield "watermarking", vllm_config.watermark_config is not None, "leave it off"
+    yield "trace replay", model.enable_trace_replay, "leave --enable-trace-replay off"
+    yield "sampling masks", model.return_sampling_mask, "leave --return-sampling-mask off"
+    yield "batch-sharded sampling", parallel.enable_batch_sharded_sampling, "leave it off"
+    yield (
+        'source "shared" with Model Runner V2 yet',
+        "shared" in config.sources,
+        'leave it out of "sources" or set VLLM_USE_V2_MODEL_RUNNER=0',
+    )
+    yield "LoRA with Model Runner V2 yet", vllm_config.lora_config is not None, "set VLLM_USE_V2_MODEL_RUNNER=0"
+    yield (
+        f"tensor parallelism (size {parallel.tensor_parallel_size}) with Model Runner V2 yet",
+        parallel.tensor_parallel_size > 1,
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
     )

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+# Metadata attribute that carries the TreeRows of a forward pass; absent means there are none.
+TREE_ROWS = "gsd_tree_rows"
+
 
 @dataclass(frozen=True)
 class TreeRows:
@@ -23,3 +26,7 @@ class TreeRows:
     # The other rows of the batch and upstream's metadata for them alone; None when there are no others.
     plain_rows: torch.Tensor | None = None
     plain_metadata: Any = None
+    # For GPUs. Most rows of a request, so that a launch is bounded without asking the device; None: all of them.
+    max_rows: int | None = None
+    # int64 [num_tree_requests, slots], for models with sliding windows that slots may leave; None: not windowed.
+    slot_positions: torch.Tensor | None = None

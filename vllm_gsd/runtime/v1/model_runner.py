@@ -5,8 +5,6 @@ positions by depth; ``_build_attention_metadata`` adds the tree mask; the target
 ``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
 """
 
-import time
-from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -17,12 +15,12 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
 from vllm_gsd.core.verify import path_to
-from vllm_gsd.ops.kv_move import move_kv
-from vllm_gsd.runtime.cpu_attention import kv_layout
-from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
-from vllm_gsd.runtime.v1.step import VerifyStep, plan_step
+from vllm_gsd.runtime.speculation import check_kv_groups
+from vllm_gsd.runtime.step import VerifyStep
+from vllm_gsd.runtime.target_kv import TargetKV
+from vllm_gsd.runtime.v1.plan import plan_step
 from vllm_gsd.runtime.v1.walk import walk
 
 
@@ -32,7 +30,6 @@ class GraphModelRunner(CPUModelRunner):
     def __init__(self, vllm_config, device: torch.device):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
-        self.draft_kv: DraftKVTracker | None = None
         self.drafter.bind(self)
         self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
             entry_points(group=LOGITSPROCS_GROUP)
@@ -48,22 +45,11 @@ class GraphModelRunner(CPUModelRunner):
 
     def initialize_kv_cache(self, kv_cache_config, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache; then prepare what reads and moves it."""
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(
-                f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
-                f"{len(kv_cache_config.kv_cache_groups)} groups (hybrid or sliding-window models are not supported)."
-            )
+        check_kv_groups(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         group = self.kv_cache_config.kv_cache_groups[0]
-        self.draft_kv = DraftKVTracker(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
         layers = self.compilation_config.static_forward_context
-        draft_layers = set(self.drafter.layer_names)
-        self.target_layers = [layers[name] for name in group.layer_names if name not in draft_layers]
-        self.target_caches = [layer.kv_cache for layer in self.target_layers]
-        self.target_layouts = [
-            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype)
-            for layer in self.target_layers
-        ]
+        self.target_kv = TargetKV(layers, group.layer_names, self.drafter.layer_names)
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
@@ -82,8 +68,8 @@ class GraphModelRunner(CPUModelRunner):
     # --- one step ---------------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output):
-        assert self.draft_kv is not None
-        self.draft_kv.update(scheduler_output)
+        assert self.drafter.draft_kv is not None
+        self.drafter.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
         self.drafter.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
         return super()._update_states(scheduler_output)
@@ -101,12 +87,13 @@ class GraphModelRunner(CPUModelRunner):
     def _build_attention_metadata(self, *args: Any, **kwargs: Any):
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.num_tree_requests > 0:
-            self.step.attach_tree_rows(self, attn_metadata, common)
+            draft_layers = set(self.drafter.layer_names)
+            self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any):
         """See upstream; timed."""
-        with self._timed("verify_seconds"):
+        with self.drafter.stats.timed("verify_seconds"):
             return super().execute_model(*args, **kwargs)
 
     def sample_tokens(self, grammar_output):
@@ -119,7 +106,7 @@ class GraphModelRunner(CPUModelRunner):
         """See upstream; timed."""
         request_ids, clock = self.input_batch.req_ids, self.drafter.clock
         clock.proposing(request_ids, scheduler_output.total_num_scheduled_tokens)
-        with self._timed("draft_seconds"):
+        with self.drafter.stats.timed("draft_seconds"):
             drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
         clock.proposed(request_ids)
         return drafts
@@ -133,20 +120,12 @@ class GraphModelRunner(CPUModelRunner):
             setattr(drafts, PROPOSED_ATTRIBUTE, trees)
         return drafts
 
-    @contextmanager
-    def _timed(self, name: str):
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.drafter.stats.counts[name] += time.perf_counter() - start
-
     def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
         step, self.step = self.step, None
         if spec_decode_metadata is None or logits is None or step is None:
             return super()._sample(logits, spec_decode_metadata)
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
-        with self._timed("walk_seconds"):
+        with self.drafter.stats.timed("walk_seconds"):
             output, places = walk(
                 self.sampler,
                 logits,
@@ -155,9 +134,9 @@ class GraphModelRunner(CPUModelRunner):
                 [request.output_token_ids for request in requests],
                 stateful=self.custom_processors or any(map(_has_processor, requests)),
             )
-        with self._timed("compaction_seconds"):
+        with self.drafter.stats.timed("compaction_seconds"):
             self._compact(step, places)
-        self.drafter.observe(step, places)
+        self.drafter.observe(self.input_batch.req_ids, step, places, ~self.discard_request_mask.np[: len(places)])
         return output
 
     def _compact(self, step: VerifyStep, places: np.ndarray) -> None:
@@ -173,13 +152,7 @@ class GraphModelRunner(CPUModelRunner):
                     sources.append(slots[first + place])
                     destinations.append(slots[first + depth])
         if sources:
-            move_kv(
-                self.target_caches,
-                self.target_layouts,
-                torch.tensor(sources, dtype=torch.int64),
-                torch.tensor(destinations, dtype=torch.int64),
-            )
-            self.drafter.stats.counts["kv_rows_moved"] += len(sources)
+            self.target_kv.move(torch.tensor(sources, dtype=torch.int64), torch.tensor(destinations, dtype=torch.int64))
 
     def _input_fits_in_drafter(self, common_attn_metadata) -> bool:
         # Upstream gives up drafting for the whole batch when one request nears max_model_len;

@@ -6,7 +6,6 @@ without speculation, so seeded output equals plain decoding's. Only rows on acce
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,21 +13,11 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.core.verify import step_into
+from vllm_gsd.ops.topk_softmax import argmax_rows
+from vllm_gsd.runtime.draft_tree import WalkTrees
 from vllm_gsd.runtime.ranks import from_first_rank
 
 PLACEHOLDER = -1  # vLLM's mark for "no token" in a padded row of sampled tokens
-
-
-class WalkTrees(NamedTuple):
-    """Rows to verify, request by request, the root of each first."""
-
-    token: np.ndarray  # int64 [num_rows]
-    parent: np.ndarray  # int32 [num_rows], place in the own tree; NONE for roots, FOREIGN where there is no tree
-    starts: np.ndarray  # int32 [num_requests + 1]
-
-
-# Parent of a row that belongs to no tree of ours: no walk ever steps into it.
-FOREIGN = -2
 
 
 def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs: list[list[int]], stateful: bool):
@@ -58,18 +47,24 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         # Its rows are one per request here, as without speculation, not drafts as in upstream's rejection sampler.
         thinking.in_spec_mode = False
         metadata = replace(metadata, spec_token_ids=None)
+    best = None
+    if not stateful and _takes_the_best(metadata):
+        best = from_first_rank(argmax_rows(logits).cpu().numpy())
     while True:
         chosen = np.flatnonzero(active)
-        whole = len(chosen) == num_requests or stateful
-        lines = starts + places if whole else (starts + places)[chosen]
-        here = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines.astype(np.int64))]
-        sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
-        tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
         column = np.full(num_requests, PLACEHOLDER, np.int64)
-        column[chosen] = tokens[chosen] if whole else tokens
+        if best is not None:
+            column[chosen] = best[(starts + places)[chosen]]
+        else:
+            whole = len(chosen) == num_requests or stateful
+            lines = starts + places if whole else (starts + places)[chosen]
+            here = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines.astype(np.int64))]
+            sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
+            tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
+            column[chosen] = tokens[chosen] if whole else tokens
+            if sampled.logprobs_tensors is not None:
+                logprobs.append((np.arange(num_requests) if whole else chosen, sampled.logprobs_tensors))
         columns.append(column)
-        if sampled.logprobs_tensors is not None:
-            logprobs.append((np.arange(num_requests) if whole else chosen, sampled.logprobs_tensors))
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
         if not active.any():
             break
@@ -85,6 +80,23 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         del output[length:]
     token_ids = torch.from_numpy(np.stack(columns, axis=1)).to(torch.int32)
     return SamplerOutput(token_ids, _stack_logprobs(logprobs, num_requests, len(columns))), places
+
+
+def _takes_the_best(metadata: SamplingMetadata) -> bool:
+    """Whether all that is asked for is each row's best token: then one pass over all rows will do.
+
+    Logits processors are not looked at: without ``stateful`` none of them has anything to say.
+    """
+    thinking = metadata.thinking_budget_state_holder
+    return (
+        metadata.all_greedy
+        and metadata.no_penalties
+        and metadata.max_num_logprobs is None
+        and metadata.allowed_token_ids_mask is None
+        and not metadata.bad_words_token_ids
+        and not metadata.logprob_token_ids
+        and (thinking is None or not thinking.has_tracked_requests())
+    )
 
 
 def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, whole: bool, num_requests: int) -> SamplingMetadata:

@@ -4,11 +4,12 @@ import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import NATIVE
+from vllm_gsd.core.calibration import MERGED, NATIVE, OFF_BELOW
 from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
 from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.planner import Planner
+from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_model import DraftModel
 from vllm_gsd.runtime.limits import draft_kv_slots
@@ -41,12 +42,11 @@ class Drafter:
         self.frontier = np.zeros((num_requests, config.num_speculative_tokens), np.int32)
 
     def catch_up(
-        self, batch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
+        self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
         """Run the draft over committed text it has no KV for yet.
 
         Args:
-            batch: the runner's input batch.
             known: int64 [num_requests], tokens of each request whose draft KV is due; 0 for none.
             wanted: bool [num_requests], requests to draft for.
 
@@ -55,12 +55,10 @@ class Drafter:
             last tokens, [number of them, hidden] (None without any).
         """
         num_requests = len(known)
-        block_table = batch.block_table[0]
-        capacity = block_table.num_blocks_per_row[:num_requests].astype(np.int64) * block_table.block_size
-        room = np.minimum(capacity, self.max_positions)
+        room = np.minimum(batch.capacity, self.max_positions)
         wanted = wanted & (known <= room)
         known = np.minimum(known, room)
-        done = np.array([tracker.length[request_id] for request_id in batch.req_ids[:num_requests]], np.int64)
+        done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
         last_hidden: dict[int, torch.Tensor] = {}
         while True:
             missing = np.maximum(known - done, 0)
@@ -75,17 +73,17 @@ class Drafter:
             positions = done[requests] + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
             done[running] += counts
             hidden = self.model.run_causal(
-                batch.token_ids_cpu[requests, positions],
+                batch.token_ids[batch.token_rows[requests], positions],
                 positions,
-                slots_of(block_table.block_table.np, requests, positions, block_table.block_size),
+                slots_of(batch.block_table.numpy(), requests, positions, batch.block_size),
                 starts,
                 done[running].astype(np.int32),
-                block_table.block_table.cpu[torch.from_numpy(running)],
+                batch.block_table[torch.from_numpy(running)],
             )
             self.stats.counts["draft_rows"] += int(starts[-1])
             self.stats.counts["draft_forwards"] += 1
             for index, request in enumerate(running):
-                tracker.advance(batch.req_ids[request], int(done[request]))
+                tracker.advance(batch.request_ids[request], int(done[request]))
                 last_hidden[int(request)] = hidden[starts[index + 1] - 1]
         # A request whose draft KV was complete already has no fresh logits to draft from.
         drafted = wanted & np.isin(np.arange(num_requests), list(last_hidden))
@@ -99,21 +97,21 @@ class Drafter:
         graphs: GraphBatch,
         drafted: np.ndarray,
         requests: np.ndarray,
-        length: np.ndarray,
         root_hidden: torch.Tensor,
         num_nodes: np.ndarray,
         max_depth: np.ndarray,
-        block_table,
+        trust: np.ndarray,
+        batch: DraftBatch,
     ) -> None:
         """Grow the graphs of a batch level by level, as far as it pays.
 
         Args:
             graphs: one graph per request of ``requests``, lone roots.
             drafted: bool [num_graphs], graphs to grow.
-            requests: int64 [num_graphs], rows of the block table.
-            length: int64 [num_graphs], committed tokens.
+            requests: int64 [num_graphs], places in the batch.
             root_hidden: [sum(drafted), hidden], the draft's at each root.
             num_nodes, max_depth: int32 / int64 [num_graphs], limits of each graph.
+            trust: of ``SourceTrust``, float32 [num_graphs, sources].
         """
         config = self.config
         count = len(requests)
@@ -122,10 +120,11 @@ class Drafter:
         frontier_len = drafted.astype(np.int32)
         slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
         slots.used[:] = 0
-        block_rows = block_table.block_table.cpu[torch.from_numpy(requests)]
-        capacity = block_table.num_blocks_per_row[requests].astype(np.int64) * block_table.block_size
-        room = np.minimum(self.max_slots, capacity - length)
+        length = batch.length[requests]
+        block_rows = batch.block_table[torch.from_numpy(requests)]
+        room = np.minimum(self.max_slots, batch.capacity[requests] - length)
         deepest = np.minimum(max_depth, self.max_positions - length)
+        merge_ngram = np.where(trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
         hidden = root_hidden
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.copy()
@@ -139,7 +138,7 @@ class Drafter:
                 probs,
                 num_nodes,
                 config.theta_sib,
-                config.merge_ngram,
+                merge_ngram,
             )
             self.stats.counts["nodes_added"] += counts.added
             self.stats.counts["nodes_merged"] += counts.merged
@@ -151,9 +150,10 @@ class Drafter:
             rows = np.repeat(np.arange(count), frontier_len)
             nodes = frontier[np.arange(frontier.shape[1]) < frontier_len[:, None]]
             depth, survival = graphs.depth[rows, nodes], graphs.survival[rows, nodes]
-            if not self.planner.wants_level(self.planner.calibration.value(NATIVE, depth, survival)):
+            chances = self.planner.calibration.value(NATIVE, depth, survival) * trust[rows, NATIVE]
+            if not self.planner.wants_level(np.minimum(chances, 1.0)):
                 break
-            hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_rows, block_table.block_size)
+            hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_rows, batch.block_size)
 
     def _run_level(self, graphs, slots, frontier, frontier_len, length, block_rows, block_size) -> torch.Tensor:
         """One draft forward over the frontier nodes of all requests; returns hidden states [rows, hidden]."""

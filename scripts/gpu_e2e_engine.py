@@ -1,0 +1,122 @@
+"""One engine of ``gpu_e2e``: reads a task, writes an answer, both JSON files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# The engine core in this process: its counters of CUDA graphs can be read then.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def model_folder(task: dict[str, Any], name: str) -> str:
+    """A folder with the configuration of a dummy model, or ``name`` itself where it is a real one."""
+    if name not in task["models"]:
+        return name
+    folder = Path(task["folder"]) / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(task["models"][name]))
+    return str(folder)
+
+
+def main() -> None:
+    task_file, answer_file = map(Path, sys.argv[1:])
+    task: dict[str, Any] = json.loads(task_file.read_text())
+    from vllm import LLM, SamplingParams
+    from vllm.compilation.counter import compilation_counter
+    from vllm.compilation.cuda_graph import CUDAGraphLogging
+
+    modes: list[str] = []
+    CUDAGraphLogging.observe = lambda self, stat: modes.append(stat.runtime_mode)
+
+    real = task["kind"] == "lossless"
+    speculative = task["speculative"]
+    if speculative:
+        speculative = {**speculative, "model": model_folder(task, speculative["model"])}
+    options: dict[str, Any] = {} if real else {"load_format": "dummy", "skip_tokenizer_init": True}
+    if task["attention_backend"]:
+        options["attention_backend"] = task["attention_backend"]
+    llm = LLM(
+        model_folder(task, task["target"]),
+        dtype=task["dtype"],
+        max_model_len=task["context"] + task["max_tokens"] + 8,
+        max_num_seqs=task["batch"],
+        enforce_eager=not task["cuda_graphs"],
+        speculative_config=speculative,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        cudagraph_metrics=True,
+        **options,
+    )
+    draw, vocabulary = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(task["context"])]}
+        for _ in range(task["batch"])
+    ]
+
+    def generate(max_tokens: int) -> tuple[float, dict[str, float], list[list[int]]]:
+        """Seconds, what the engine counted meanwhile, and the tokens."""
+        before, begin = counters(), time.perf_counter()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds, after = time.perf_counter() - begin, counters()
+        change = {name: value - before.get(name, 0) for name, value in after.items()}
+        return seconds, change, [list(output.outputs[0].token_ids) for output in outputs]
+
+    generate(task["max_tokens"])  # compiles and captures what start-up did not
+    prefill, prefill_change, _ = generate(1)
+    modes.clear()
+    seconds, change, tokens = generate(task["max_tokens"])
+    # Without the prefill, in all counters.
+    change = {name: value - prefill_change.get(name, 0) for name, value in change.items()}
+    answer_file.write_text(
+        json.dumps(
+            {
+                **step_times(change, tokens, seconds - prefill, task["batch"]),
+                "captured": compilation_counter.num_cudagraph_captured,
+                "replayed": sum(mode not in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
+                "missed": sum(mode in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
+                "tokens": tokens if real else None,
+            }
+        )
+    )
+
+
+def counters() -> dict[str, float]:
+    """The engine's counters by name. vLLM's own ``get_metrics`` cuts seconds down to whole ones."""
+    from prometheus_client import REGISTRY
+
+    values: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.startswith("vllm:") and sample.name.endswith("_total"):
+                name = sample.name.removesuffix("_total")
+                values[name] = values.get(name, 0) + sample.value
+    return values
+
+
+def step_times(change: dict[str, float], tokens: list[list[int]], seconds: float, batch: int) -> dict[str, float]:
+    """Milliseconds of a decoding step and of its parts.
+
+    Host clocks: on a GPU a part includes waiting for what the parts before it left running.
+    """
+    generated = sum(map(len, tokens)) - len(tokens)  # the first tokens are the prefill's
+    accepted = change.get("vllm:spec_decode_num_accepted_tokens", 0)
+    steps = max(1.0, (generated - accepted) / batch)
+    result = {"milliseconds_per_step": 1e3 * seconds / steps, "steps": steps, "accepted": accepted}
+    for part in ("verify", "draft", "walk", "compaction"):
+        if f"vllm:gsd_{part}_seconds" in change:
+            result[f"{part}_ms"] = 1e3 * change[f"vllm:gsd_{part}_seconds"] / steps
+    levels = change.get("vllm:gsd_draft_forwards", 0)
+    if levels:
+        result["draft_level_ms"] = 1e3 * change["vllm:gsd_draft_seconds"] / levels
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What ``gpu_e2e`` runs, and what it makes of the results. Needs neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+
+def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """A Llama configuration; only its shapes matter."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+# Targets in the shapes of Llama 2, with drafts in those of JackFram/llama-160m and TinyLlama 1.1B.
+SHAPES = {
+    "7b": (llama(4096, 11008, 32, 32, 32), llama(768, 3072, 12, 12, 12)),
+    "13b": (llama(5120, 13824, 40, 40, 40), llama(768, 3072, 12, 12, 12)),
+    "70b": (llama(8192, 28672, 80, 64, 8), llama(2048, 5632, 22, 32, 4)),
+}
+
+
+def parameters(config: dict[str, Any], layers: int | None = None) -> int:
+    """Weights of a model with so many of its layers."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    attention = hidden * head * 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
+    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    return (layers or config["num_hidden_layers"]) * layer + 2 * config["vocab_size"] * hidden + hidden
+
+
+def layers_that_fit(config: dict[str, Any], gib: float) -> int:
+    """Layers of 16-bit weights within so many GiB; costs per layer tell the rest."""
+    layers = config["num_hidden_layers"]
+    while layers > 1 and 2 * parameters(config, layers) > gib * 2**30:
+        layers -= 1
+    return layers
+
+
+def make_plan(options: argparse.Namespace) -> dict[str, Any]:
+    """Models to generate and engines to run, in order."""
+    models, runs = {}, []
+    for shape in options.shapes:
+        target, draft = SHAPES[shape]
+        layers = layers_that_fit(target, options.memory_gib - 2 * parameters(draft) / 2**30)
+        models[f"target-{shape}"] = {**target, "num_hidden_layers": layers}
+        models[f"draft-{shape}"] = draft
+        for batch in options.batches:
+            base = {
+                "kind": "time", "target": f"target-{shape}", "batch": batch, "context": options.context,
+                "max_tokens": options.max_tokens, "attention_backend": options.attention_backend, "dtype": "bfloat16",
+            }  # fmt: skip
+            for graphs in (True,) if options.no_eager else (True, False):
+                mode = "CUDA graphs" if graphs else "eager"
+                for method, config in _methods(f"draft-{shape}", options.nodes):
+                    name = f"{shape}, batch {batch}, {mode}, {method}"
+                    runs.append({**base, "name": name, "method": method, "cuda_graphs": graphs, "speculative": config})
+    if options.target:
+        for method, config in (("plain", None), ("gsd", {"method": "gsd", "model": options.draft, "budget": 16})):
+            runs += [
+                {
+                    "kind": "lossless", "name": f"lossless, batch {batch}, {method}", "method": method, "batch": batch,
+                    "target": options.target, "context": 128, "max_tokens": 96, "cuda_graphs": True,
+                    "attention_backend": options.attention_backend, "dtype": "float32", "speculative": config,
+                }
+                for batch in options.batches
+            ]  # fmt: skip
+    return {"models": models, "parameters": {name: parameters(model) for name, model in models.items()}, "runs": runs}
+
+
+def _methods(draft: str, nodes: list[int]):
+    """Plain decoding, vLLM's own chain, and graphs that always verify so many nodes."""
+    yield "plain", None
+    yield "draft_model K=4", {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
+    for count in nodes:
+        # Dummy weights are sure of nothing: keep every node, so that the graph is as large as it may be.
+        yield f"gsd {count} nodes", {
+            "method": "gsd", "model": draft, "sources": ["draft"], "num_speculative_tokens": count, "budget": count,
+            "theta_prob": 0.0, "theta_sib": 0.0, "max_depth": 4,
+        }  # fmt: skip
+
+
+def compare(plan: dict[str, Any], results: dict[str, list[dict]]) -> dict[str, Any]:
+    """Medians of every run, ratios to plain decoding of the same turn, failures, and tokens that differ."""
+    failed = [name for name, runs in results.items() if not runs or any("error" in run for run in runs)]
+    medians: dict[str, dict[str, float]] = {}
+    for entry in plan["runs"]:
+        name, runs = entry["name"], results[entry["name"]]
+        if name in failed or entry["kind"] == "lossless":
+            continue
+        keys = [key for key, value in runs[0].items() if isinstance(value, int | float)]
+        medians[name] = {key: statistics.median(run[key] for run in runs) for key in keys}
+        plain = results.get(name.removesuffix(entry["method"]) + "plain", [])
+        pairs = list(zip(runs, plain, strict=False))
+        if pairs and all("error" not in run for run in plain):
+            medians[name]["of_plain"] = statistics.median(
+                run["milliseconds_per_step"] / other["milliseconds_per_step"] for run, other in pairs
+            )
+    different = []
+    for entry in plan["runs"]:
+        plain_name = entry["name"].removesuffix("gsd") + "plain"
+        if entry["kind"] == "lossless" and entry["method"] == "gsd" and not {entry["name"], plain_name} & set(failed):
+            ours, theirs = (results[name][0]["tokens"] for name in (entry["name"], plain_name))
+            unequal = sum(a != b for a, b in zip(ours, theirs, strict=True))
+            if unequal:
+                different.append(f"{entry['name']}: {unequal} of {len(ours)} texts differ from plain vLLM's")
+    return {"medians": medians, "failed": failed, "different": different}
+
+
+COLUMNS = {
+    "milliseconds_per_step": "ms/step", "of_plain": "x plain", "verify_ms": "verify", "draft_ms": "draft",
+    "draft_level_ms": "a level", "walk_ms": "walk", "compaction_ms": "move", "captured": "captured", "missed": "missed",
+}  # fmt: skip
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """The last thing to read: a line for each engine; times are milliseconds of a step."""
+    print("  ".join(f"{title:>9}" for title in COLUMNS.values()))
+    for name, values in report["medians"].items():
+        cells = [f"{values[key]:9.2f}" if key in values else f"{'-':>9}" for key in COLUMNS]
+        print("  ".join(cells), f" {name}")
+    for name in report["failed"]:
+        error = next((run["error"] for run in report["results"][name] if "error" in run), "did not run")
+        print(f"FAILED {name}: {error}")
+    for line in report["different"]:
+        print(f"DIFFERENT {line}")

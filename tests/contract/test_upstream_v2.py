@@ -1,0 +1,247 @@
+"""What ``runtime.v2`` takes from Model Runner V2: an upstream change fails here, by name.
+
+Sources are read, not imported: V2 needs Triton, and its modules must not be imported before a worker has set them up.
+``VLLM_SOURCES`` names the ``vllm`` folder of another version, to see what a move to it would take.
+"""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+import vllm
+
+ROOT = Path(os.environ.get("VLLM_SOURCES") or Path(vllm.__file__).parent)
+GPU = "v1/worker/gpu"
+
+
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def find(path: str, name: str):
+    """A class, function or method (``Class.method``) of a module."""
+    node: ast.AST = tree(path)
+    for part in name.split("."):
+        named = (ast.ClassDef, ast.FunctionDef)
+        found = [child for child in ast.iter_child_nodes(node) if isinstance(child, named) and child.name == part]
+        assert found, f"{path} has no {name} any more"
+        node = found[0]
+    return node
+
+
+def parameters(path: str, name: str) -> list[str]:
+    """Names of a function's parameters, ``self`` left out."""
+    arguments = find(path, name).args
+    return [argument.arg for argument in arguments.posonlyargs + arguments.args if argument.arg != "self"]
+
+
+def source(path: str, name: str) -> str:
+    return ast.unparse(find(path, name))
+
+
+def fields(path: str, name: str) -> set[str]:
+    """Annotated names in a class's body."""
+    return {child.target.id for child in find(path, name).body if isinstance(child, ast.AnnAssign)}
+
+
+RUNNER = f"{GPU}/model_runner.py"
+SIGNATURES = [
+    # runtime.v2.model_runner: overridden
+    (RUNNER, "GPUModelRunner.__init__", ["vllm_config", "device"]),
+    (RUNNER, "GPUModelRunner.load_model", ["load_dummy_weights"]),
+    (
+        RUNNER,
+        "GPUModelRunner.initialize_kv_cache",
+        ["kv_cache_config", "is_profiling", "kv_cache_allocation_context"],
+    ),
+    (RUNNER, "GPUModelRunner.finish_requests", ["scheduler_output"]),
+    (RUNNER, "GPUModelRunner.add_requests", ["scheduler_output"]),
+    (RUNNER, "GPUModelRunner.update_requests", ["scheduler_output"]),
+    (
+        RUNNER,
+        "GPUModelRunner.prepare_inputs",
+        ["scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"],
+    ),
+    (RUNNER, "GPUModelRunner.prepare_attn", ["input_batch"]),
+    (RUNNER, "GPUModelRunner.sample", ["hidden_states", "input_batch", "grammar_output"]),
+    (RUNNER, "GPUModelRunner.sample_tokens", ["grammar_output"]),
+    (RUNNER, "GPUModelRunner.take_draft_token_ids", []),
+    # runtime.v2.worker: replaced while a runner is built
+    (f"{GPU}/spec_decode/__init__.py", "init_speculator", ["vllm_config", "device", "req_states"]),
+    # runtime.v2.walk: called, or called in the place of
+    (
+        f"{GPU}/spec_decode/rejection_sampler.py",
+        "RejectionSampler.__call__",
+        ["logits", "input_batch", "draft_logits", "invalid_drafts"],
+    ),
+    (
+        f"{GPU}/sample/sampler.py",
+        "Sampler.sample",
+        [
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "return_logprobs",
+        ],
+    ),
+    (f"{GPU}/sample/sampler.py", "Sampler.get_logprobs_dims", ["idx_mapping_np", "include_token_ids"]),
+    (
+        f"{GPU}/sample/logprob.py",
+        "compute_topk_scores",
+        [
+            "logits",
+            "num_logprobs",
+            "sampled_token_ids",
+            "cu_num_logits",
+            "logprob_token_ids_state",
+            "expanded_idx_mapping",
+            "max_per_req_token_ids",
+            "logits_mode",
+        ],
+    ),
+    (
+        f"{GPU}/input_batch.py",
+        "get_num_sampled_and_rejected",
+        ["num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "expected"), SIGNATURES, ids=lambda value: value if "." in value else "")
+def test_signature(path, name, expected):
+    assert parameters(path, name) == expected
+
+
+def test_execute_model_takes_what_is_passed_on():
+    expected = ["scheduler_output", "intermediate_tensors", "dummy_run"]
+    assert parameters(RUNNER, "GPUModelRunner.execute_model")[:3] == expected
+
+
+def test_a_model_state_prepares_attention_with_these():
+    expected = ["input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups"]
+    assert parameters(f"{GPU}/model_states/default.py", "DefaultModelState.prepare_attn")[:5] == expected
+    assert "self.model_state.prepare_attn(" in source(RUNNER, "GPUModelRunner.execute_model")
+
+
+def test_a_speculator_is_asked_with_these():
+    path = f"{GPU}/spec_decode/speculator.py"
+    ours = tree(str(Path(__file__).parents[2] / "vllm_gsd/runtime/v2/speculator.py"))
+    (propose,) = [node for node in ast.walk(ours) if isinstance(node, ast.FunctionDef) and node.name == "propose"]
+    assert [a.arg for a in propose.args.args if a.arg != "self"] == parameters(path, "BaseSpeculator.propose")
+    abstract = [
+        node.name
+        for node in find(path, "BaseSpeculator").body
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    ]
+    assert abstract == ["init_cudagraph_manager", "capture", "propose"]
+    # What the runner asks of any speculator, and of upstream's own kind only.
+    assert "self.speculator.draft_logits" in source(RUNNER, "GPUModelRunner.sample")
+    assert "isinstance(self.speculator, DraftModelSpeculator)" in source(RUNNER, "GPUModelRunner.load_model")
+
+
+def test_slots_come_from_positions_by_place():
+    """``prepare_attn`` computes slots before our positions by depth are written, and attention metadata after."""
+    text = source(RUNNER, "GPUModelRunner.prepare_attn")
+    assert "self.block_tables.compute_slot_mappings(" in text and "input_batch.positions" in text
+    step = source(RUNNER, "GPUModelRunner.execute_model")
+    order = ["self.prepare_inputs(", "self.prepare_attn(", "self.model_state.prepare_attn(", "self.model("]
+    assert [step.index(call) for call in order] == sorted(step.index(call) for call in order)
+
+
+def test_requests_are_finished_before_others_get_their_slots():
+    text = source(RUNNER, "GPUModelRunner.execute_model")
+    order = ["self.finish_requests(", "self.add_requests(", "self.update_requests("]
+    assert [text.index(call) for call in order] == sorted(text.index(call) for call in order)
+    assert "scheduler_output.preempted_req_ids" in source(RUNNER, "GPUModelRunner.finish_requests")
+
+
+def test_positions_and_lengths_come_from_the_device():
+    text = source(RUNNER, "GPUModelRunner.prepare_inputs")
+    assert "prepare_pos_seq_lens(" in text and "self.req_states.num_computed_tokens.gpu" in text
+
+
+def test_the_input_batch_and_the_states_have_what_is_read():
+    assert fields(f"{GPU}/input_batch.py", "InputBatch") >= {
+        "req_ids",
+        "num_reqs",
+        "idx_mapping",
+        "idx_mapping_np",
+        "num_scheduled_tokens",
+        "num_tokens",
+        "num_draft_tokens",
+        "num_draft_tokens_per_req",
+        "query_start_loc",
+        "query_start_loc_np",
+        "seq_lens",
+        "seq_lens_cpu_upper_bound",
+        "num_computed_tokens_np",
+        "input_ids",
+        "positions",
+        "logits_indices",
+        "cu_num_logits",
+    }
+    states = source(f"{GPU}/states.py", "RequestState.__init__")
+    for name in ("all_token_ids", "total_len", "prefill_len", "req_id_to_index"):
+        assert f"self.{name}" in states
+    tables = source(f"{GPU}/block_table.py", "BlockTables.__init__")
+    for name in ("input_block_tables", "num_blocks", "block_sizes"):
+        assert f"self.{name}" in tables
+    output = fields(f"{GPU}/sample/output.py", "SamplerOutput")
+    assert output >= {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"}
+
+
+def test_history_is_read_where_it_is_written():
+    """Penalties and bad words read the requests' own states, which a walk extends while it goes on."""
+    penalties = source(f"{GPU}/sample/penalties.py", "PenaltiesState.apply")
+    assert "self.output_bin_counts" in penalties and "ctx.expanded_local_pos" in penalties
+    bad_words = source(f"{GPU}/sample/bad_words.py", "BadWordsState.apply")
+    assert "all_token_ids.gpu" in bad_words and "total_len.gpu" in bad_words
+    sampler = source(f"{GPU}/sample/sampler.py", "Sampler.__init__")
+    assert "self.needs_logits_processing" in sampler and "self.penalties_state" in sampler
+    # What was accepted is committed by upstream, whatever the walk had written there before.
+    assert "tl.store(all_token_ids_ptr" in source(f"{GPU}/input_batch.py", "_post_update_kernel").replace("\n", "")
+
+
+def test_noise_is_drawn_by_seed_and_position():
+    assert {"seed", "pos"} <= set(parameters(f"{GPU}/sample/gumbel.py", "gumbel_noised_argmax"))
+
+
+def test_the_cpu_worker_builds_the_runner_by_the_names_that_are_replaced():
+    assert "CPUModelRunnerV2(self.vllm_config" in source("v1/worker/cpu_worker.py", "CPUWorker.init_device")
+    assert "init_speculator(self.vllm_config, self.device, self.req_states)" in source(
+        RUNNER, "GPUModelRunner.__init__"
+    )
+
+
+def test_ngram_gpu_is_a_method_that_brings_nothing_along():
+    """The method that V2 is told instead of "custom_class"."""
+    config = (ROOT / "config/speculative.py").read_text()
+    assert 'NgramGPUTypes = Literal["ngram_gpu"]' in config
+    refused = source("config/vllm.py", "VllmConfig._get_v2_model_runner_unsupported_features")
+    assert "'custom_class'" in refused and "ngram" not in refused
+    lookahead = source("config/vllm.py", "VllmConfig.num_lookahead_tokens")
+    assert "ngram" not in lookahead
+    assert "get_args(NgramGPUTypes)" in (ROOT / "config/vllm.py").read_text()  # async scheduling stays on
+
+
+def test_the_runner_is_chosen_by_these():
+    text = source("config/vllm.py", "VllmConfig.use_v2_model_runner")
+    for name in ("envs.VLLM_USE_V2_MODEL_RUNNER", "HAS_TRITON", "_get_v2_model_runner_unsupported_features()"):
+        assert name in text
+
+
+def test_async_scheduling_has_a_scheduler_of_its_own():
+    assert [base.id for base in find("v1/core/sched/async_scheduler.py", "AsyncScheduler").bases] == ["Scheduler"]
+    expected = ["draft_token_ids", "scheduler_output"]
+    assert parameters("v1/core/sched/scheduler.py", "Scheduler.update_draft_token_ids_in_output") == expected
+
+
+def test_statistics_ride_on_the_output_of_a_step():
+    assert "self.model_runner_output = model_runner_output" in source(f"{GPU}/async_utils.py", "AsyncOutput.__init__")
+    assert "return self.model_runner_output" in source(f"{GPU}/async_utils.py", "AsyncOutput.get_output")

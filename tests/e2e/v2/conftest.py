@@ -1,0 +1,41 @@
+"""Lets the tests here import ``v2_engine``, and skips them where Triton is missing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from v2_engine import HAVE_TRITON, OPTIONS, WITHOUT_TRITON, V2Engine
+
+
+def pytest_collection_modifyitems(items):
+    if HAVE_TRITON:
+        return
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=WITHOUT_TRITON))
+
+
+@pytest.fixture(scope="module")
+def start_v2(tiny_pair):
+    """Starts V2 engines of the tiny pair, as ``start_engine`` does."""
+    engines: dict[str, V2Engine] = {}
+
+    def start(gsd: dict | None = None, **options) -> V2Engine:
+        key = repr((gsd, sorted(options.items())))
+        if key not in engines:
+            config = None if gsd is None else {"method": "gsd", "model": str(tiny_pair.draft), **gsd}
+            engines[key] = V2Engine(tiny_pair.target, config, **options)
+        return engines[key]
+
+    yield start
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def v2_options():
+    """What V2 engines are started with, for the same on V1."""
+    return OPTIONS

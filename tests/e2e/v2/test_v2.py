@@ -1,0 +1,119 @@
+"""Graphs on Model Runner V2: the texts of plain V2, and V1's graphs. Short, as every kernel is interpreted.
+
+``scripts/check_v2`` is the long form.
+"""
+
+from itertools import chain
+
+import pytest
+from engine_process import Params, run
+
+# Few levels, so that a step has few of everything; two runners agree on any config.
+GSD = {"num_speculative_tokens": 8, "max_depth": 3}
+GREEDY = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
+SAMPLING = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.3, "top_p": 0.5}, {"min_p": 0.1}]
+SEEDED = [{**GREEDY, "temperature": 1.0, **keys, "seed": 7 + i} for i, keys in enumerate(SAMPLING)]
+FEATURES = [
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 2},
+    {"frequency_penalty": 0.8, "temperature": 1.0, "seed": 1, "logprobs": 2},
+    {"logit_bias": {**dict.fromkeys(range(5, 40), 1.5), 7: -100.0}, "temperature": 1.0, "seed": 2},
+    {"min_tokens": 9, "stop_token_ids": list(range(5, 130)), "prompt_logprobs": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def four_prompts(random_prompts):
+    return random_prompts(4, 5, 20, seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(start_v2, four_prompts):
+    """What plain V2 answers, by workload."""
+    plain = start_v2(None)
+    greedy = run(plain, four_prompts, GREEDY)
+    # A word of two tokens that plain text has: whether it ends at a node depends on the path to it.
+    words = [[tokens[4:5], tokens[7:9]] for tokens in greedy]
+    featured = [Params({**GREEDY, **keys}, bad_words_token_ids=words[i]) for i, keys in enumerate(FEATURES)]
+    long = [list(chain(*four_prompts))[:49]]
+    return {
+        "long": (long, run(plain, long, GREEDY)),
+        "greedy": (GREEDY, greedy),
+        "seeded": (SEEDED, run(plain, four_prompts, SEEDED)),
+        "features": (featured, plain.generate(four_prompts, featured)),
+    }
+
+
+def counts_of(engine) -> dict[str, float]:
+    names = ("gsd_target_steps", "gsd_nodes_verified", "gsd_nodes_accepted_native", "gsd_nodes_accepted_merged")
+    metrics = engine.metrics()
+    return {name: metrics[name] for name in (*names, "gsd_nodes_accepted_ngram", "gsd_kv_rows_moved")}
+
+
+def test_both_runners_accept_the_same(start_engine, start_v2, four_prompts, expected, v2_options):
+    """First of all, as engines learn from what was accepted: these two have learned nothing."""
+    engines = start_engine(GSD, **v2_options), start_v2(GSD)
+    found = []
+    for engine in engines:
+        before = counts_of(engine)
+        assert run(engine, four_prompts[:1], GREEDY) == expected["greedy"][1][:1]
+        found.append({name: value - before[name] for name, value in counts_of(engine).items()})
+    assert found[0] == found[1]
+    assert found[0]["gsd_nodes_verified"] > 0
+
+
+@pytest.mark.parametrize("workload", ["greedy", "seeded"])
+def test_equals_plain_v2(start_v2, four_prompts, expected, workload):
+    params, texts = expected[workload]
+    engine = start_v2(GSD)
+    before = counts_of(engine)
+    assert run(engine, four_prompts, params) == texts
+    counts = {name: value - before[name] for name, value in counts_of(engine).items()}
+    assert sum(map(len, texts)) > 1.2 * counts["gsd_target_steps"]
+    assert counts["gsd_kv_rows_moved"] > 0
+
+
+def test_features_are_those_of_plain_v2(start_v2, four_prompts, expected):
+    params, answers = expected["features"]
+    engine = start_v2(GSD)
+    before = engine.metrics()["spec_decode_num_accepted_tokens"]
+    for got, wanted in zip(engine.generate(four_prompts, params), answers, strict=True):
+        assert got.tokens == wanted.tokens
+        assert_close(got.completions[0].logprobs or [], wanted.completions[0].logprobs or [])
+        assert_close(got.prompt_logprobs or [], wanted.prompt_logprobs or [])
+    assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
+
+
+def assert_close(got, wanted) -> None:
+    assert len(got) == len(wanted)
+    for here, there in zip(got, wanted, strict=True):
+        if here is None or there is None:
+            assert here == there
+        else:
+            assert here == pytest.approx(there, abs=1e-3)
+
+
+def test_requests_that_stay_off_the_graph_are_counted(start_v2, four_prompts, expected):
+    engine = start_v2(GSD)
+    before = engine.metrics()
+    params = {**GREEDY, "max_tokens": 4, "extra_args": {"gsd": False}}
+    assert run(engine, four_prompts[:2], params) == [tokens[:4] for tokens in expected["greedy"][1][:2]]
+    after = engine.metrics()
+    assert after["gsd_fallbacks:opt_out"] - before.get("gsd_fallbacks:opt_out", 0) == 2
+    assert after["spec_decode_num_drafts"] == before["spec_decode_num_drafts"]
+
+
+def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prompts, expected):
+    """Six blocks of 32 tokens: four requests need two each; one block of a long prompt is cached the second time."""
+    scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
+    engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
+    for workload in ("greedy", "seeded"):
+        params, texts = expected[workload]
+        assert run(engine, four_prompts, params) == texts
+    metrics = engine.metrics()
+    assert metrics["num_preemptions"] > 0
+    assert metrics["spec_decode_num_accepted_tokens"] > 0
+    long, texts = expected["long"]
+    for cached in (0, 32):
+        (answer,) = engine.generate(long, GREEDY)
+        assert [answer.tokens] == texts
+        assert answer.num_cached_tokens == cached

@@ -1,0 +1,45 @@
+"""Grammars along graphs on Model Runner V2, also with a scheduler that is a step ahead of what is drafted."""
+
+import re
+
+import pytest
+from engine_process import Engine
+from v2_engine import V2Engine
+
+DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
+CHOICE = ["certainly yes", "certainly not", "maybe"]
+REPEATED = "(abc){5}"  # n-grams guess it
+PARAMS = [
+    {"temperature": 0, "max_tokens": 14, "structured_outputs": {"regex": DATE}},
+    {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": CHOICE}},
+    {"temperature": 0, "max_tokens": 16, "structured_outputs": {"regex": REPEATED}},
+    {"temperature": 0, "max_tokens": 14, "presence_penalty": 0.4, "structured_outputs": {"regex": DATE}},
+]
+GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "top_k": 8, "theta_prob": 0.0, "theta_sib": 0.0}
+
+
+@pytest.fixture(scope="module")
+def requests(text_pair, random_prompts, v2_options):
+    """Prompts, and what plain vLLM answers them with on V1, which is much faster here."""
+    prompts = random_prompts(len(PARAMS), 5, 20, seed=5)
+    engine = Engine(text_pair.target, None, **{**v2_options, "skip_tokenizer_init": False})
+    answers = engine.generate(prompts, PARAMS)
+    engine.close()
+    return prompts, answers
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+def test_valid_and_equal(text_pair, requests, async_scheduling):
+    prompts, expected = requests
+    config = {**GSD, "model": str(text_pair.draft)}
+    engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, skip_tokenizer_init=False)
+    answers = engine.generate(prompts, PARAMS)
+    counts = engine.metrics()
+    engine.close()
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    texts = [answer.completions[0].text for answer in answers]
+    assert re.fullmatch(DATE, texts[0]) and texts[1] in CHOICE and re.fullmatch(DATE, texts[3])
+    assert texts[2] == 5 * "abc"
+    assert counts["gsd_nodes_invalid"] > 0
+    assert counts["spec_decode_num_accepted_tokens"] > 5
+    assert not any(name.startswith("gsd_fallbacks") for name in counts)

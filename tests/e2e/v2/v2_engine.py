@@ -1,0 +1,49 @@
+"""Engines with Model Runner V2; see ``interpreter``."""
+
+import os
+import sys
+from importlib.util import find_spec
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+import interpreter
+from engine_process import Engine
+
+# Interpreted kernels take time by what they could hold.
+OPTIONS = {
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 1 << 24,
+    "skip_tokenizer_init": True,
+}
+# Where scripts/setup puts Triton, out of the sight of vLLM for the CPU.
+TRITON = Path(sys.prefix) / "triton"
+HAVE_TRITON = find_spec("triton") is not None or TRITON.is_dir()
+WITHOUT_TRITON = "Triton is not installed, and Model Runner V2 needs it; scripts/setup does it"
+
+
+class V2Engine(Engine):
+    """An ``LLM`` with Model Runner V2 in a process of its own.
+
+    Args:
+        model, speculative_config: as for ``Engine``.
+        async_scheduling: on as on GPUs; off is what vLLM's CPU platform wants.
+    """
+
+    server = forkserver.ForkServer()
+    preload = "preload_v2"
+    patience = 5
+
+    def __init__(self, model, speculative_config=None, async_scheduling: bool = False, **options):
+        before = [interpreter.turn_on_async_scheduling] if async_scheduling else []
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join(filter(None, [here, str(TRITON), os.environ.get("PYTHONPATH")]))
+        with mock.patch.dict(os.environ, {**interpreter.SETTINGS, "PYTHONPATH": path}):
+            super().__init__(model, speculative_config, [uses_v2], before, **{**OPTIONS, **options})
+
+
+def uses_v2(llm) -> None:
+    """Fail where the engine has the other runner, or the other scheduling."""
+    assert llm.llm_engine.vllm_config.use_v2_model_runner

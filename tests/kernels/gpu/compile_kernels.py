@@ -1,0 +1,108 @@
+"""Compile every Triton kernel to machine code for one GPU architecture, without a GPU; prints JSON.
+
+    python compile_kernels.py 90      # SM90: H100, H200
+
+The ops are called as ever, but a launch only compiles. Needs Triton with its bundled assembler, not its interpreter.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from paged_cases import E4M3, E5M2, paged_case
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from vllm_gsd.kernels.accept_walk import accept_walk_kernel
+from vllm_gsd.kernels.kv_move import kv_move_kernel
+from vllm_gsd.kernels.merge import merge_kernel
+from vllm_gsd.kernels.tree_attention import tree_attention_kernel
+from vllm_gsd.kernels.tree_masks import tree_masks_kernel
+from vllm_gsd.ops import accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks
+
+CASES = {
+    "bfloat16": {"dtype": torch.bfloat16, "head_size": 128},
+    "every option": {
+        "dtype": torch.float16, "head_size": 128, "sliding_window": 20, "slot_window": True, "softcap": 5.0,
+        "sinks": True, "num_splits": 1,
+    },
+    "fp8 cache": {"dtype": torch.bfloat16, "head_size": 128, "kv_dtype": E4M3, "scales": True},
+    "head size 80": {"dtype": torch.bfloat16, "head_size": 80},
+    "head size 256": {"dtype": torch.bfloat16, "head_size": 256},
+    "float32": {"dtype": torch.float32, "head_size": 64},
+}  # fmt: skip
+
+
+class NoDriver:
+    """As much of a driver as compiling takes."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device=None) -> int:
+        return 0
+
+
+def assembler_report(compiled, capability: int) -> dict:
+    """Registers and spilled bytes, as the assembler tells them."""
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(compiled.asm["ptx"])
+        # Newer GPUs have an assembler of their own in some releases.
+        assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [assembler, "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", Path(folder) / "out"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr.replace(",", "").split()
+    return {"registers": int(said[said.index("registers") - 1]), "spilled": int(said[said.index("spill") - 2])}
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    driver.set_active(NoDriver(capability))
+    compiled: dict[str, list] = {}
+    kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, tree_masks_kernel)
+    for kernel in kernels:
+
+        def compile_only(*arguments, launch=kernel.run, name=kernel.__name__, warmup=None, **options):
+            compiled.setdefault(name, []).append(launch(*arguments, warmup=True, **options))
+
+        kernel.run = compile_only
+    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks):
+        op.use_triton = lambda tensor: True  # tensors lie on the CPU here
+
+    report = []
+    for name, case in CASES.items():
+        if case.get("kv_dtype") == E4M3 and capability < 89:
+            case = {**case, "kv_dtype": E5M2}  # what older GPUs have
+        paged_case(**{"rows": (17,), "num_heads": 32, "kv_heads": 8, "num_splits": 4, **case}).run()
+        report.append({"case": name, **describe(compiled.pop("tree_attention_kernel")[0], capability)})
+    cache = torch.zeros(2, 8, 16, 256, dtype=torch.bfloat16)
+    slots = torch.zeros(2, 7, dtype=torch.int64)
+    paged_kv_move.move_paged_kv(paged_kv_move.PagedCaches([cache]), slots, slots)
+    starts, rows = torch.tensor([0, 17], dtype=torch.int32), torch.zeros(17, dtype=torch.int64)
+    accept_walk.accept_walk(rows, rows.int(), rows, starts, 6, rows)
+    tree_masks.tree_masks(rows.int(), starts, starts, 6, 17)
+    report += [{"case": name, **describe(done[0], capability)} for name, done in compiled.items()]
+    print(json.dumps(report))
+
+
+def describe(done, capability: int) -> dict:
+    size = len(done.asm["cubin"])
+    wide = re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10|ld\.global\.v4\.b32", done.asm["ptx"])
+    report = assembler_report(done, capability)
+    return {"cubin": size, "shared": done.metadata.shared, "wide_loads": len(wide), **report}
+
+
+if __name__ == "__main__":
+    main()

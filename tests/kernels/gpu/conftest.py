@@ -1,0 +1,31 @@
+"""Tests of the Triton kernels: on a GPU as they are, else in Triton's interpreter (``TRITON_INTERPRET=1``).
+
+Without either there is nothing to collect here; ``tests/kernels/test_triton.py`` runs them in a process of their own.
+They need PyTorch, Triton, NumPy and pytest alone.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_gsd.ops.triton import interpreted
+
+sys.path.insert(0, str(Path(__file__).parent))  # for paged_cases
+
+ON_GPU = torch.cuda.is_available() and not interpreted()
+if not ON_GPU and not interpreted():
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def large() -> int:
+    """What lengths are multiplied with: a GPU takes real ones, the interpreter does not."""
+    return 16 if ON_GPU else 1

@@ -1,0 +1,57 @@
+"""The Triton kernels without a GPU: interpreted, and compiled for GPUs that are not there.
+
+Both in processes of their own, because Triton decides when it is imported which of the two it does, and vLLM and torch
+look at a Triton that they can import. On a machine with a GPU, run ``pytest tests/kernels/gpu``.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent / "gpu"
+REPOSITORY = FOLDER.parents[2]
+TRITON = Path(sys.prefix) / "triton"  # where scripts/setup puts it, out of everybody else's sight
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run pytest tests/kernels/gpu"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None and not TRITON.is_dir(),
+        reason="Triton is not installed; scripts/setup does it",
+    ),
+]
+
+
+def run(*command, **environment) -> subprocess.CompletedProcess:
+    path = os.pathsep.join(map(str, (REPOSITORY, FOLDER, TRITON, os.environ.get("PYTHONPATH", ""))))
+    # One thread: the tensors are tiny, and threads that wait take time from other tests.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_interpreted(file):
+    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / file), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_to_machine_code(capability, tmp_path):
+    done = run(str(FOLDER / "compile_kernels.py"), str(capability), TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-5000:]
+    report = {entry.pop("case"): entry for entry in json.loads(done.stdout)}
+    assert len(report) == 10
+    for case, entry in report.items():
+        assert entry["cubin"] > 0 and entry["shared"] <= 99 * 1024, f"{case}: {entry}"
+        assert entry["spilled"] <= 64, f"{case} spills registers: {entry}"
+    for case in ("bfloat16", "fp8 cache", "head size 80", "head size 256", "kv_move_kernel"):
+        assert report[case]["wide_loads"] > 0, f"{case} does not load 16 bytes at a time: {report[case]}"

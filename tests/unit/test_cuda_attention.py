@@ -1,0 +1,189 @@
+"""The CUDA attention backends, as far as they go without a GPU: which rows go where, and what they are given."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from vllm_gsd.ops.paged_tree_attention import paged_tree_attention_reference
+from vllm_gsd.runtime import cuda_attention
+from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 16, 16
+PAIRS = [
+    (cuda_attention.TreeFlashAttentionImpl, FlashAttentionImpl),
+    (cuda_attention.TreeTritonAttentionImpl, TritonAttentionImpl),
+]
+
+
+@pytest.fixture
+def registry():
+    yield
+    for name in ("FLASH_ATTN", "TRITON_ATTN"):
+        AttentionBackendEnum[name].clear_override()
+    cuda_attention._chosen = "kernel"
+
+
+def impl_of(cls, **changes):
+    """An implementation with the attributes that upstream's __init__ sets."""
+    impl = cls.__new__(cls)
+    attributes = {
+        "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "scale": 0.25, "logits_soft_cap": 0,
+        "sliding_window": (-1, -1), "alibi_slopes": None, "sinks": None, "kv_cache_dtype": "auto", **changes,
+    }  # fmt: skip
+    for name, value in attributes.items():
+        setattr(impl, name, value)
+    return impl
+
+
+def batch(rows=None, plain_rows=None, **changes):
+    """Two graphs of 3 and 2 rows behind 20 and 5 tokens, in vLLM's logical cache layout."""
+    random = torch.Generator().manual_seed(0)
+    kv_cache = torch.randn(8, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, generator=random)
+    tree = TreeRows(
+        query_start_loc=torch.tensor([0, 3, 5], dtype=torch.int32),
+        prefix_lens=torch.tensor([20, 5], dtype=torch.int32),
+        block_table=torch.tensor([[3, 1], [6, 0]], dtype=torch.int32),
+        positions=torch.tensor([20, 21, 21, 5, 6]),
+        mask=torch.tensor([[1], [3], [5], [1], [3]]),
+        rows=rows,
+        plain_rows=plain_rows,
+        plain_metadata=SimpleNamespace(name="plain"),
+        max_rows=3,
+        **changes,
+    )
+    return kv_cache, tree, torch.randn(8, HEADS, HEAD_SIZE, generator=random)
+
+
+def expected(kv_cache, tree, query, **options):
+    output = torch.zeros(query.shape)
+    key, value = kv_cache.transpose(1, 2).split(HEAD_SIZE, -1)
+    paged_tree_attention_reference(
+        output, query, key, value, tree.block_table, tree.query_start_loc, tree.prefix_lens, tree.positions, tree.mask,
+        0.25, compute=torch.float32, **options,
+    )  # fmt: skip
+    return output
+
+
+def forward(impl, query, kv_cache, metadata, output, layer=None):
+    return impl.forward(layer, query, None, None, kv_cache, metadata, output)
+
+
+@pytest.mark.parametrize(("cls", "upstream"), PAIRS)
+def test_without_graphs_upstream_is_called_as_ever(cls, upstream, monkeypatch):
+    seen = []
+    monkeypatch.setattr(upstream, "forward", lambda *arguments: seen.append(arguments) or "theirs")
+    impl, metadata = impl_of(cls), SimpleNamespace()
+    assert impl.forward("layer", 1, 2, 3, 4, metadata, 5) == "theirs"
+    assert seen == [(impl, "layer", 1, 2, 3, 4, metadata, 5, None, None)]
+    assert impl.forward("layer", 1, 2, 3, 4, None, 5) == "theirs"  # the profiling run
+
+
+@pytest.mark.parametrize("cls", [pair[0] for pair in PAIRS])
+@pytest.mark.parametrize(
+    ("attributes", "options"),
+    [
+        ({}, {}),
+        ({"sliding_window": (7, 0)}, {"sliding_window": 8}),
+        ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+        ({"sinks": torch.tensor([0.5, 1.0, -1.0, 2.0])}, {"sinks": torch.tensor([0.5, 1.0, -1.0, 2.0])}),
+    ],
+    ids=["plain", "window", "soft cap", "sinks"],
+)
+def test_a_batch_of_graphs(cls, attributes, options):
+    kv_cache, tree, query = batch()
+    output = torch.full_like(query, 7.0)
+    forward(impl_of(cls, **attributes), query, kv_cache, SimpleNamespace(**{TREE_ROWS: tree}), output)
+    torch.testing.assert_close(output[:5], expected(kv_cache, tree, query[:5], **options))
+    assert (output[5:] == 7.0).all()  # padding
+
+
+@pytest.mark.parametrize(("cls", "upstream"), PAIRS)
+def test_a_mixed_batch(cls, upstream, monkeypatch):
+    """Rows 1, 2, 4, 5, 6 are graphs; the others are upstream's, with metadata of their own."""
+    rows, plain_rows = torch.tensor([1, 2, 4, 5, 6]), torch.tensor([0, 3, 7])
+    kv_cache, tree, query = batch(rows, plain_rows)
+
+    def theirs(self, layer, given, key, value, cache, metadata, output, *scales):
+        assert metadata.name == "plain" and torch.equal(given, query[plain_rows])
+        output.copy_(2 * given)
+
+    monkeypatch.setattr(upstream, "forward", theirs)
+    output = torch.empty_like(query)
+    forward(impl_of(cls), query, kv_cache, SimpleNamespace(**{TREE_ROWS: tree}), output)
+    torch.testing.assert_close(output[rows], expected(kv_cache, tree, query[rows]))
+    assert torch.equal(output[plain_rows], 2 * query[plain_rows])
+
+
+def test_fp8_cache_and_quantised_query():
+    kv_cache, tree, query = batch()
+    kv_cache = kv_cache.to(torch.float8_e4m3fn)
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
+    layer = SimpleNamespace(_q_scale=torch.tensor(0.25), _k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
+    impl = impl_of(cuda_attention.TreeFlashAttentionImpl, kv_cache_dtype="fp8")
+    quantised = (query / 0.25).to(torch.float8_e4m3fn)
+    for given, meant in ((query, query), (quantised, quantised.float() * 0.25)):
+        output = torch.empty_like(query)
+        forward(impl, given, kv_cache.view(torch.uint8), SimpleNamespace(**{TREE_ROWS: tree}), output, layer)
+        torch.testing.assert_close(output[:5], expected(kv_cache, tree, meant[:5], **scales))
+
+
+def test_flash_prefix(monkeypatch):
+    """The prefix by a stand-in for FlashAttention, called with arguments that vLLM's own has."""
+    kv_cache, tree, query = batch()
+
+    def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal, softcap, block_table,
+              return_softmax_lse):  # fmt: skip
+        assert not causal and return_softmax_lse and (max_seqlen_q, max_seqlen_k) == (3, 32)
+        output, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+        blind = torch.zeros(len(q), 1, dtype=torch.int64)
+        paged_tree_attention_reference(output, q, k, v, block_table, cu_seqlens_q, seqused_k, blind[:, 0], blind,
+                                       softmax_scale, softcap=softcap, lse=lse)  # fmt: skip
+        return output, lse.T.contiguous()
+
+    monkeypatch.setattr(cuda_attention, "_flash_attention", lambda: flash)
+    monkeypatch.setattr(cuda_attention, "_chosen", "flash_prefix")
+    output = torch.empty_like(query)
+    metadata = SimpleNamespace(**{TREE_ROWS: tree})
+    forward(impl_of(cuda_attention.TreeFlashAttentionImpl, logits_soft_cap=3.0), query, kv_cache, metadata, output)
+    torch.testing.assert_close(output[:5], expected(kv_cache, tree, query[:5], softcap=3.0))
+    with pytest.raises(NotImplementedError, match='must be "kernel"'):
+        forward(
+            impl_of(cuda_attention.TreeFlashAttentionImpl, sliding_window=(3, 0)), query, kv_cache, metadata, output
+        )
+
+
+def test_refusals():
+    kv_cache, tree, query = batch()
+    metadata = SimpleNamespace(**{TREE_ROWS: tree})
+    impl = impl_of(cuda_attention.TreeTritonAttentionImpl, alibi_slopes=torch.ones(4))
+    with pytest.raises(NotImplementedError, match="ALiBi"):
+        forward(impl, query, kv_cache, metadata, query.clone())
+    with pytest.raises(NotImplementedError, match="output quantization"):
+        impl_of(cuda_attention.TreeTritonAttentionImpl).forward(
+            None, query, None, None, kv_cache, metadata, query.clone(), torch.ones(1)
+        )
+
+
+def test_backends_are_registered_under_their_own_names(registry):
+    cuda_attention.register()
+    for name, upstream in (("FLASH_ATTN", FlashAttentionBackend), ("TRITON_ATTN", TritonAttentionBackend)):
+        backend = AttentionBackendEnum[name].get_class()
+        assert issubclass(backend, upstream) and backend is not upstream
+        assert backend.get_name() == name and backend.get_builder_cls() is upstream.get_builder_cls()
+        assert issubclass(backend.get_impl_cls(), upstream.get_impl_cls())
+        cuda_attention.require_tree_backend(backend, "layer 0")
+        with pytest.raises(ValueError, match=f"layer 0 has {name}"):
+            cuda_attention.require_tree_backend(upstream, "layer 0")
+
+
+def test_registering_refuses(registry, monkeypatch):
+    with pytest.raises(ValueError, match="must be one of kernel, flash_prefix, xformers"):
+        cuda_attention.register("flash")
+    monkeypatch.setitem(__import__("sys").modules, "xformers", None)
+    with pytest.raises(ImportError, match=r"xformers 0\.0\.35 or newer"):
+        cuda_attention.register("xformers")
+    assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()

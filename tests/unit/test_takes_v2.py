@@ -1,0 +1,31 @@
+"""Which of vLLM's model runners gsd prepares for."""
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_gsd.compat import hooks
+
+
+@pytest.mark.parametrize(
+    ("setting", "triton", "options", "expected"),
+    [
+        (None, False, {}, False),
+        (None, True, {}, True),
+        (None, True, {"enable_lora": True}, False),
+        (None, True, {"tensor_parallel_size": 2}, False),
+        ("0", True, {}, False),
+        ("1", False, {}, True),
+        ("1", True, {"enable_lora": True}, True),  # and refused then
+    ],
+)
+def test_the_runner_is_the_one_that_vllm_takes(monkeypatch, setting, triton, options, expected):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", setting)
+    monkeypatch.setattr(hooks, "HAS_TRITON", triton)
+    assert hooks.takes_v2(EngineArgs(model="any", **options)) is expected
+
+
+def test_our_translations_are_known_again():
+    assert hooks._is_ours(hooks.SPECULATIVE_V1) and hooks._is_ours(hooks.SPECULATIVE_V2)
+    assert not hooks._is_ours({"method": "ngram_gpu"}) and not hooks._is_ours(None)

@@ -1,0 +1,62 @@
+"""What Model Runner V2 needs beyond V1: rows without a node, and texts by slot."""
+
+import numpy as np
+import torch
+
+from vllm_gsd.core.graph import NONE
+from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES, DraftTree
+from vllm_gsd.runtime.step import lay_out
+from vllm_gsd.runtime.v2.texts import Texts
+
+
+def tree_of(parent):
+    """A tree of these nodes; tokens count from 100."""
+    depth = np.zeros(len(parent), np.int32)
+    for place, above in enumerate(parent):
+        depth[place] = 1 if above == NONE else depth[above] + 1
+    count = len(parent)
+    return DraftTree(
+        np.arange(100, 100 + count),
+        np.array(parent, np.int32),
+        depth,
+        np.ones(count, np.int8),
+        np.zeros(count, np.bool_),
+        np.ones(count, np.float32),
+    )
+
+
+def test_rows_without_a_node_belong_to_no_tree():
+    trees = [tree_of([NONE, NONE, 0]), None, tree_of([NONE, 0]), NO_NODES, tree_of([NONE, NONE, 0, 1])]
+    sizes = np.array([6, 4, 5, 3, 3])
+    step = lay_out(trees, sizes, np.cumsum(sizes) + np.array([0, 7, 7, 7, 7]))  # a prompt's rows before the second's
+    parents = [step.trees.parent[a:b].tolist() for a, b in zip(step.trees.starts, step.trees.starts[1:], strict=False)]
+    assert parents == [
+        [NONE, 0, 0, 1, FOREIGN, FOREIGN],
+        [NONE, FOREIGN, FOREIGN, FOREIGN],
+        [NONE, 0, 1, FOREIGN, FOREIGN],
+        [NONE, FOREIGN, FOREIGN],
+        [NONE, 0, 0],  # cut
+    ]
+    assert step.tree_requests.tolist() == [0, 4]  # the third is a chain: its last rows are nobody's
+    assert step.first_rows.tolist() == [0, 13, 17, 22, 25]
+    assert step.deepest == 2
+
+
+def test_positions_by_depth_start_from_the_device_positions():
+    step = lay_out([tree_of([NONE, NONE, 0]), tree_of([NONE, 0])], np.array([5, 3]), np.array([5, 8]))
+    positions = torch.tensor([40, 41, 42, 43, 44, 9, 10, 11])
+    step.set_positions(positions)
+    assert positions.tolist() == [40, 41, 41, 42, 40, 9, 10, 11]  # the row without a node stays at the root
+
+
+def test_texts_follow_what_was_sampled():
+    texts = Texts(3, 6)
+    texts.begin(2, [5, 6, 7], prompt_length=3)
+    texts.begin(0, [8], prompt_length=1)
+    texts.append(np.array([2, 0]), np.array([[1, 2, 9], [3, 9, 9]]), np.array([2, 1]))
+    assert texts.tokens[2].tolist() == [5, 6, 7, 1, 2, 0] and texts.tokens[0, :2].tolist() == [8, 3]
+    assert texts.length.tolist() == [2, 0, 5]
+    texts.append(np.array([2]), np.array([[4, 4, 4]]), np.array([3]))  # runs past its end
+    assert texts.tokens[2].tolist() == [5, 6, 7, 1, 2, 4] and texts.length[2] == 6
+    texts.begin(2, [1, 2], prompt_length=1)  # another request
+    assert texts.length[2] == 2 and texts.prompt_length[2] == 1

@@ -1,0 +1,109 @@
+"""Tree attention through xformers, with PyTorch in the place of its kernels: same shapes, same meaning."""
+
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_gsd.ops.paged_tree_attention import paged_tree_attention_reference
+from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 4
+
+
+class PagedMask(SimpleNamespace):
+    @classmethod
+    def from_seqlens(cls, q_seqlen, kv_seqlen, block_tables, page_size, *, device=None):
+        return cls(q_seqlen=q_seqlen, kv_seqlen=kv_seqlen, block_tables=block_tables, page_size=page_size)
+
+
+def dense(query, key, value, bias, scale):
+    """[M, G, H, K] over [N, G, H, K] with a bias [G, H, M, N]: output and log-sum-exp [G, H, M]."""
+    scores = torch.einsum("mghk,nghk->ghmn", query.double(), key.double()) * scale + bias
+    lse = torch.logsumexp(scores, -1)
+    return torch.einsum("ghmn,nghk->mghk", torch.exp(scores - lse.unsqueeze(-1)), value.double()), lse
+
+
+def partial(query, key, value, attn_bias, scale, op):
+    """As xformers: [B, M, G, H, K] and [B, G, H, M]; with a paged mask requests lie one after the other, B = 1."""
+    assert op == "split-K"
+    if isinstance(attn_bias, torch.Tensor):
+        assert attn_bias.shape == (len(query), KV_HEADS, HEADS // KV_HEADS, query.shape[1], key.shape[1])
+        parts = [dense(*each, scale) for each in zip(query, key, value, attn_bias, strict=True)]
+        return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    outputs, lses = [], []
+    starts = [0, *itertools.accumulate(attn_bias.q_seqlen)]
+    for request, (first, end) in enumerate(itertools.pairwise(starts)):
+        index = torch.arange(attn_bias.kv_seqlen[request])
+        page = attn_bias.block_tables[request, index // attn_bias.page_size].long()
+        slot = page * attn_bias.page_size + index % attn_bias.page_size
+        out, lse = dense(query[0, first:end], key[0, slot], value[0, slot], torch.zeros(()), scale)
+        outputs.append(out)
+        lses.append(lse)
+    return torch.cat(outputs).unsqueeze(0), torch.cat(lses, -1).unsqueeze(0)
+
+
+def merge(attn_split, lse_split, write_lse, output_dtype):
+    weights = torch.softmax(torch.stack(list(lse_split)), 0).permute(0, 1, 4, 2, 3).unsqueeze(-1)
+    return (weights * torch.stack(list(attn_split))).sum(0).to(output_dtype), None
+
+
+@pytest.fixture
+def xformers(monkeypatch):
+    fmha = ModuleType("xformers.ops.fmha")
+    fmha.attn_bias = SimpleNamespace(PagedBlockDiagonalPaddedKeysMask=PagedMask)
+    fmha.triton_splitk = SimpleNamespace(FwOp="split-K")
+    fmha.memory_efficient_attention_partial, fmha.merge_attentions = partial, merge
+    ops = ModuleType("xformers.ops")
+    ops.fmha = fmha
+    for name, module in (("xformers", ModuleType("xformers")), ("xformers.ops", ops), ("xformers.ops.fmha", fmha)):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def inputs(dtype=torch.float16, physical="nhd"):
+    """Graphs of 3, 0 and 2 rows; the masks' words reach far behind the block tables."""
+    random = torch.Generator().manual_seed(0)
+    kv_cache = torch.randn(12, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE, generator=random).to(dtype)
+    if physical == "hnd":
+        kv_cache = kv_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    key, value = kv_cache.split(HEAD_SIZE, -1)
+    return (
+        torch.randn(6, HEADS, HEAD_SIZE, generator=random).to(dtype), key, value,
+        torch.tensor([[3, 1, 5, 7], [0, 0, 0, 0], [6, 2, 0, 0]], dtype=torch.int32),
+        torch.tensor([0, 3, 3, 5], dtype=torch.int32), torch.tensor([10, 4, 5], dtype=torch.int32),
+        torch.tensor([10, 11, 11, 5, 6, 0]), torch.tensor([[1], [3], [5], [1], [3], [0]]), 0.2,
+    )  # fmt: skip
+
+
+def test_equals_the_reference(xformers):
+    arguments = inputs()
+    output, exact = torch.full_like(arguments[0], 7.0), torch.full(arguments[0].shape, 7.0, dtype=torch.float64)
+    xformers_tree_attention(output, *arguments)
+    paged_tree_attention_reference(exact, *arguments)
+    torch.testing.assert_close(output.double(), exact, rtol=2e-3, atol=2e-3)
+    assert (output[5] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {"sliding_window": 3}, "a sliding window"),
+        ({}, {"softcap": 3.0}, "a soft cap"),
+        ({}, {"sinks": torch.zeros(4)}, "sinks"),
+        ({"dtype": torch.float32}, {}, "float32"),
+        ({"physical": "hnd"}, {}, "heads before tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses(xformers, changes, options, message):
+    arguments = inputs(**changes)
+    with pytest.raises(ValueError, match=message):
+        xformers_tree_attention(torch.empty_like(arguments[0]), *arguments, **options)
+
+
+def test_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xformers", None)
+    with pytest.raises(ImportError, match=r"needs xformers 0\.0\.35 or newer"):
+        load_xformers()

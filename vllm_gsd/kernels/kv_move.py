@@ -1,0 +1,45 @@
+"""Triton kernel: move KV rows within the caches of all layers at once. The entry is ``ops.paged_kv_move``."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kv_move_kernel(
+    caches,
+    src_slots,
+    dst_slots,
+    elements,
+    num_moves,
+    kv_heads,
+    slots_row,
+    cache_block,
+    cache_head,
+    cache_token,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Grid (caches, KV heads x chunks of a row, requests): a program reads all its request's rows, then writes them."""
+    chunks = tl.cdiv(WIDTH, BLOCK_W)
+    head = (tl.program_id(1) // chunks).to(tl.int64)
+    chunk = tl.program_id(1) % chunks
+    # ``elements`` is there for its dtype only: caches are found through a table of addresses.
+    cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(elements.dtype.element_ty))
+    if ALIGNED:
+        cache = tl.multiple_of(cache, 16)
+    move = tl.arange(0, BLOCK_M)
+    at = tl.program_id(2).to(tl.int64) * slots_row + move
+    src = tl.load(src_slots + at, mask=move < num_moves, other=-1)
+    dst = tl.load(dst_slots + at, mask=move < num_moves, other=-1)
+    element = chunk * BLOCK_W + tl.arange(0, BLOCK_W)
+    moves = (src >= 0) & (dst >= 0)
+    mask = moves[:, None] & (element < WIDTH)[None, :]
+    source = src // BLOCK_SIZE * cache_block + src % BLOCK_SIZE * cache_token + head * cache_head
+    target = dst // BLOCK_SIZE * cache_block + dst % BLOCK_SIZE * cache_token + head * cache_head
+    rows = tl.load(cache + source[:, None] + element[None, :], mask=mask, other=0)
+    # One warp must not write what another has yet to read.
+    tl.debug_barrier()
+    tl.store(cache + target[:, None] + element[None, :], rows, mask=mask)

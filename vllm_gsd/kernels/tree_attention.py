@@ -1,0 +1,186 @@
+"""Triton kernel: attention of token-tree rows over a paged KV cache. The entry is ``ops.paged_tree_attention``.
+
+A program holds BLOCK_M pairs (row, query head of one KV head) of one request and goes over a span of its prefix,
+BLOCK_N keys at a time, with the online softmax of FlashAttention (Dao et al., 2022); the last span's program goes over
+the tree's slots too. Spans (split-KV, as in Flash-Decoding) are merged by ``kernels.merge``.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend(
+    q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
+    k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+):  # fmt: skip
+    """One step of the online softmax, over the keys at logical indices ``index``; reads those that are ``used``.
+
+    Scores are in units of log2. Loads, products and softmax are one function since Triton's interpreter pays per call.
+    """
+    d = tl.arange(0, in_head.shape[0])
+    block = tl.load(table + index // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
+    token = (index % BLOCK_SIZE).to(tl.int64)
+    loaded = used[:, None] & in_head[None, :]
+    at = block * k_block + token * k_token + kv_head * k_head
+    key = tl.load(key_cache + at[:, None] + d[None, :], mask=loaded, other=0.0)
+    at = block * v_block + token * v_token + kv_head * v_head
+    value = tl.load(value_cache + at[:, None] + d[None, :], mask=loaded, other=0.0)
+
+    scores = tl.dot(q.to(DOT_DTYPE), tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1); it saturates, so e^2x may overflow.
+        double = tl.exp2(scores * (2.0 * LOG2E * score_scale / softcap))
+        scores = softcap * LOG2E * (1.0 - 2.0 / (double + 1.0))
+    else:
+        scores = scores * (score_scale * LOG2E)
+    scores = tl.where(attends, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    reference = tl.where(higher == float("-inf"), 0.0, higher)  # a row may attend nothing at all
+    weights = tl.exp2(scores - reference[:, None])
+    shrink = tl.exp2(highest - reference)
+    total = total * shrink + tl.sum(weights, 1)
+    rounded = weights.to(q.dtype).to(DOT_DTYPE)
+    acc = tl.dot(rounded, value.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
+def tree_attention_kernel(
+    output,
+    lse,
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    query_start_loc,
+    prefix_lens,
+    positions,
+    tree_mask,
+    slot_positions,
+    sinks,
+    k_scale,
+    v_scale,
+    scale,
+    softcap,
+    sliding_window,
+    num_words,
+    out_split,
+    out_row,
+    out_head,
+    lse_split,
+    lse_row,
+    q_row,
+    q_head,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
+    table_row,
+    mask_row,
+    slot_row,
+    k_scale_head,
+    v_scale_head,
+    M_TILES,
+    NUM_SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PREFIX: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SLOT_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Grid (m tiles x splits, KV heads, requests); tiles vary fastest, so those that share keys run together."""
+    tile = tl.program_id(0) % M_TILES
+    split = tl.program_id(0) // M_TILES
+    kv_head = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
+    first_row = tl.load(query_start_loc + request).to(tl.int64)
+    num_pairs = (tl.load(query_start_loc + request + 1) - first_row) * GROUP
+    if tile * BLOCK_M >= num_pairs:
+        return
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = pair < num_pairs
+    row = first_row + pair // GROUP
+    head = kv_head * GROUP + pair % GROUP
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_SIZE
+    inside = valid[:, None] & in_head[None, :]
+    q = tl.load(query + (row * q_row + head * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
+    prefix = tl.load(prefix_lens + request)
+    table = block_table + request * table_row
+    score_scale = scale
+    if K_SCALE:
+        score_scale = scale * tl.load(k_scale + kv_head * k_scale_head)
+    if WINDOW:
+        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if SINKS:
+        if split == 0:
+            highest = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            total = total + 1.0
+
+    if PREFIX:
+        begin = 0
+        if WINDOW:
+            begin = tl.minimum(tl.maximum(tl.min(position, 0) - sliding_window + 1, 0), prefix).to(tl.int32)
+        span = tl.cdiv(tl.cdiv(prefix - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
+        begin = begin + split * span
+        end = tl.minimum(begin + span, prefix)
+        for start in range(begin, end, BLOCK_N):
+            index = start + tl.arange(0, BLOCK_N)
+            used = index < end
+            attends = valid[:, None] & used[None, :]
+            if WINDOW:
+                attends = attends & (position[:, None] - index[None, :] < sliding_window)
+                used = tl.max(attends.to(tl.int32), 0) != 0
+            highest, total, acc = _attend(
+                q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
+                k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
+                DOT_DTYPE,
+            )  # fmt: skip
+
+    if split == NUM_SPLITS - 1:
+        for start in range(0, num_words * 64, BLOCK_N):
+            # BLOCK_N divides 64: a tile's bits lie in one word.
+            word = tl.load(tree_mask + row * mask_row + start // 64, mask=valid, other=0)
+            slot = start + tl.arange(0, BLOCK_N)
+            attends = ((word[:, None] >> (slot % 64).to(tl.int64)[None, :]) & 1) != 0
+            if SLOT_WINDOW:
+                anyone = tl.max(attends.to(tl.int32), 0) != 0
+                at = tl.load(slot_positions + request * slot_row + slot, mask=anyone, other=0)
+                attends = attends & (position[:, None] - at[None, :] < sliding_window)
+            used = tl.max(attends.to(tl.int32), 0) != 0
+            index = prefix + slot
+            # Masks may have words for more nodes than this tree has.
+            if tl.max(used.to(tl.int32), 0) != 0:
+                highest, total, acc = _attend(
+                    q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
+                    k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
+                    DOT_DTYPE,
+                )  # fmt: skip
+
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if V_SCALE:
+        result = result * tl.load(v_scale + kv_head * v_scale_head)
+    at = (split * out_split + row * out_row + head * out_head)[:, None] + d[None, :]
+    tl.store(output + at, result.to(output.dtype.element_ty), mask=inside)
+    if STORE_LSE:
+        logs = (highest + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2E  # highest is -inf where total is 0
+        tl.store(lse + split * lse_split + row * lse_row + head, logs, mask=valid)

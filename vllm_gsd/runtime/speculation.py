@@ -1,0 +1,323 @@
+"""One engine's speculation, whatever its model runner: growing graphs, and learning what became of them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
+from vllm_gsd.core.flatten import FlatTrees, flatten
+from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset
+from vllm_gsd.core.ngram import graft_ngrams
+from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
+from vllm_gsd.core.verify import is_chain, path_to
+from vllm_gsd.core.warmup import warm_up as compile_core
+from vllm_gsd.runtime.draft_batch import DraftBatch
+from vllm_gsd.runtime.draft_kv import DraftKVTracker
+from vllm_gsd.runtime.draft_tree import NO_NODES, DraftTree
+from vllm_gsd.runtime.drafting import Drafter
+from vllm_gsd.runtime.grammar import ProposedTree
+from vllm_gsd.runtime.requests import fallback_reason
+from vllm_gsd.runtime.shared_suffixes import SharedSuffixes
+from vllm_gsd.runtime.stats import GraphStats
+from vllm_gsd.runtime.step import VerifyStep
+
+# Shortest suffix whose earlier occurrence counts as an n-gram match.
+MIN_NGRAM_MATCH = 2
+# A grammar may forbid most of what was drafted: so many times the nodes that will be verified are proposed for it.
+GRAMMAR_CHOICE = 4
+# Committed tokens that merging may look back on, root included.
+CONTEXT = 32
+# Sources that metrics tell apart, besides grammars.
+SOURCES = {"native": NATIVE, "merged": MERGED, "ngram": NGRAM, "shared": SHARED}
+
+
+class Committed(NamedTuple):
+    """Texts to grow graphs for."""
+
+    requests: np.ndarray  # int64 [num_graphs], places in the batch
+    max_depth: np.ndarray  # int64 [num_requests], deepest node worth verifying
+    grammar: np.ndarray  # bool [num_requests], whether a grammar chooses among the nodes
+    batch: DraftBatch
+
+
+class Speculation:
+    """Grows graphs for the requests of a batch, and learns from what the target accepted.
+
+    Args:
+        vllm_config: the engine's configuration; ours is in ``additional_config["gsd"]``.
+    """
+
+    # Whether a grammar chooses among nodes before they have rows, and may add some.
+    asks_grammar = True
+
+    def __init__(self, vllm_config):
+        self.config = GSDConfig.model_validate(vllm_config.additional_config["gsd"], strict=False)
+        self.stats = GraphStats()
+        self.draft_kv: DraftKVTracker | None = None
+        self.trees: dict[str, DraftTree] = {}  # proposed, not verified yet
+        self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not taken yet
+        self.reasons: dict[str, str | None] = {}  # why a request has no graph
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
+        nodes = self.config.num_speculative_tokens
+        capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
+        self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
+        self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
+        self.trust = SourceTrust()
+        self.copies = not {"ngram", "shared"}.isdisjoint(self.config.sources)  # whether hypotheses come for free
+        self.shared = None
+        if "shared" in self.config.sources:
+            self.shared = SharedSuffixes(self.config.shared_responses)
+        self.drafter = None
+        if self.config.model is not None:
+            self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
+
+    # --- start-up ---------------------------------------------------------------------------------
+
+    def load_model(self, target_model: Any = None) -> None:
+        """Load the draft model (after the target is loaded)."""
+        if self.drafter is not None:
+            self.drafter.model.load()
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Names of the draft's attention layers."""
+        return [] if self.drafter is None else self.drafter.model.layer_names
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Compile what can be compiled."""
+        if self.drafter is not None:
+            self.drafter.model.run_idle(num_tokens)
+
+    def prepare(self, kv_cache_config, attention_groups) -> None:
+        """Called once the KV cache and the attention groups exist."""
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size)
+        compile_core()
+        if self.drafter is not None:
+            self.drafter.model.bind_attention(attention_groups[0])
+
+    # --- between steps ----------------------------------------------------------------------------
+
+    def forget(self, request_ids) -> None:
+        """Requests are finished."""
+        self.drop(request_ids)
+        for request_id in request_ids:
+            self.reasons.pop(request_id, None)
+            self.trust.forget(request_id)
+
+    def drop(self, request_ids) -> None:
+        """What was proposed for these requests will not be verified."""
+        for request_id in request_ids:
+            self.trees.pop(request_id, None)
+
+    def observe(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, emitting: np.ndarray) -> None:
+        """Learn what the target accepted of a step's graphs.
+
+        Args:
+            request_ids: of the step's batch.
+            places: int32 [num_requests], where each walk ended.
+            emitting: bool [num_requests], whether the request got tokens.
+        """
+        counts = self.stats.counts
+        starts = step.trees.starts
+        counts["target_steps"] += int(emitting.sum())
+        verified = []
+        for request in np.flatnonzero(emitting):
+            tree = step.proposed[request]
+            if tree is None:
+                continue
+            first, end = starts[request], starts[request + 1]
+            count = min(int(end - first) - 1, len(tree.token))
+            counts["nodes_verified"] += count
+            counts["chain_requests"] += int(is_chain(step.trees.parent, first, first + 1 + count))
+            path = path_to(step.trees.parent[first:end], places[request])
+            self.stats.accepted_lengths[len(path)] += 1
+            counts["kv_rows_moved"] += sum(place != depth for depth, place in enumerate(path, start=1))
+            self.stats.drafted_depths[request_ids[request]] = int(step.depth[first:end].max())
+            source = np.where(tree.via_merge, MERGED, NATIVE)
+            source[tree.origin == ORIGIN_NGRAM] = NGRAM
+            source[tree.origin == ORIGIN_SHARED] = SHARED
+            from_grammar = tree.origin[:count] == ORIGIN_GRAMMAR
+            accepted = np.zeros(count, np.bool_)
+            accepted[np.asarray(path, np.int64) - 1] = True
+            for name, index in SOURCES.items():
+                counts[f"nodes_accepted_{name}"] += int((source[:count][accepted & ~from_grammar] == index).sum())
+            counts["nodes_accepted_grammar"] += int((accepted & from_grammar).sum())
+            columns = source[:count], tree.depth[:count], tree.survival[:count], accepted
+            verified.append(tuple(column[~from_grammar] for column in columns))
+            own_source, depth, survival, taken = verified[-1]
+            chance = self.planner.calibration.value(own_source, depth, survival)
+            self.trust.observe(request_ids[request], own_source, chance, taken)
+        if verified:
+            self.planner.calibration.observe(*(np.concatenate(column) for column in zip(*verified, strict=True)))
+
+    # --- drafting ---------------------------------------------------------------------------------
+
+    def propose(self, batch: DraftBatch) -> list[DraftTree]:
+        """Draft for every request of the batch.
+
+        Returns:
+            the flattened graph of each request; those of requests with structured output are in ``grammar_trees``.
+        """
+        request_ids, length, sampled = batch.request_ids, batch.length, batch.sampled
+        num_requests = len(request_ids)
+        self.drop(request_ids)
+        self.grammar_trees = {}  # only one rank's are ever taken
+        max_depth = self._max_depth(batch)
+        speculates = np.array([self._speculates(batch, request) for request in range(num_requests)])
+        wanted = speculates & sampled & (max_depth > 0)
+        self.planner.begin(num_requests, int(length.sum()))
+        grammar = np.array([self.asks_grammar and has_grammar(request) for request in batch.requests])
+        text = Committed(np.flatnonzero(wanted), max_depth, grammar, batch)
+        trees = self._grow(text) if self.copies else None
+        if self.drafter is not None:
+            assert self.draft_kv is not None
+            drafting = self._choose_drafting(text, trees, num_requests)
+            # Prompts go through the draft along with the target, unless drafts don't pay for the time being.
+            due = np.where(speculates & (drafting | (~wanted & self.planner.drafting)), length, 0)
+            drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
+            if hidden is not None:
+                text = text if trees is not None else text._replace(requests=np.flatnonzero(drafted))
+                trees = self._grow(text, drafted[text.requests], hidden)
+        proposals = [NO_NODES] * num_requests
+        if trees is not None:
+            self._propose(proposals, text, trees)
+        for request in np.flatnonzero(wanted & grammar):
+            if request_ids[request] not in self.grammar_trees:
+                self._offer_to_grammar(batch, request, NO_NODES, 0, max_depth)  # it may force some
+        return proposals
+
+    def _choose_drafting(self, text: Committed, found: FlatTrees | None, num_requests: int) -> np.ndarray:
+        """Requests to draft for, bool [num_requests], given what other sources found for those in ``text``."""
+        drafting = np.zeros(num_requests, np.bool_)
+        count = len(text.requests)
+        if count == 0:
+            return drafting
+        chances, left = np.zeros(0), 1.0
+        if found is not None:
+            real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
+            chances = found.value[real]
+            left = 1.0 - float(found.value[real & (found.depth == 1)].sum()) / count
+        chosen = text.requests
+        if not self.planner.wants_drafts(count, chances, max(0.0, left)):
+            self.stats.counts["drafts_skipped"] += count
+            return drafting
+        if self.planner.probing and count > PROBE_REQUESTS:
+            # Those that cost the draft the least to catch up with.
+            assert self.draft_kv is not None
+            done = np.array([self.draft_kv.length[text.batch.request_ids[request]] for request in chosen])
+            chosen = chosen[np.argsort(text.batch.length[chosen] - done, kind="stable")[:PROBE_REQUESTS]]
+            self.stats.counts["drafts_skipped"] += count - PROBE_REQUESTS
+        drafting[chosen] = True
+        return drafting
+
+    def _propose(self, proposals: list[DraftTree], text: Committed, trees: FlatTrees) -> None:
+        """Choose the nodes to verify, remember them, and write them to ``proposals``."""
+        batch, requests, graphs = text.batch, text.requests, self.graphs
+        most = np.minimum(trees.size, self.num_nodes)
+        origin = np.take_along_axis(graphs.origin[: len(requests)], trees.node, axis=1)
+        copied = np.isin(origin, (ORIGIN_NGRAM, ORIGIN_SHARED)) & (np.arange(origin.shape[1]) < most[:, None])
+        sizes = self.planner.choose(trees.value, most, batch.length[requests], (most > 0) & ~copied.any(axis=1))
+        self.stats.counts["nodes_cut"] += int((most - sizes).sum())
+        for row, request in enumerate(requests):
+            grammar = text.grammar[request]
+            size = trees.size[row] if grammar else sizes[row]
+            tree = DraftTree(
+                token=trees.token[row, :size],
+                parent=trees.parent[row, :size],
+                depth=trees.depth[row, :size],
+                origin=origin[row, :size],
+                via_merge=trees.via_merge[row, :size],
+                survival=trees.survival[row, :size],
+            )
+            if grammar:
+                self._offer_to_grammar(batch, request, tree, int(sizes[row]), text.max_depth)
+            elif size > 0:
+                self.trees[batch.request_ids[request]] = tree
+                proposals[request] = tree
+
+    def _offer_to_grammar(self, batch: DraftBatch, request: int, tree: DraftTree, budget: int, max_depth) -> None:
+        """Let the scheduler choose among nodes; upstream would take a list for a chain."""
+        request_id = batch.request_ids[request]
+        self.trees[request_id] = tree
+        self.grammar_trees[request_id] = ProposedTree(
+            tree.token.tolist(),
+            tree.parent.tolist(),
+            budget,
+            max_depth=int(min(max_depth[request], self.num_nodes)),
+            room=self.num_nodes,
+        )
+
+    def _grow(self, text: Committed, drafted: np.ndarray | None = None, hidden=None) -> FlatTrees:
+        """Grow the graph of every request in ``text`` and flatten it.
+
+        Args:
+            drafted: bool [num_graphs], graphs that the draft model has a part in, None for none; ``hidden``: its hidden
+                states at their roots.
+        """
+        batch = text.batch
+        graphs = GraphBatch(*(array[: len(text.requests)] for array in self.graphs))
+        length, max_depth = batch.length[text.requests], text.max_depth[text.requests].astype(np.int32)
+        for row, line in enumerate(batch.token_rows[text.requests]):
+            latest = batch.token_ids[line, max(0, length[row] - CONTEXT) : length[row]]
+            reset(graphs, row, latest.astype(np.int64))
+        choice = np.where(text.grammar[text.requests], GRAMMAR_CHOICE, 1).astype(np.int32)
+        num_nodes = self.num_nodes * choice
+        trust = self.trust.of([batch.request_ids[request] for request in text.requests])
+        if self.drafter is not None and drafted is not None:
+            self.drafter.grow(graphs, drafted, text.requests, hidden, num_nodes, max_depth, trust, batch)
+        if self.copies:
+            deepest = np.minimum(max_depth, self.num_nodes)  # grammars roll back no further
+            for row, request in enumerate(text.requests):
+                self._copy(graphs, row, batch, request, int(deepest[row]), trust[row])
+        return flatten(graphs, num_nodes, max_depth, self.planner.calibration.factor, trust)
+
+    def _copy(self, graphs: GraphBatch, row: int, batch: DraftBatch, request: int, deepest: int, trust) -> None:
+        """Graft what followed the end of a request's text earlier in it, and in other responses."""
+        text = batch.token_ids[batch.token_rows[request], : batch.length[request]]
+        if "ngram" in self.config.sources and trust[NGRAM] >= OFF_BELOW:
+            graft_ngrams(graphs, row, text, len(text), self.config.top_k, deepest, MIN_NGRAM_MATCH)
+        if self.shared is not None and trust[SHARED] >= OFF_BELOW:
+            record = batch.requests[request]
+            self.shared.graft(graphs, row, batch.request_ids[request], record.lora_request, text, self.num_nodes)
+
+    def take_grammar_trees(self) -> dict[str, ProposedTree]:
+        """Graphs proposed for requests with structured output since the last call."""
+        taken, self.grammar_trees = self.grammar_trees, {}
+        return taken
+
+    def _speculates(self, batch: DraftBatch, request: int) -> bool:
+        request_id = batch.request_ids[request]
+        if request_id not in self.reasons:
+            reason = fallback_reason(batch.requests[request])
+            self.reasons[request_id] = reason
+            if reason is not None:
+                self.stats.fallbacks[reason] += 1
+        return self.reasons[request_id] is None
+
+    def _max_depth(self, batch: DraftBatch) -> np.ndarray:
+        """Deepest node worth verifying for each request, int64: max_tokens and max_model_len end its text."""
+        most = (request.sampling_params.max_tokens for request in batch.requests)
+        limits = np.array([self.max_model_len if limit is None else limit for limit in most], np.int64)
+        # The bonus token takes the last place.
+        return np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
+
+
+def check_kv_groups(kv_cache_config) -> None:
+    """Refuse layers of unlike shapes: blocks are followed in one table.
+
+    Raises:
+        ValueError: target and draft don't share one KV cache group.
+    """
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise ValueError(
+            f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
+            f"{len(kv_cache_config.kv_cache_groups)} groups (hybrid or sliding-window models are not supported)."
+        )
+
+
+def has_grammar(request) -> bool:
+    """Whether a runner's record of a request asks for structured output."""
+    return request.sampling_params.structured_outputs is not None

@@ -1,0 +1,164 @@
+"""The verification half of a step: which scheduled rows are a graph, and how they attend."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_gsd.core.flatten import ancestor_masks
+from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.verify import is_chain
+from vllm_gsd.runtime.draft_tree import FOREIGN, DraftTree, WalkTrees
+from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+
+
+@dataclass
+class VerifyStep:
+    """What a step verifies; rows are counted as in ``WalkTrees`` unless said otherwise."""
+
+    trees: WalkTrees
+    depth: np.ndarray  # int32 [num_rows], 0 for roots
+    proposed: list[DraftTree | None]  # per request
+    first_rows: np.ndarray  # int64 [num_requests], row of each root in the batch
+    tree_requests: np.ndarray  # int64 [num_tree_requests], requests that need the tree mask
+    has_placeholders: bool = False  # among the scheduled tokens
+    root_positions: torch.Tensor | None = None  # int64 [num_tree_requests], once ``set_positions`` has read them
+
+    @property
+    def num_tree_requests(self) -> int:
+        """Requests whose graph is not a chain."""
+        return len(self.tree_requests)
+
+    def tree_lines(self) -> np.ndarray:
+        """Rows of all requests that need the tree mask, int64."""
+        starts = self.trees.starts
+        return np.concatenate([np.arange(starts[r], starts[r + 1]) for r in self.tree_requests])
+
+    @property
+    def deepest(self) -> int:
+        """Depth of the deepest node of all."""
+        return int(self.depth.max(initial=0))
+
+    def set_positions(self, positions: torch.Tensor) -> None:
+        """Give the rows of graphs their position by depth (slots stay by place in the list).
+
+        Args:
+            positions: int64 [>= num_rows of the batch], by place so far. They are the truth about how long texts are,
+                which a host that runs ahead of its device only guesses.
+        """
+        if not self.num_tree_requests:
+            return
+        device = positions.device
+        self.root_positions = positions[torch.from_numpy(self.first_rows[self.tree_requests]).to(device)]
+        positions[torch.from_numpy(self._batch_rows()).to(device)] = self._tree_positions()
+
+    def _batch_rows(self) -> np.ndarray:
+        """Rows in the batch of all requests that need the tree mask, int64."""
+        starts = self.trees.starts
+        sizes = (starts[1:] - starts[:-1])[self.tree_requests]
+        return self.tree_lines() + np.repeat((self.first_rows - starts[:-1])[self.tree_requests], sizes)
+
+    def _tree_positions(self) -> torch.Tensor:
+        assert self.root_positions is not None
+        device = self.root_positions.device
+        starts = self.trees.starts
+        request = np.repeat(np.arange(self.num_tree_requests), (starts[1:] - starts[:-1])[self.tree_requests])
+        depth = torch.from_numpy(self.depth[self.tree_lines()]).to(device)
+        return self.root_positions[torch.from_numpy(request).to(device)] + depth
+
+    def attach_tree_rows(self, groups, draft_layers: set[str], attn_metadata: dict[str, Any], common) -> None:
+        """Add the tree mask to the target layers' attention metadata.
+
+        Args:
+            groups: attention groups of the runner; what lies in ``draft_layers`` is left alone.
+            common: upstream's ``CommonAttentionMetadata`` of the batch.
+        """
+        assert self.root_positions is not None
+        starts = self.trees.starts
+        sizes = (starts[1:] - starts[:-1])[self.tree_requests]
+        tree_starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        lines = self.tree_lines()
+        masks = np.zeros((len(lines), (int(sizes.max()) + 63) // 64), np.int64)
+        # Rows without a node see nothing but themselves.
+        ancestor_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts, masks)
+        rows = self._batch_rows()
+        index = torch.from_numpy(self.tree_requests)
+        tree_rows = TreeRows(
+            query_start_loc=torch.from_numpy(tree_starts),
+            prefix_lens=self.root_positions.to(torch.int32),
+            block_table=common.block_table_tensor[index],
+            positions=self._tree_positions(),
+            mask=torch.from_numpy(masks),
+            rows=torch.from_numpy(rows),
+        )
+        num_rows = common.num_actual_tokens
+        if len(rows) == num_rows:
+            tree_rows = replace(tree_rows, rows=None)
+        for group in groups:
+            layers = [name for name in group.layer_names if name not in draft_layers]
+            if not layers:
+                continue
+            group_rows = tree_rows
+            if tree_rows.rows is not None:
+                group_rows = self._with_plain_rows(tree_rows, rows, group, common)
+            setattr(attn_metadata[layers[0]], TREE_ROWS, group_rows)
+
+    def _with_plain_rows(self, tree_rows: TreeRows, rows: np.ndarray, group, common) -> TreeRows:
+        """Describe the other requests of the batch to upstream's kernel, as a batch of their own."""
+        num_requests = common.num_reqs
+        plain = np.setdiff1d(np.arange(num_requests), self.tree_requests)
+        plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
+        start_loc = common.query_start_loc_cpu.numpy()
+        lengths = (start_loc[1:] - start_loc[:-1])[plain]
+        new_start_loc = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        index = torch.from_numpy(plain)
+        plain_common = replace(
+            common,
+            query_start_loc=new_start_loc,
+            query_start_loc_cpu=new_start_loc,
+            seq_lens=common.seq_lens[index],
+            seq_lens_cpu_upper_bound=None,
+            num_reqs=len(plain),
+            num_actual_tokens=len(plain_rows),
+            max_query_len=int(lengths.max()),
+            block_table_tensor=common.block_table_tensor[index],
+            slot_mapping=common.slot_mapping[torch.from_numpy(plain_rows)],
+            is_prefilling=None,
+        )
+        metadata = group.get_metadata_builder(0).build(0, plain_common)
+        return replace(tree_rows, plain_rows=torch.from_numpy(plain_rows), plain_metadata=metadata)
+
+
+def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.ndarray) -> VerifyStep:
+    """The rows of a step.
+
+    Args:
+        matched: the tree of each request; None where there is none, or where what is scheduled is not of it.
+        sizes: int64 [num_requests], rows of each request to verify, its root's among them. A tree with more nodes is
+            cut, one with fewer leaves rows that nothing is sampled from.
+        batch_ends: int64 [num_requests], where each request's rows end in the batch; those to verify are its last.
+    """
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    token = np.zeros(starts[-1], np.int64)
+    parent = np.full(starts[-1], FOREIGN, np.int32)
+    depth = np.zeros(starts[-1], np.int32)
+    parent[starts[:-1]] = NONE
+    tree_requests = []
+    for index, tree in enumerate(matched):
+        if tree is None:
+            continue
+        first = starts[index] + 1
+        count = min(int(sizes[index]) - 1, len(tree.token))
+        token[first : first + count] = tree.token[:count]
+        parent[first : first + count] = tree.parent[:count] + 1
+        depth[first : first + count] = tree.depth[:count]
+        if not is_chain(parent, starts[index], first + count):
+            tree_requests.append(index)
+    return VerifyStep(
+        trees=WalkTrees(token, parent, starts),
+        depth=depth,
+        proposed=matched,
+        first_rows=batch_ends - sizes,
+        tree_requests=np.array(tree_requests, np.int64),
+    )

@@ -1,0 +1,1 @@
+"""The graph on vLLM's Model Runner V2 (the GPUs' runner)."""

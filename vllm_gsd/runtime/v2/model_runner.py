@@ -1,0 +1,178 @@
+"""vLLM's Model Runner V2, verifying token graphs.
+
+One step: ``prepare_inputs`` lays out the proposed graphs over the rows that were scheduled for them; ``prepare_attn``
+gives those rows slots by place and positions by depth; the tree mask goes along with the attention metadata; the
+target runs once over everything; ``sample`` walks the accepted paths and moves their KV to contiguous slots. None of
+it asks the device what was accepted. Then the speculator drafts again.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
+from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
+from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
+from vllm_gsd.runtime.step import VerifyStep, lay_out
+from vllm_gsd.runtime.target_kv import TargetKV
+from vllm_gsd.runtime.v2.speculator import GraphSpeculator
+from vllm_gsd.runtime.v2.walk import GraphSampler
+
+
+class GraphModelRunner(GPUModelRunner):
+    """GPUModelRunner whose speculator is a ``GraphSpeculator``."""
+
+    speculator: GraphSpeculator
+    rejection_sampler: GraphSampler
+    step: VerifyStep | None = None  # between ``prepare_inputs`` and ``sample``
+
+    @property
+    def speculation(self) -> Speculation:
+        """What is shared with the other runner."""
+        return self.speculator.speculation
+
+    # --- start-up ---------------------------------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the target, then the draft, and put our sampler and attention rows into their places."""
+        super().load_model(*args, **kwargs)
+        self.speculation.load_model()
+        self.rejection_sampler = GraphSampler(self.sampler)
+        self.model_state.prepare_attn = self._with_tree_rows(self.model_state.prepare_attn)
+
+    def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+        """Allocate the KV cache; then prepare what reads and moves it."""
+        check_kv_groups(kv_cache_config)
+        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        names = self.kv_cache_config.kv_cache_groups[0].layer_names
+        layers = self.compilation_config.static_forward_context
+        self.target_kv = TargetKV(layers, names, self.speculation.layer_names)
+        self.speculation.prepare(self.kv_cache_config, self.attn_groups)
+        self.speculator.block_tables = self.block_tables
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def finish_requests(self, scheduler_output) -> None:
+        """See upstream."""
+        self.speculator.forget(scheduler_output.finished_req_ids)
+        self.speculator.preempt(scheduler_output.preempted_req_ids or ())
+        super().finish_requests(scheduler_output)
+
+    def add_requests(self, scheduler_output) -> None:
+        """See upstream."""
+        self.speculator.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
+
+    def update_requests(self, scheduler_output) -> None:
+        """See upstream."""
+        super().update_requests(scheduler_output)
+        assert self.speculation.draft_kv is not None
+        self.speculation.draft_kv.update(scheduler_output)
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run: bool = False, **kwargs: Any):
+        """See upstream; timed."""
+        self.step = None
+        with self.speculation.stats.timed("verify_seconds"):
+            return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any):
+        """See upstream; lays out the graphs over their rows."""
+        input_batch = super().prepare_inputs(*args, **kwargs)
+        drafts = input_batch.num_draft_tokens_per_req
+        count = input_batch.num_reqs
+        sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
+        trees = self.speculation.trees
+        matched = [trees.get(name) if size > 1 else None for name, size in zip(input_batch.req_ids, sizes, strict=True)]
+        self.step = lay_out(matched, sizes, input_batch.query_start_loc_np[1 : count + 1].astype(np.int64))
+        self.rejection_sampler.step = self.step
+        return input_batch
+
+    def prepare_attn(self, input_batch):
+        """See upstream; positions by depth come after slots by place."""
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self.slot_mapping = slot_mappings[0]
+        assert self.step is not None
+        self.step.set_positions(input_batch.positions)
+        return block_tables, slot_mappings
+
+    def _with_tree_rows(self, upstream):
+        """``ModelState.prepare_attn`` that adds the tree mask."""
+
+        @functools.wraps(upstream)
+        def prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs):
+            metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
+            if self.step is not None and self.step.num_tree_requests:
+                common = _common(input_batch, block_tables[0], slot_mappings[0])
+                self.step.attach_tree_rows(attn_groups[0], set(self.speculation.layer_names), metadata, common)
+            return metadata
+
+        return prepare_attn
+
+    def sample(self, hidden_states, input_batch, grammar_output):
+        """See upstream; then the target's KV is put in order, and the speculator told what was sampled."""
+        with self.speculation.stats.timed("walk_seconds"):
+            result = super().sample(hidden_states, input_batch, grammar_output)
+        step, paths = self.step, self.rejection_sampler.paths
+        assert step is not None
+        ends = torch.zeros(input_batch.num_reqs, dtype=torch.int64, device=self.device)
+        if input_batch.num_draft_tokens:
+            assert paths is not None
+            ends = paths.place.gather(1, paths.accepted[:, None]).squeeze(1)
+            with self.speculation.stats.timed("compaction_seconds"):
+                self._compact(step, paths.place)
+        self.speculator.sampled, self.speculator.verified = result[0].sampled_token_ids, (step, ends)
+        return result
+
+    def _compact(self, step: VerifyStep, places: torch.Tensor) -> None:
+        """Move the target KV of accepted nodes to the slots plain decoding would have used.
+
+        A place for every depth that a graph has, accepted or not: where a walk has ended, a slot is copied to itself.
+        """
+        if not step.num_tree_requests:
+            return
+        starts = step.trees.starts
+        deepest = [int(step.depth[starts[request] : starts[request + 1]].max()) for request in step.tree_requests]
+        request = np.repeat(step.tree_requests, deepest)
+        depth = np.concatenate([np.arange(1, most + 1) for most in deepest])
+        first, request, depth = (
+            torch.from_numpy(values).to(places.device) for values in (step.first_rows[request], request, depth)
+        )
+        self.target_kv.move(self.slot_mapping[first + places[request, depth]], self.slot_mapping[first + depth])
+
+    def sample_tokens(self, grammar_output):
+        """See upstream; sends the step's statistics along with its output."""
+        output = super().sample_tokens(grammar_output)
+        if output is not None:
+            setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculation.stats.take())
+        return output
+
+    def take_draft_token_ids(self):
+        """See upstream; where nodes hang goes along for requests with structured output."""
+        drafts = super().take_draft_token_ids()
+        if drafts is not None and self.speculator.parents:
+            setattr(drafts, PARENTS_ATTRIBUTE, self.speculator.parents)
+        return drafts
+
+
+def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:
+    """The batch as attention backends are told of it."""
+    count, num_tokens = input_batch.num_reqs, input_batch.num_tokens
+    return CommonAttentionMetadata(
+        query_start_loc=input_batch.query_start_loc[: count + 1],
+        query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np[: count + 1]),
+        seq_lens=input_batch.seq_lens[:count],
+        num_reqs=count,
+        num_actual_tokens=num_tokens,
+        max_query_len=int(input_batch.num_scheduled_tokens.max()),
+        max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()),
+        block_table_tensor=block_table[:count],
+        slot_mapping=slot_mapping[:num_tokens],
+        causal=True,
+        positions=input_batch.positions[:num_tokens],
+    )
