@@ -49,7 +49,7 @@ KEYS = {
     "negative merging": ({"merge_ngram": -1}, ['"merge_ngram" is -1', "from 0 to 16"]),
     "unknown source": ({"sources": ["draft", "eagle"]}, ['"sources"', "eagle", '"ngram"']),
     "source as a string": ({"sources": "ngram"}, ['"sources" is "ngram"', "a list"]),
-    "no sources": ({"sources": []}, ['"sources" is empty', '"draft" and "ngram"']),
+    "no sources": ({"sources": []}, ['"sources" is empty', '"draft", "ngram" and "shared"']),
     "source without model": ({"model": None, "sources": ["draft"]}, ['"sources"', '"model" is null']),
     "unknown preset": ({"preset": "fast"}, ['"preset" is "fast"', '"paper"']),
     "negative budget": ({"budget": -4}, ['"budget" is -4', '"auto"', "here 16"]),
