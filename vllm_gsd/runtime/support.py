@@ -47,7 +47,7 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
     Raises:
         GSDConfigError: naming the feature and what is supported.
     """
-    features = [*_unsupported(vllm_config, config), *(_unsupported_with_v2(vllm_config, config) if v2 else ())]
+    features = [*_unsupported(vllm_config, config), *(_unsupported_with_v2(vllm_config) if v2 else ())]
     for name, used, instead in features:
         if used:
             raise GSDConfigError(f"gsd does not support {name}; {instead}.")
@@ -117,18 +117,13 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
     )
 
 
-def _unsupported_with_v2(vllm_config: VllmConfig, config: GSDConfig):
+def _unsupported_with_v2(vllm_config: VllmConfig):
     """What only Model Runner V2 has, or what gsd does not do with it yet."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     yield "watermarking", vllm_config.watermark_config is not None, "leave it off"
     yield "trace replay", model.enable_trace_replay, "leave --enable-trace-replay off"
     yield "sampling masks", model.return_sampling_mask, "leave --return-sampling-mask off"
     yield "batch-sharded sampling", parallel.enable_batch_sharded_sampling, "leave it off"
-    yield (
-        'source "shared" with Model Runner V2 yet',
-        "shared" in config.sources,
-        'leave it out of "sources" or set VLLM_USE_V2_MODEL_RUNNER=0',
-    )
     yield "LoRA with Model Runner V2 yet", vllm_config.lora_config is not None, "set VLLM_USE_V2_MODEL_RUNNER=0"
     yield (
         f"tensor parallelism (size {parallel.tensor_parallel_size}) with Model Runner V2 yet",

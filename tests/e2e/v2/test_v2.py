@@ -117,3 +117,15 @@ def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prom
         (answer,) = engine.generate(long, GREEDY)
         assert [answer.tokens] == texts
         assert answer.num_cached_tokens == cached
+
+
+def test_shared_suffixes(start_v2, four_prompts, expected):
+    pytest.importorskip("arctic_inference")
+    engine = start_v2({"model": None, "sources": ["shared"], "num_speculative_tokens": 8})
+    params, texts = expected["greedy"]
+    accepted = []
+    for _ in range(2):
+        before = engine.metrics()["gsd_nodes_accepted_shared"]
+        assert run(engine, four_prompts, params) == texts
+        accepted.append(engine.metrics()["gsd_nodes_accepted_shared"] - before)
+    assert accepted[1] > 0.4 * sum(map(len, texts))
