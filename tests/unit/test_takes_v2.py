@@ -18,12 +18,12 @@ from vllm_gsd.compat import hooks
         ("1", True, {"enable_lora": True}, True),  # and refused then
     ],
 )
-def test_the_runner_is_the_one_that_vllm_takes(monkeypatch, setting, triton, options, expected):
+def test_the_runner_is_the_one_that_vllm_takes(monkeypatch, tmp_path, setting, triton, options, expected):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if setting is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", setting)
     monkeypatch.setattr(hooks, "HAS_TRITON", triton)
-    assert hooks.takes_v2(EngineArgs(model="any", **options)) is expected
+    assert hooks.takes_v2(EngineArgs(model=str(tmp_path), **options)) is expected
 
 
 def test_our_translations_are_known_again():
