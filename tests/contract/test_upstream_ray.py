@@ -2,10 +2,6 @@
 
 import inspect
 
-import pytest
-
-pytest.importorskip("ray")
-
 from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStage, vLLMEngineWrapper
 from vllm import envs
 from vllm.config import ParallelConfig

@@ -7,7 +7,7 @@ from engine_process import Params
 GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
 ENGINE = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "block_size": 32}
 
-pytest.importorskip("arctic_inference")
+pytest.importorskip("arctic_inference", reason="arctic-inference was not built by scripts/setup")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What is said of Ray nodes that do not have this plugin; ``tests/e2e/test_killed.py`` has a real one."""
+"""What is said of Ray nodes that do not have this plugin."""
 
 from importlib.metadata import version
 from unittest import mock
@@ -6,9 +6,6 @@ from unittest import mock
 import pytest
 
 from vllm_gsd.config import GSDConfigError
-
-pytest.importorskip("ray")
-
 from vllm_gsd.runtime import ray_nodes
 
 OURS = version("vllm-gsd")

@@ -9,7 +9,7 @@ from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset
 from vllm_gsd.core.ngram import MATCH_PROB, graft_tree
 
-pytest.importorskip("arctic_inference")
+pytest.importorskip("arctic_inference", reason="arctic-inference was not built by scripts/setup")
 from vllm_gsd.runtime.shared_suffixes import READER, SharedSuffixes
 
 

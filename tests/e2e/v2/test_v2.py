@@ -120,7 +120,9 @@ def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prom
 
 
 def test_shared_suffixes(start_v2, four_prompts, expected):
-    pytest.importorskip("arctic_inference")
+    pytest.importorskip(
+        "arctic_inference", reason="arctic-inference, an optional package, was not built by scripts/setup"
+    )
     engine = start_v2({"model": None, "sources": ["shared"], "num_speculative_tokens": 8})
     params, texts = expected["greedy"]
     accepted = []
