@@ -10,15 +10,12 @@ from typing import Annotated
 import typer
 
 from vllm_gsd.models import built_in_pair
+from vllm_gsd.prompt_file import read_requests, thinned
 
 
 def load_prompts(path: Path, limit: int | None) -> list[str]:
-    """First turns of a Spec-Bench file (one JSON object with ``turns`` a line), evenly thinned out to ``limit``."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    prompts = [line["turns"][0] for line in lines]
-    if limit and limit < len(prompts):
-        prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
-    return prompts
+    """First turns of a prompt file, evenly thinned out to ``limit``."""
+    return [request.chat[-1]["content"] for request in thinned(read_requests(path), limit)]
 
 
 def metrics_of(llm) -> dict[str, float]:

@@ -43,6 +43,14 @@ def thinned(requests: list[Request], limit: int | None) -> list[Request]:
     return [requests[i * len(requests) // limit] for i in range(limit)]
 
 
+def token_ids_of(tokenizer: Any, chat: Chat) -> list[int]:
+    """A chat as the model reads it, up to where its answer begins."""
+    if tokenizer.chat_template is None:  # a base model: only the text
+        return tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def _request(line: str, number: int, path: Path) -> Request:
     try:
         row: Any = json.loads(line)

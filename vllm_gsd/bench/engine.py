@@ -15,6 +15,7 @@ from collections import deque
 from typing import Any
 
 from vllm_gsd.bench.parts import PartsClock
+from vllm_gsd.prompt_file import token_ids_of
 
 
 def main() -> None:
@@ -55,7 +56,8 @@ def run(
 
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    waiting = deque(enumerate(_token_ids(llm, chat) for chat in chats))
+    tokenizer = llm.get_tokenizer()
+    waiting = deque(enumerate(token_ids_of(tokenizer, chat) for chat in chats))
     begun: dict[str, float] = {}
     seen = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
     before = counters_of(llm)
@@ -87,14 +89,6 @@ def run(
     if clock is not None:
         clock.restart(False)
     return result
-
-
-def _token_ids(llm: Any, chat: list[dict[str, str]]) -> list[int]:
-    tokenizer = llm.get_tokenizer()
-    if tokenizer.chat_template is None:  # a base model: only the text
-        return tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def counters_of(llm: Any) -> dict[str, float]:

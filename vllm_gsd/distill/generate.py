@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gsd.prompt_file import Chat
+from vllm_gsd.prompt_file import Chat, token_ids_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -90,18 +90,11 @@ def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[d
         )
         for _ in chats
     ]
-    prompts = [_prompt(llm, chat) for chat in chats]
+    tokenizer = llm.get_tokenizer()
+    prompts = [token_ids_of(tokenizer, chat) for chat in chats]
     longest = llm.llm_engine.model_config.max_model_len - max_tokens
     outputs = llm.generate([{"prompt_token_ids": ids[-longest:]} for ids in prompts], params, use_tqdm=False)
     return [_row(output) for output in outputs if len(output.outputs[0].token_ids) >= SHORTEST]
-
-
-def _prompt(llm: LLM, chat: Chat) -> list[int]:
-    tokenizer: Any = llm.get_tokenizer()
-    if tokenizer.chat_template is None:  # a base model: only the text
-        return tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _row(output: Any) -> dict[str, Any]:
