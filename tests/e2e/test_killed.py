@@ -91,6 +91,29 @@ def job(tiny_pair):
     return {"target": str(tiny_pair.target), "config": config, "engine": {"tensor_parallel_size": 2}}
 
 
+def test_plugin_missing_on_a_node(job, cluster, tmp_path):
+    """The second node cannot import the plugin: it is named. (The first test here, as it needs the second node.)"""
+    # Ray's workers look for modules where the driver does; only this keeps them from finding it on one machine.
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['vllm_gsd'] = None\n")
+    job["engine"]["distributed_executor_backend"] = "ray"
+    node = cluster.add_node(PYTHONPATH=str(tmp_path))
+    try:
+        done = subprocess.run(
+            [sys.executable, PROGRAM, json.dumps(job)],
+            env={**os.environ, **ENVIRONMENT, **cluster.environment},
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+        )
+    finally:
+        cluster.remove_node(node)
+    assert done.returncode == 1
+    sentences = [line for line in done.stderr.splitlines() if "vllm-gsd" in line and "GSDConfigError" in line]
+    assert sentences, done.stderr
+    assert "The Ray node " in sentences[-1] and "cannot import vllm-gsd" in sentences[-1]
+    assert "install vllm-gsd" in sentences[-1]
+
+
 @pytest.mark.parametrize("attempt", range(KILLS))
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_killed_rank(job, backend, attempt, tmp_path, request):

@@ -76,6 +76,7 @@ ARGUMENTS = {
         "at least 136",
         "--max-num-seqs (8)",
     ],
+    "--data-parallel-size 2 --data-parallel-backend ray": ['--data-parallel-backend "ray"', 'leave it at "mp"'],
     "--worker-cls x.Y": ['--worker-cls is "x.Y"', "leave it"],
     "--scheduler-cls x.Y": ["--scheduler-cls is x.Y", "leave it out"],
     "--spec-method ngram": ["--spec-method", "into the gsd config"],
@@ -129,6 +130,7 @@ def command_lines(tiny_pair, drafts, tmp_path_factory):
         "good over Ray": line_with_keys(
             "good", {}, "--distributed-executor-backend", "ray", "--tensor-parallel-size", "2"
         ),
+        "good twice": line_with_keys("good", {}, "--data-parallel-size", "2"),
         "good inline": line(json.dumps({"method": "gsd", "model": str(tiny_pair.draft)})),
         "directory": line(folder),
         **{name: line(folder / name) for name in FILES},
@@ -198,7 +200,7 @@ def test_refused(answers, case):
         assert part in told
 
 
-@pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA", "good over Ray"])
+@pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA", "good over Ray", "good twice"])
 def test_accepted(answers, case):
     assert answers[case] == [0, ""]
 

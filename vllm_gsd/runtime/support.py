@@ -87,9 +87,14 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         "set the context-parallel sizes to 1",
     )
     yield (
-        f"data parallelism (size {parallel.data_parallel_size}) yet",
-        parallel.data_parallel_size > 1,
+        f"data parallelism (size {parallel.data_parallel_size}) of mixture-of-experts models",
+        parallel.data_parallel_size > 1 and model.is_moe,
         "set --data-parallel-size to 1 and put a load balancer in front of several servers",
+    )
+    yield (
+        '--data-parallel-backend "ray"',
+        parallel.data_parallel_size > 1 and parallel.data_parallel_backend == "ray",
+        'leave it at "mp"',
     )
     yield "micro-batching (DBO)", parallel.use_ubatching, "leave --enable-dbo off"
     yield ("KV connectors", vllm_config.kv_transfer_config is not None, "leave --kv-transfer-config out")
