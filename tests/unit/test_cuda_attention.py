@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
@@ -173,7 +174,10 @@ def test_backends_are_registered_under_their_own_names(registry):
     for name, upstream in (("FLASH_ATTN", FlashAttentionBackend), ("TRITON_ATTN", TritonAttentionBackend)):
         backend = AttentionBackendEnum[name].get_class()
         assert issubclass(backend, upstream) and backend is not upstream
-        assert backend.get_name() == name and backend.get_builder_cls() is upstream.get_builder_cls()
+        builder = backend.get_builder_cls()
+        assert backend.get_name() == name and issubclass(builder, upstream.get_builder_cls())
+        # A full graph has the tree kernel in it: none may be replayed for other batches.
+        assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
         assert issubclass(backend.get_impl_cls(), upstream.get_impl_cls())
         cuda_attention.require_tree_backend(backend, "layer 0")
         with pytest.raises(ValueError, match=f"layer 0 has {name}"):

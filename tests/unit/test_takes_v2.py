@@ -12,7 +12,7 @@ from vllm_gsd.compat import hooks
         (None, False, {}, False),
         (None, True, {}, True),
         (None, True, {"enable_lora": True}, False),
-        (None, True, {"tensor_parallel_size": 2}, False),
+        (None, True, {"tensor_parallel_size": 2}, True),
         ("0", True, {}, False),
         ("1", False, {}, True),
         ("1", True, {"enable_lora": True}, True),  # and refused then

@@ -20,8 +20,9 @@ ADDITIONAL_KEY = "gsd"
 # loaded by ourselves, and ``"model": null`` is nothing special), no slots, and async scheduling stays on.
 SPECULATIVE_V1 = {"method": "custom_class", "model": "vllm_gsd.runtime.v1.proposer.GraphProposer"}
 SPECULATIVE_V2 = {"method": "ngram_gpu", "model": "vllm_gsd.runtime.v2.speculator.GraphSpeculator"}
-WORKER_V1 = "vllm_gsd.runtime.v1.worker.GraphCPUWorker"
-WORKER_V2 = "vllm_gsd.runtime.v2.worker.GraphCPUWorker"
+WORKER_V1 = "vllm_gsd.runtime.v1.worker.GraphCPUWorker"  # for CPUs only
+WORKER_V2_CPU = "vllm_gsd.runtime.v2.cpu_worker.GraphCPUWorker"
+WORKER_V2_GPU = "vllm_gsd.runtime.v2.gpu_worker.GraphGPUWorker"
 
 
 def install() -> None:
@@ -112,7 +113,7 @@ def _translate_config() -> None:
         ours = {
             "speculative_config": {**(SPECULATIVE_V2 if v2 else SPECULATIVE_V1), "num_speculative_tokens": nodes},
             "additional_config": {**(self.additional_config or {}), ADDITIONAL_KEY: config.model_dump(mode="json")},
-            "worker_cls": WORKER_V2 if v2 else WORKER_V1,
+            "worker_cls": WORKER_V1 if not v2 else WORKER_V2_CPU if current_platform.is_cpu() else WORKER_V2_GPU,
             "scheduler_cls": "vllm_gsd.runtime.scheduler.GraphScheduler",
         }
         # Put back in the end: some callers (Ray Data is one) make the same arguments' configuration twice.
@@ -141,12 +142,14 @@ def takes_v2(args: EngineArgs) -> bool:
     """Whether upstream will take Model Runner V2 for an engine with gsd.
 
     ``VllmConfig.use_v2_model_runner`` says so, but only once there is a config, and what is in that depends on it. As
-    upstream itself does, V1 is taken for what V2 cannot do yet, here: graphs beside adapters and tensor parallelism.
-    ``runtime.support`` compares the answers.
+    upstream itself does, V1 is taken for what V2 cannot do yet, here: graphs beside adapters. ``runtime.support``
+    compares the answers.
     """
+    from vllm.platforms import current_platform
+
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return envs.VLLM_USE_V2_MODEL_RUNNER
-    return HAS_TRITON and not args.enable_lora and args.tensor_parallel_size == 1
+    return HAS_TRITON and (not args.enable_lora or current_platform.is_cuda())
 
 
 def _is_ours(speculative_config) -> bool:

@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
 
 from vllm_gsd.ops.merge_attention import merge_attention
 from vllm_gsd.ops.paged_tree_attention import paged_tree_attention
@@ -133,8 +142,25 @@ class TreeTritonAttentionImpl(_TreeRowsImpl, TritonAttentionImpl):
     """One layer's attention beside vLLM's Triton kernels."""
 
 
+class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Upstream's builder; full CUDA graphs are only for batches whose rows are all attended as trees."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
+    """See ``TreeFlashAttentionMetadataBuilder``."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
 class TreeFlashAttentionBackend(FlashAttentionBackend):
     """Upstream's backend with a tree-aware implementation; same name, metadata and cache layout."""
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
+        """The builder class vLLM instantiates per group of layers."""
+        return TreeFlashAttentionMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttentionImpl]:
@@ -144,6 +170,11 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
     """Upstream's backend with a tree-aware implementation; same name, metadata and cache layout."""
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeTritonAttentionMetadataBuilder]:
+        """The builder class vLLM instantiates per group of layers."""
+        return TreeTritonAttentionMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[TreeTritonAttentionImpl]:

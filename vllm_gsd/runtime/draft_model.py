@@ -1,5 +1,6 @@
 """The draft model inside vLLM: same loader, same paged KV pool, same block tables as the target."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +42,9 @@ class DraftModel:
         self.model: Any = None
         self.layer_names: list[str] = []
         self.builder: Any = None
+        self.device = torch.device(vllm_config.device_config.device_type)
+        # The draft's CUDA graphs while there are any; they belong to who captures them.
+        self.graphs: Callable[[], Any] = lambda: None
 
     def load(self) -> None:
         """Load the weights; the draft's attention layers register themselves beside the target's."""
@@ -76,6 +80,10 @@ class DraftModel:
         # because all draft layers have one shape.
         self.builder = groups[0].get_metadata_builder(0)
 
+    def to_device(self, values: np.ndarray) -> torch.Tensor:
+        """A host array where the model is; nothing waits for it."""
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
     def run_idle(self, num_tokens: int) -> torch.Tensor:
         """Run over zeros without KV cache: compiles the model, and shows what a level costs.
 
@@ -83,14 +91,15 @@ class DraftModel:
             hidden states [num_tokens, hidden], meaningless.
         """
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-            tokens = torch.zeros(num_tokens, dtype=torch.int32)
-            return self.model(input_ids=tokens, positions=torch.arange(num_tokens), inputs_embeds=None)
+            tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+            positions = torch.arange(num_tokens, device=self.device)
+            return self.model(input_ids=tokens, positions=positions, inputs_embeds=None)
 
     def run_causal(self, tokens, positions, slots, query_start_loc, seq_lens, block_table) -> torch.Tensor:
         """Run rows of committed text.
 
         Args:
-            tokens: int64 numpy [n]; positions, slots: int64 numpy [n].
+            tokens, positions: int64 numpy [n]; slots: int64 tensor [n].
             query_start_loc: int32 numpy [num_requests + 1]; seq_lens: int32 numpy [num_requests], rows included.
             block_table: int32 tensor [num_requests, max_blocks].
 
@@ -98,48 +107,50 @@ class DraftModel:
             hidden states [n, hidden].
         """
         lengths = query_start_loc[1:] - query_start_loc[:-1]
-        start_loc = torch.from_numpy(query_start_loc)
-        slot_mapping = torch.from_numpy(slots)
+        positions = self.to_device(positions)
         common = CommonAttentionMetadata(
-            query_start_loc=start_loc,
-            query_start_loc_cpu=start_loc,
-            seq_lens=torch.from_numpy(seq_lens),
+            query_start_loc=self.to_device(query_start_loc),
+            query_start_loc_cpu=torch.from_numpy(query_start_loc),
+            seq_lens=self.to_device(seq_lens),
             num_reqs=len(seq_lens),
             num_actual_tokens=len(tokens),
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
             block_table_tensor=block_table,
-            slot_mapping=slot_mapping,
+            slot_mapping=slots,
             causal=True,
-            positions=torch.from_numpy(positions),
+            positions=positions,
         )
-        return self._run(tokens, positions, slot_mapping, self.builder.build(0, common))
+        return self._run(tokens, positions, slots, self.builder.build(0, common))
 
-    def run_level(self, tokens, positions, slots, tree: TreeRows) -> torch.Tensor:
+    def run_level(self, tokens, tree: TreeRows, slots) -> torch.Tensor:
         """Run one draft level: every row attends along its own path of the graph.
 
         Args:
-            tokens, positions, slots: int64 numpy [n].
+            tokens: int64 numpy [n]; slots: int64 tensor [n].
 
         Returns:
             hidden states [n, hidden].
         """
         metadata = _LevelMetadata()
         setattr(metadata, TREE_ROWS, tree)
-        return self._run(tokens, positions, torch.from_numpy(slots), metadata)
+        return self._run(tokens, tree.positions, slots, metadata)
 
-    def _run(self, tokens, positions, slot_mapping, metadata) -> torch.Tensor:
+    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots: torch.Tensor, metadata) -> torch.Tensor:
+        count = len(tokens)
+        input_ids = self.to_device(tokens.astype(np.int32))
+        by_layer = dict.fromkeys(self.layer_names, metadata)
+        graphs = self.graphs()
+        size = None if graphs is None else graphs.size_for(count)
+        if size is not None:
+            return graphs.replay(size, input_ids, positions, slots, by_layer)
         with set_forward_context(
-            dict.fromkeys(self.layer_names, metadata),
+            by_layer,
             self.vllm_config,
-            num_tokens=len(tokens),
-            slot_mapping=dict.fromkeys(self.layer_names, slot_mapping),
+            num_tokens=count,
+            slot_mapping=dict.fromkeys(self.layer_names, slots),
         ):
-            return self.model(
-                input_ids=torch.from_numpy(tokens.astype(np.int32)),
-                positions=torch.from_numpy(positions),
-                inputs_embeds=None,
-            )
+            return self.model(input_ids=input_ids, positions=positions, inputs_embeds=None)
 
     def candidates(self, hidden: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The most probable next tokens after hidden states [n, hidden].
@@ -152,7 +163,7 @@ class DraftModel:
         else:
             probs, places = topk_softmax(self.model.logits_processor(None, self.head(hidden)), k)
             tokens = self.token_ids[places]
-        return from_first_rank(probs.numpy()), from_first_rank(tokens.numpy())
+        return from_first_rank(probs.cpu().numpy()), from_first_rank(tokens.cpu().numpy())
 
 
 class TrimmedHead(torch.nn.Module):

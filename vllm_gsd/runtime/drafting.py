@@ -75,10 +75,10 @@ class Drafter:
             hidden = self.model.run_causal(
                 batch.token_ids[batch.token_rows[requests], positions],
                 positions,
-                slots_of(batch.block_table.numpy(), requests, positions, batch.block_size),
+                slots_of(batch.block_table, requests, positions, batch.block_size),
                 starts,
                 done[running].astype(np.int32),
-                batch.block_table[torch.from_numpy(running)],
+                batch.block_table[self.model.to_device(running)],
             )
             self.stats.counts["draft_rows"] += int(starts[-1])
             self.stats.counts["draft_forwards"] += 1
@@ -121,7 +121,7 @@ class Drafter:
         slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
         slots.used[:] = 0
         length = batch.length[requests]
-        block_rows = batch.block_table[torch.from_numpy(requests)]
+        block_rows = batch.block_table[self.model.to_device(requests)]
         room = np.minimum(self.max_slots, batch.capacity[requests] - length)
         deepest = np.minimum(max_depth, self.max_positions - length)
         merge_ngram = np.where(trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
@@ -166,22 +166,25 @@ class Drafter:
         request_of_row = np.repeat(np.arange(len(frontier_len)), frontier_len)
         base = length[request_of_row]
         positions = base - 1 + depth
+        to_device = self.model.to_device
         tree = TreeRows(
-            query_start_loc=torch.from_numpy(np.concatenate([[0], np.cumsum(frontier_len)]).astype(np.int32)),
-            prefix_lens=torch.from_numpy(length.astype(np.int32)),
+            query_start_loc=to_device(np.concatenate([[0], np.cumsum(frontier_len)]).astype(np.int32)),
+            prefix_lens=to_device(length.astype(np.int32)),
             block_table=block_rows,
-            positions=torch.from_numpy(positions),
-            mask=torch.from_numpy(mask),
+            positions=to_device(positions),
+            mask=to_device(mask),
             rows=None,
+            max_rows=int(frontier_len.max()),
         )
         self.stats.counts["draft_rows"] += num_rows
         self.stats.counts["draft_nodes"] += num_rows
         self.stats.counts["draft_forwards"] += 1
-        flat_slots = slots_of(block_rows.numpy(), request_of_row, base + slot, block_size)
-        return self.model.run_level(token, positions, flat_slots, tree)
+        flat_slots = slots_of(block_rows, request_of_row, base + slot, block_size)
+        return self.model.run_level(token, tree, flat_slots)
 
 
-def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Physical KV slots, int64, of logical positions of the given rows of a block table."""
-    blocks = block_table[rows, positions // block_size].astype(np.int64)
-    return blocks * block_size + positions % block_size
+def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:
+    """Physical KV slots, int64, of logical positions of the given rows of a block table, on its device."""
+    index, offset = np.stack([rows, positions // block_size]), positions % block_size
+    blocks = block_table[tuple(torch.from_numpy(index).to(block_table.device))]
+    return blocks.long() * block_size + torch.from_numpy(offset).to(block_table.device)

@@ -16,7 +16,11 @@ def from_first_rank(values: np.ndarray) -> np.ndarray:
     """The first tensor-parallel rank's values, on all of them; every rank gives an array of that shape and dtype."""
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return values
-    return get_tp_group().broadcast(torch.from_numpy(np.ascontiguousarray(values)), src=0).numpy()
+    group, tensor = get_tp_group(), torch.from_numpy(np.ascontiguousarray(values))
+    if group.device.type == "cpu":
+        return group.broadcast(tensor, src=0).numpy()
+    torch.distributed.broadcast(tensor, group.ranks[0], group.cpu_group)
+    return tensor.numpy()
 
 
 def forget_shared_memory() -> None:

@@ -83,14 +83,18 @@ class VerifyStep:
         # Rows without a node see nothing but themselves.
         ancestor_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts, masks)
         rows = self._batch_rows()
-        index = torch.from_numpy(self.tree_requests)
+        index, query_start_loc, mask, batch_rows = (
+            torch.from_numpy(values).to(common.block_table_tensor.device)
+            for values in (self.tree_requests, tree_starts, masks, rows)
+        )
         tree_rows = TreeRows(
-            query_start_loc=torch.from_numpy(tree_starts),
+            query_start_loc=query_start_loc,
             prefix_lens=self.root_positions.to(torch.int32),
             block_table=common.block_table_tensor[index],
             positions=self._tree_positions(),
-            mask=torch.from_numpy(masks),
-            rows=torch.from_numpy(rows),
+            mask=mask,
+            rows=batch_rows,
+            max_rows=int(sizes.max()),
         )
         num_rows = common.num_actual_tokens
         if len(rows) == num_rows:
@@ -112,10 +116,11 @@ class VerifyStep:
         start_loc = common.query_start_loc_cpu.numpy()
         lengths = (start_loc[1:] - start_loc[:-1])[plain]
         new_start_loc = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        index = torch.from_numpy(plain)
+        device = common.block_table_tensor.device
+        index, rows_index = torch.from_numpy(plain).to(device), torch.from_numpy(plain_rows).to(device)
         plain_common = replace(
             common,
-            query_start_loc=new_start_loc,
+            query_start_loc=new_start_loc.to(device),
             query_start_loc_cpu=new_start_loc,
             seq_lens=common.seq_lens[index],
             seq_lens_cpu_upper_bound=None,
@@ -123,11 +128,11 @@ class VerifyStep:
             num_actual_tokens=len(plain_rows),
             max_query_len=int(lengths.max()),
             block_table_tensor=common.block_table_tensor[index],
-            slot_mapping=common.slot_mapping[torch.from_numpy(plain_rows)],
+            slot_mapping=common.slot_mapping[rows_index],
             is_prefilling=None,
         )
         metadata = group.get_metadata_builder(0).build(0, plain_common)
-        return replace(tree_rows, plain_rows=torch.from_numpy(plain_rows), plain_metadata=metadata)
+        return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
 
 
 def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.ndarray) -> VerifyStep:

@@ -47,7 +47,8 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
     Raises:
         GSDConfigError: naming the feature and what is supported.
     """
-    features = [*_unsupported(vllm_config, config), *(_unsupported_with_v2(vllm_config) if v2 else ())]
+    with_runner = _unsupported_with_v2(vllm_config) if v2 else _unsupported_with_v1()
+    features = [*_unsupported(vllm_config, config), *with_runner]
     for name, used, instead in features:
         if used:
             raise GSDConfigError(f"gsd does not support {name}; {instead}.")
@@ -66,7 +67,8 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
 
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     other_target = "use a decoder-only text model with full attention"
-    yield "this platform yet", not current_platform.is_cpu(), "run on vLLM's CPU platform"
+    cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda()
+    yield "this platform yet", not (cpu or cuda), "run on vLLM's CPU or CUDA platform"
     yield "pooling models", model.runner_type != "generate", "use a text-generation model"
     yield "encoder-decoder models", model.is_encoder_decoder, other_target
     yield "models with M-RoPE positions", model.uses_mrope, other_target
@@ -103,15 +105,16 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         vllm_config.ec_transfer_config is not None,
         "leave --ec-transfer-config out",
     )
+    fp8 = ("fp8", "fp8_e4m3") if cuda else ()
     yield (
         f"a quantised KV cache ({cache.cache_dtype})",
-        cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *fp8),
         'set --kv-cache-dtype to "auto"',
     )
     yield "prompt embeddings", model.enable_prompt_embeds, "leave --enable-prompt-embeds off"
     yield (
         f'"tree_attention" "{config.tree_attention}" on the CPU',
-        current_platform.is_cpu() and config.tree_attention != "kernel",
+        cpu and config.tree_attention != "kernel",
         "leave it out: the choice is for GPUs",
     )
     tp = config.draft_tensor_parallel_size
@@ -122,16 +125,21 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
     )
 
 
+def _unsupported_with_v1():
+    """Where Model Runner V1 is not enough."""
+    from vllm.platforms import current_platform
+
+    yield "Model Runner V1 on GPUs", current_platform.is_cuda(), "leave VLLM_USE_V2_MODEL_RUNNER unset"
+
+
 def _unsupported_with_v2(vllm_config: VllmConfig):
     """What only Model Runner V2 has, or what gsd does not do with it yet."""
+    from vllm.platforms import current_platform
+
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     yield "watermarking", vllm_config.watermark_config is not None, "leave it off"
     yield "trace replay", model.enable_trace_replay, "leave --enable-trace-replay off"
     yield "sampling masks", model.return_sampling_mask, "leave --return-sampling-mask off"
     yield "batch-sharded sampling", parallel.enable_batch_sharded_sampling, "leave it off"
-    yield "LoRA with Model Runner V2 yet", vllm_config.lora_config is not None, "set VLLM_USE_V2_MODEL_RUNNER=0"
-    yield (
-        f"tensor parallelism (size {parallel.tensor_parallel_size}) with Model Runner V2 yet",
-        parallel.tensor_parallel_size > 1,
-        "set VLLM_USE_V2_MODEL_RUNNER=0",
-    )
+    without = "leave --enable-lora off" if current_platform.is_cuda() else "set VLLM_USE_V2_MODEL_RUNNER=0"
+    yield "LoRA with Model Runner V2 yet", vllm_config.lora_config is not None, without

@@ -1,28 +1,82 @@
 """The target's KV caches, for moving what was accepted to where plain decoding would have written it."""
 
+from abc import ABC, abstractmethod
+from typing import Any
+
 import torch
 
 from vllm_gsd.ops.kv_move import move_kv
-from vllm_gsd.runtime.cpu_attention import kv_layout
 
 
-class TargetKV:
+class TargetKV(ABC):
     """Caches of all layers of a group but the draft's.
+
+    Args:
+        layers: attention layers of the target, their caches allocated.
+    """
+
+    def __init__(self, layers: list[Any]):
+        self.layers = layers
+        self.caches = [layer.kv_cache for layer in layers]
+
+    @abstractmethod
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Move keys and values between slots; of a request, all reads come before all writes.
+
+        Args:
+            sources, destinations: int64 [num_requests, most]; where a source is negative nothing is moved.
+        """
+
+
+class CPUTargetKV(TargetKV):
+    """Caches in the layouts of vLLM's CPU backend."""
+
+    def __init__(self, layers: list[Any]):
+        from vllm_gsd.runtime.cpu_attention import kv_layout
+
+        super().__init__(layers)
+        self.layouts = [
+            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype) for layer in layers
+        ]
+
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """See ``TargetKV.move``."""
+        real = sources >= 0
+        move_kv(self.caches, self.layouts, sources[real], destinations[real])
+
+
+class PagedTargetKV(TargetKV):
+    """Caches as vLLM's GPU backends have them."""
+
+    def __init__(self, layers: list[Any]):
+        from vllm_gsd.ops.paged_kv_move import PagedCaches
+
+        super().__init__(layers)
+        self.paged = PagedCaches(self.caches)
+
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """See ``TargetKV.move``."""
+        from vllm_gsd.ops.paged_kv_move import move_paged_kv
+
+        move_paged_kv(self.paged, sources, destinations)
+
+
+def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[str]) -> TargetKV:
+    """The target's caches among those of a group.
 
     Args:
         layers: attention layers by name, their caches allocated.
         names: of the group's layers.
         draft_layers: names of those to leave out.
+
+    Raises:
+        ValueError: a layer's backend would attend graphs as if they were chains.
     """
+    kept = {name: layers[name] for name in names if name not in set(draft_layers)}
+    if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":
+        return CPUTargetKV(list(kept.values()))
+    from vllm_gsd.runtime.cuda_attention import require_tree_backend
 
-    def __init__(self, layers, names: list[str], draft_layers: list[str]):
-        self.layers = [layers[name] for name in names if name not in set(draft_layers)]
-        self.caches = [layer.kv_cache for layer in self.layers]
-        self.layouts = [
-            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype)
-            for layer in self.layers
-        ]
-
-    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Move keys and values between slots, int64 [m] each; all reads come before all writes."""
-        move_kv(self.caches, self.layouts, sources, destinations)
+    for name in names:
+        require_tree_backend(layers[name].attn_backend, name)
+    return PagedTargetKV(list(kept.values()))

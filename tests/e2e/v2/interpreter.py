@@ -39,3 +39,67 @@ def turn_on_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
+
+
+def attend_as_on_gpus() -> None:
+    """Attention by vLLM's Triton backend with our rows of graphs, and the KV layout of GPUs."""
+    import torch
+    from vllm.platforms import current_platform
+
+    backend = "vllm_gsd.runtime.cuda_attention.TreeTritonAttentionBackend"
+    type(current_platform).get_attn_backend_cls = classmethod(lambda *_, **__: backend)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # launch parameters depend on it, nothing else
+
+
+def emulate_cuda_graphs() -> None:
+    """Full and piecewise CUDA graphs, as far as their bookkeeping goes.
+
+    A full graph is what was called when it was captured, with the very tensors that were handed to it then: at a replay
+    nothing new reaches it but what was written into those. Of a piecewise graph there is only its padding.
+    """
+    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+    upstream = current_platform.check_and_update_config
+
+    def check_and_update_config(vllm_config):
+        upstream(vllm_config)
+        compilation, rows = vllm_config.compilation_config, vllm_config.num_speculative_tokens + 1
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        # Batches of three fit no full graph but the one of four.
+        compilation.cudagraph_capture_sizes = [2, 4, rows, 2 * rows, 4 * rows]
+        compilation.max_cudagraph_capture_size = 4 * rows
+
+    class Recorded:
+        def __init__(self, forward):
+            self.forward = forward
+
+        def replay(self):
+            self.forward(CUDAGraphMode.NONE)
+
+    def capture(self, create_forward_fn, *_):
+        for mode, descs in self._capture_descs.items():
+            for desc in descs:
+                create_forward_fn(desc, warmup=True)(CUDAGraphMode.NONE)
+                if mode == CUDAGraphMode.FULL:
+                    self.graphs[desc] = Recorded(create_forward_fn(desc, warmup=False))
+                    self.graphs[desc].replay()
+        self._graphs_captured = True
+
+    VllmConfig._normalize_piecewise_cudagraph_mode = lambda *_, **__: None  # nothing here is compiled
+    cudagraph_utils.CudaGraphManager.capture = capture
+    cudagraph_utils.has_compiled_submodule = model_runner.has_compiled_submodule = lambda model: True
+    type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
+    type(current_platform).get_global_graph_pool = lambda self: None
+
+
+def capture_graphs(llm) -> None:
+    """What the CPU's worker leaves out at start-up."""
+    import torch
+    from vllm.v1.worker.gpu import model_runner
+
+    model_runner.lock_workspace = lambda: None
+    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.get_memory_info = lambda: (0, 0)
+    llm.llm_engine.model_executor.driver_worker.worker.model_runner.capture_model()

@@ -30,18 +30,31 @@ class V2Engine(Engine):
     Args:
         model, speculative_config: as for ``Engine``.
         async_scheduling: on as on GPUs; off is what vLLM's CPU platform wants.
+        gpu_attention: the Triton kernels of GPUs (vLLM's and ours) and their KV layout; else those of CPUs.
+        cuda_graphs: emulated ones, with ``gpu_attention``.
     """
 
     server = forkserver.ForkServer()
     preload = "preload_v2"
     patience = 5
 
-    def __init__(self, model, speculative_config=None, async_scheduling: bool = False, **options):
+    def __init__(
+        self,
+        model,
+        speculative_config=None,
+        async_scheduling: bool = False,
+        gpu_attention: bool = False,
+        cuda_graphs: bool = False,
+        **options,
+    ):
         before = [interpreter.turn_on_async_scheduling] if async_scheduling else []
+        before += [interpreter.attend_as_on_gpus] if gpu_attention else []
+        before += [interpreter.emulate_cuda_graphs] if cuda_graphs else []
+        after = [uses_v2, interpreter.capture_graphs] if cuda_graphs else [uses_v2]
         here = str(Path(__file__).parent)
         path = os.pathsep.join(filter(None, [here, str(TRITON), os.environ.get("PYTHONPATH")]))
         with mock.patch.dict(os.environ, {**interpreter.SETTINGS, "PYTHONPATH": path}):
-            super().__init__(model, speculative_config, [uses_v2], before, **{**OPTIONS, **options})
+            super().__init__(model, speculative_config, after, before, **{**OPTIONS, **options})
 
 
 def uses_v2(llm) -> None:

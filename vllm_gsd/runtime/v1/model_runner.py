@@ -19,7 +19,7 @@ from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import check_kv_groups
 from vllm_gsd.runtime.step import VerifyStep
-from vllm_gsd.runtime.target_kv import TargetKV
+from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.v1.plan import plan_step
 from vllm_gsd.runtime.v1.walk import walk
 
@@ -49,7 +49,7 @@ class GraphModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         group = self.kv_cache_config.kv_cache_groups[0]
         layers = self.compilation_config.static_forward_context
-        self.target_kv = TargetKV(layers, group.layer_names, self.drafter.layer_names)
+        self.target_kv = target_kv_of(layers, group.layer_names, self.drafter.layer_names)
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:

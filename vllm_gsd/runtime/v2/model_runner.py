@@ -7,18 +7,23 @@ it asks the device what was accepted. Then the speculator drafts again.
 """
 
 import functools
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
 from vllm_gsd.runtime.step import VerifyStep, lay_out
-from vllm_gsd.runtime.target_kv import TargetKV
+from vllm_gsd.runtime.target_kv import target_kv_of
+from vllm_gsd.runtime.tree_rows import TREE_ROWS
+from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.v2.walk import GraphSampler
 
@@ -50,7 +55,10 @@ class GraphModelRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = self.compilation_config.static_forward_context
-        self.target_kv = TargetKV(layers, names, self.speculation.layer_names)
+        self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
+        self.padded_rows = PaddedTreeRows(self.max_num_reqs, self.decode_query_len, self.device)
+        assert self.cudagraph_manager is not None
+        self.cudagraph_manager.dispatch = self._counted(self.cudagraph_manager.dispatch)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
         self.speculator.block_tables = self.block_tables
 
@@ -107,12 +115,46 @@ class GraphModelRunner(GPUModelRunner):
         @functools.wraps(upstream)
         def prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs):
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
-            if self.step is not None and self.step.num_tree_requests:
+            step, whole = self.step, kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+            if step is None:
+                self.padded_rows.clear()  # nobody's batch
+            elif self.padded_rows.fits(step, input_batch.num_tokens) and (whole or step.num_tree_requests):
+                self.padded_rows.fill(step, input_batch.positions)
+                whole = True
+            elif step.num_tree_requests:
                 common = _common(input_batch, block_tables[0], slot_mappings[0])
-                self.step.attach_tree_rows(attn_groups[0], set(self.speculation.layer_names), metadata, common)
+                step.attach_tree_rows(attn_groups[0], set(self.speculation.layer_names), metadata, common)
+            if whole:  # full CUDA graphs are captured with them, and are replayed for such batches only
+                assert step is None or self.padded_rows.fits(step, input_batch.num_tokens)
+                full = cudagraph_mode == CUDAGraphMode.FULL
+                num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
+                buffers = input_batch.query_start_loc, input_batch.positions, block_tables[0]
+                for name in set(attn_groups[0][0].layer_names) - set(self.speculation.layer_names):
+                    setattr(metadata[name], TREE_ROWS, self.padded_rows.rows(num_requests, *buffers))
             return metadata
 
         return prepare_attn
+
+    def _counted(self, dispatch):
+        """The CUDA-graph manager's ``dispatch`` that counts what is replayed."""
+
+        @functools.wraps(dispatch)
+        def counted(*args, **kwargs):
+            desc = dispatch(*args, **kwargs)
+            if self.cudagraph_manager is not None and self.cudagraph_manager.needs_capture():
+                hit = desc.cg_mode != CUDAGraphMode.NONE
+                self.speculation.stats.counts["cudagraph_hits" if hit else "cudagraph_misses"] += 1
+            return desc
+
+        return counted
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """See upstream; counts the graphs."""
+        size = super().capture_model(profile_only=profile_only)
+        if self.cudagraph_manager is not None and not profile_only:
+            counts = self.speculation.stats.counts
+            counts["cudagraphs_captured"] += len(self.cudagraph_manager.graphs) + self.speculator.num_graphs
+        return size
 
     def sample(self, hidden_states, input_batch, grammar_output):
         """See upstream; then the target's KV is put in order, and the speculator told what was sampled."""
@@ -136,14 +178,15 @@ class GraphModelRunner(GPUModelRunner):
         """
         if not step.num_tree_requests:
             return
-        starts = step.trees.starts
-        deepest = [int(step.depth[starts[request] : starts[request + 1]].max()) for request in step.tree_requests]
-        request = np.repeat(step.tree_requests, deepest)
-        depth = np.concatenate([np.arange(1, most + 1) for most in deepest])
-        first, request, depth = (
-            torch.from_numpy(values).to(places.device) for values in (step.first_rows[request], request, depth)
+        starts, requests = step.trees.starts, step.tree_requests
+        deepest = np.array([step.depth[starts[request] : starts[request + 1]].max() for request in requests])
+        depth = np.arange(1, deepest.max() + 1)
+        requests, first, depth, unused = (
+            torch.from_numpy(values).to(places.device)
+            for values in (requests, step.first_rows[requests, None], depth, depth > deepest[:, None])
         )
-        self.target_kv.move(self.slot_mapping[first + places[request, depth]], self.slot_mapping[first + depth])
+        sources = self.slot_mapping[first + places[requests][:, depth]].masked_fill(unused, -1)
+        self.target_kv.move(sources, self.slot_mapping[first + torch.where(unused, 0, depth)])
 
     def sample_tokens(self, grammar_output):
         """See upstream; sends the step's statistics along with its output."""
@@ -158,6 +201,17 @@ class GraphModelRunner(GPUModelRunner):
         if drafts is not None and self.speculator.parents:
             setattr(drafts, PARENTS_ATTRIBUTE, self.speculator.parents)
         return drafts
+
+
+@contextmanager
+def with_graph_speculator():
+    """Let upstream's model runner build our speculator: it names the function, there is no hook to choose another."""
+    upstream = model_runner.init_speculator
+    model_runner.init_speculator = lambda vllm_config, device, req_states: GraphSpeculator(vllm_config, device)
+    try:
+        yield
+    finally:
+        model_runner.init_speculator = upstream
 
 
 def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:

@@ -1,5 +1,6 @@
 """The speculator that Model Runner V2 asks for drafts: graphs instead of chains."""
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.speculation import Speculation, has_grammar
 from vllm_gsd.runtime.step import VerifyStep
+from vllm_gsd.runtime.v2.draft_graphs import DraftGraphs
 from vllm_gsd.runtime.v2.texts import Texts
 
 logger = init_logger("vllm.gsd")
@@ -50,6 +52,7 @@ class GraphSpeculator(BaseSpeculator):
                 '"budget": "auto" does not choose fewer yet.',
                 self.num_rows,
             )
+        self.draft_graphs: DraftGraphs | None = None
         self.parents: dict[str, list[int]] = {}  # of the nodes proposed last, for requests with structured output
         self.block_tables: Any = None
         self.sampled: torch.Tensor | None = None  # int64 [num_requests, levels], by the step before
@@ -62,10 +65,24 @@ class GraphSpeculator(BaseSpeculator):
         return None if drafter is None else drafter.model.model
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
-        """Growth is the host's: there is nothing to capture yet."""
+        """Prepare CUDA graphs of the draft's forward; growth around it is the host's."""
+        drafter = self.speculation.drafter
+        self.draft_graphs = None
+        if drafter is not None and DraftGraphs.possible(cudagraph_mode, drafter.model.model):
+            arguments = drafter.model.model, drafter.model.layer_names, self.speculation.stats
+            self.draft_graphs = DraftGraphs(drafter.model.vllm_config, self.device, *arguments)
+            # Upstream lets go of those it has captured to see what memory they need.
+            drafter.model.graphs = weakref.ref(self.draft_graphs)
 
     def capture(self) -> None:
         """See ``init_cudagraph_manager``."""
+        if self.draft_graphs is not None:
+            self.draft_graphs.capture_all()
+
+    @property
+    def num_graphs(self) -> int:
+        """Numbers of rows that the draft is captured for."""
+        return 0 if self.draft_graphs is None else self.draft_graphs.num_sizes
 
     def admit(self, request, slot: int) -> None:
         """A request starts or resumes.

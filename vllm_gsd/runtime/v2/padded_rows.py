@@ -1,0 +1,70 @@
+"""Tree rows in fixed shapes at fixed addresses, for steps in which every request verifies all the nodes it may have.
+
+What a full CUDA graph has captured it reads again at every replay: masks and prefix lengths are written to where they
+were, everything else lies in vLLM's own buffers.
+"""
+
+import numpy as np
+import torch
+
+from vllm_gsd.core.flatten import ancestor_masks
+from vllm_gsd.core.graph import NONE
+from vllm_gsd.runtime.step import VerifyStep
+from vllm_gsd.runtime.tree_rows import TreeRows
+
+
+class PaddedTreeRows:
+    """Buffers for the tree rows of a whole batch.
+
+    Args:
+        num_requests: most requests of a batch.
+        rows_per_request: root and nodes of each.
+        device: where the target is.
+    """
+
+    def __init__(self, num_requests: int, rows_per_request: int, device: torch.device):
+        self.rows_per_request = rows_per_request
+        words = (rows_per_request + 63) // 64
+        self.mask = torch.zeros((num_requests * rows_per_request, words), dtype=torch.int64, device=device)
+        self.prefix_lens = torch.zeros(num_requests, dtype=torch.int32, device=device)
+
+    def fits(self, step: VerifyStep, num_rows: int) -> bool:
+        """Whether all rows of a batch are those of whole graphs."""
+        return num_rows == len(step.first_rows) * self.rows_per_request == len(step.trees.parent)
+
+    def fill(self, step: VerifyStep, positions: torch.Tensor) -> None:
+        """Write a step's masks and prefix lengths.
+
+        Args:
+            step: one that fits; its rows are the batch's.
+            positions: int64 [>= num_rows], of the batch's rows; those of roots are read.
+        """
+        num_requests, num_rows = len(step.first_rows), len(step.trees.parent)
+        masks = np.zeros((num_rows, self.mask.shape[1]), np.int64)
+        # Rows without a node see nothing but themselves.
+        ancestor_masks(np.maximum(step.trees.parent, NONE), step.trees.starts, masks)
+        self.mask[:num_rows].copy_(torch.from_numpy(masks), non_blocking=True)
+        self.prefix_lens[:num_requests].copy_(positions[: num_rows : self.rows_per_request])
+
+    def clear(self) -> None:
+        """Let a dummy batch attend nothing: its block tables are no request's."""
+        self.mask.zero_()
+        self.prefix_lens.zero_()
+
+    def rows(self, num_requests: int, query_start_loc, positions, block_table) -> TreeRows:
+        """Tree rows of the first requests of a batch, padding among them.
+
+        Args:
+            query_start_loc: int32 [> num_requests]; positions: int64 [>= num_requests * rows_per_request];
+                block_table: int32 [>= num_requests, max_blocks]; the buffers that vLLM fills at every step.
+        """
+        num_rows = num_requests * self.rows_per_request
+        return TreeRows(
+            query_start_loc=query_start_loc[: num_requests + 1],
+            prefix_lens=self.prefix_lens[:num_requests],
+            block_table=block_table[:num_requests],
+            positions=positions[:num_rows],
+            mask=self.mask[:num_rows],
+            rows=None,
+            max_rows=self.rows_per_request,
+        )
