@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 import torch
+from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
@@ -39,6 +40,19 @@ class CPURayWorkerProc(ray_executor_v2.RayWorkerProc):
         torch.set_num_threads(int(driver_env_vars.get("OMP_NUM_THREADS", 0)) or max(1, len(cores) // ranks_here))
         _keep_shared_memory_to_nodes()
         super().initialize_worker(*args, **kwargs)
+
+    def worker_busy_loop(self, *args, **kwargs) -> None:
+        """Upstream's, once all ranks have this rank's queues: the shared memory under them loses its name.
+
+        Ray ends an actor with everything it started, and so with what would have removed the memory after it.
+        """
+        groups = [group() for group in parallel_state._groups.values()]
+        for queue in (self.worker_response_mq, *(getattr(group, "mq_broadcaster", None) for group in groups)):
+            buffer = getattr(queue, "buffer", None)
+            if buffer is not None and buffer.is_creator:
+                buffer.shared_memory.unlink()
+                buffer.is_creator = False  # or it is removed again
+        super().worker_busy_loop(*args, **kwargs)
 
 
 class CPURayExecutor(ray_executor_v2.RayExecutorV2):
