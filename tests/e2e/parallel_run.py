@@ -2,8 +2,9 @@
 
 Job: ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``), ``prompts`` (token ids), ``params`` (of
 each), ``disturb`` (whether ranks are made to disagree where they could), ``opt_out`` (whether to answer everything
-without the graph first), ``steps`` (to go on until there were so many). Result: ``plain_tokens`` (if ``opt_out``),
-``tokens``, ``accepted``, and for each rank ``hashes``, one of everything it proposed in each step.
+without the graph first), ``steps`` (to go on until there were so many; left out, graphs are not watched). Result:
+``plain_tokens`` (if ``opt_out``), ``tokens``, ``accepted``, and for each rank ``hashes``, one of everything it proposed
+in each step.
 """
 
 import hashlib
@@ -59,20 +60,19 @@ def main(job_path: str, result_path: str) -> None:
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(job_path).read_text())
-    llm = LLM(
-        job["target"],
-        dtype="float32",
-        seed=0,
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=1 << 26,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-        speculative_config=job["config"],
+    options = {
+        "dtype": "float32",
+        "seed": 0,
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 26,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
         **job["engine"],
-    )
-    graph = job["config"] is not None
+    }
+    llm = LLM(job["target"], speculative_config=job["config"], **options)
+    watched = job["config"] is not None and job.get("steps") is not None
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
 
     def answers(**more) -> list[list[int]]:
@@ -81,17 +81,17 @@ def main(job_path: str, result_path: str) -> None:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     result = {}
-    if job["opt_out"]:
+    if job.get("opt_out"):
         result["plain_tokens"] = answers(extra_args={"gsd": False})
-    if graph:
+    if watched:
         llm.collective_rpc(watch, args=(job["disturb"],))
     result["tokens"] = answers()
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
-    while graph and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:  # one request: steps, not tokens
+    while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:  # one request: steps, not tokens
         params = SamplingParams(detokenize=False, max_tokens=400, ignore_eos=True, temperature=0.8, seed=done)
         llm.generate(prompts[:1], params, use_tqdm=False)
-    result["hashes"] = llm.collective_rpc(hashes) if graph else []
+    result["hashes"] = llm.collective_rpc(hashes) if watched else []
     Path(result_path).write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()
 
