@@ -128,18 +128,32 @@ class DraftModel:
         setattr(metadata, TREE_ROWS, tree)
         return self._run(tokens, positions, torch.from_numpy(slots), metadata)
 
+    def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows) -> torch.Tensor:
+        """Run rows that lie on the device already.
+
+        Args:
+            tokens: int32 [n]; slots: int64 [n], -1: the row's key and value are kept nowhere.
+            tree: how the rows attend, and their positions.
+
+        Returns:
+            hidden states [n, hidden].
+        """
+        metadata = _LevelMetadata()
+        setattr(metadata, TREE_ROWS, tree)
+        return self._forward(tokens, tree.positions, slots, metadata)
+
     def _run(self, tokens, positions, slot_mapping, metadata) -> torch.Tensor:
+        input_ids = torch.from_numpy(tokens.astype(np.int32))
+        return self._forward(input_ids, torch.from_numpy(positions), slot_mapping, metadata)
+
+    def _forward(self, input_ids, positions, slot_mapping, metadata) -> torch.Tensor:
         with set_forward_context(
             dict.fromkeys(self.layer_names, metadata),
             self.vllm_config,
-            num_tokens=len(tokens),
+            num_tokens=len(input_ids),
             slot_mapping=dict.fromkeys(self.layer_names, slot_mapping),
         ):
-            return self.model(
-                input_ids=torch.from_numpy(tokens.astype(np.int32)),
-                positions=torch.from_numpy(positions),
-                inputs_embeds=None,
-            )
+            return self.model(input_ids=input_ids, positions=positions, inputs_embeds=None)
 
     def candidates(self, hidden: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The most probable next tokens after hidden states [n, hidden].
@@ -147,12 +161,15 @@ class DraftModel:
         Returns:
             probabilities float32 [n, k], falling, and tokens int64 [n, k].
         """
-        if self.head is None or self.token_ids is None:
-            probs, tokens = topk_softmax(self.model.compute_logits(hidden), k)
-        else:
-            probs, places = topk_softmax(self.model.logits_processor(None, self.head(hidden)), k)
-            tokens = self.token_ids[places]
+        probs, tokens = self.most_probable(hidden, k)
         return from_first_rank(probs.numpy()), from_first_rank(tokens.numpy())
+
+    def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``candidates``, left where they are and this rank's own."""
+        if self.head is None or self.token_ids is None:
+            return topk_softmax(self.model.compute_logits(hidden), k)
+        probs, places = topk_softmax(self.model.logits_processor(None, self.head(hidden)), k)
+        return probs, self.token_ids[places]
 
 
 class TrimmedHead(torch.nn.Module):

@@ -9,7 +9,6 @@ it asks the device what was accepted. Then the speculator drafts again.
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -17,8 +16,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
-from vllm_gsd.runtime.step import VerifyStep, lay_out
 from vllm_gsd.runtime.target_kv import TargetKV
+from vllm_gsd.runtime.v2.device_step import DeviceStep
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.v2.walk import GraphSampler
 
@@ -28,7 +27,7 @@ class GraphModelRunner(GPUModelRunner):
 
     speculator: GraphSpeculator
     rejection_sampler: GraphSampler
-    step: VerifyStep | None = None  # between ``prepare_inputs`` and ``sample``
+    step: DeviceStep | None = None  # between ``prepare_inputs`` and ``sample``
 
     @property
     def speculation(self) -> Speculation:
@@ -52,7 +51,7 @@ class GraphModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         self.target_kv = TargetKV(layers, names, self.speculation.layer_names)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
-        self.speculator.block_tables = self.block_tables
+        self.speculator.bind(self.req_states, self.block_tables)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -84,12 +83,7 @@ class GraphModelRunner(GPUModelRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any):
         """See upstream; lays out the graphs over their rows."""
         input_batch = super().prepare_inputs(*args, **kwargs)
-        drafts = input_batch.num_draft_tokens_per_req
-        count = input_batch.num_reqs
-        sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
-        trees = self.speculation.trees
-        matched = [trees.get(name) if size > 1 else None for name, size in zip(input_batch.req_ids, sizes, strict=True)]
-        self.step = lay_out(matched, sizes, input_batch.query_start_loc_np[1 : count + 1].astype(np.int64))
+        self.step = self.speculator.lay_out(input_batch)
         self.rejection_sampler.step = self.step
         return input_batch
 
@@ -126,24 +120,13 @@ class GraphModelRunner(GPUModelRunner):
             ends = paths.place.gather(1, paths.accepted[:, None]).squeeze(1)
             with self.speculation.stats.timed("compaction_seconds"):
                 self._compact(step, paths.place)
-        self.speculator.sampled, self.speculator.verified = result[0].sampled_token_ids, (step, ends)
+        self.speculator.verified(input_batch, step, ends, result[0].sampled_token_ids, result[1])
         return result
 
-    def _compact(self, step: VerifyStep, places: torch.Tensor) -> None:
-        """Move the target KV of accepted nodes to the slots plain decoding would have used.
-
-        A place for every depth that a graph has, accepted or not: where a walk has ended, a slot is copied to itself.
-        """
-        if not step.num_tree_requests:
-            return
-        starts = step.trees.starts
-        deepest = [int(step.depth[starts[request] : starts[request + 1]].max()) for request in step.tree_requests]
-        request = np.repeat(step.tree_requests, deepest)
-        depth = np.concatenate([np.arange(1, most + 1) for most in deepest])
-        first, request, depth = (
-            torch.from_numpy(values).to(places.device) for values in (step.first_rows[request], request, depth)
-        )
-        self.target_kv.move(self.slot_mapping[first + places[request, depth]], self.slot_mapping[first + depth])
+    def _compact(self, step: DeviceStep, places: torch.Tensor) -> None:
+        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        if step.num_tree_requests:
+            self.target_kv.move(*step.moves(places, self.slot_mapping))
 
     def sample_tokens(self, grammar_output):
         """See upstream; sends the step's statistics along with its output."""
