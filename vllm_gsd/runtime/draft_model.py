@@ -136,9 +136,25 @@ class DraftModel:
         setattr(metadata, TREE_ROWS, tree)
         return self._run(tokens, tree.positions, slots, metadata)
 
+    def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows) -> torch.Tensor:
+        """Run rows that lie on the device already.
+
+        Args:
+            tokens: int32 [n]; slots: int64 [n], -1: the row's key and value are kept nowhere.
+            tree: how the rows attend, and their positions.
+
+        Returns:
+            hidden states [n, hidden].
+        """
+        metadata = _LevelMetadata()
+        setattr(metadata, TREE_ROWS, tree)
+        return self._forward(tokens, tree.positions, slots, metadata)
+
     def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots: torch.Tensor, metadata) -> torch.Tensor:
-        count = len(tokens)
-        input_ids = self.to_device(tokens.astype(np.int32))
+        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, metadata)
+
+    def _forward(self, input_ids, positions, slots, metadata) -> torch.Tensor:
+        count = len(input_ids)
         by_layer = dict.fromkeys(self.layer_names, metadata)
         graphs = self.graphs()
         size = None if graphs is None else graphs.size_for(count)
@@ -158,12 +174,15 @@ class DraftModel:
         Returns:
             probabilities float32 [n, k], falling, and tokens int64 [n, k].
         """
-        if self.head is None or self.token_ids is None:
-            probs, tokens = topk_softmax(self.model.compute_logits(hidden), k)
-        else:
-            probs, places = topk_softmax(self.model.logits_processor(None, self.head(hidden)), k)
-            tokens = self.token_ids[places]
+        probs, tokens = self.most_probable(hidden, k)
         return from_first_rank(probs.cpu().numpy()), from_first_rank(tokens.cpu().numpy())
+
+    def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``candidates``, left where they are and this rank's own."""
+        if self.head is None or self.token_ids is None:
+            return topk_softmax(self.model.compute_logits(hidden), k)
+        probs, places = topk_softmax(self.model.logits_processor(None, self.head(hidden)), k)
+        return probs, self.token_ids[places]
 
 
 class TrimmedHead(torch.nn.Module):

@@ -166,7 +166,7 @@ class Speculation:
         self.drop(request_ids)
         self.grammar_trees = {}  # only one rank's are ever taken
         max_depth = self._max_depth(batch)
-        speculates = np.array([self._speculates(batch, request) for request in range(num_requests)])
+        speculates = self.speculates(batch)
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
         grammar = np.array([self.asks_grammar and has_grammar(request) for request in batch.requests])
@@ -287,6 +287,10 @@ class Speculation:
         """Graphs proposed for requests with structured output since the last call."""
         taken, self.grammar_trees = self.grammar_trees, {}
         return taken
+
+    def speculates(self, batch: DraftBatch) -> np.ndarray:
+        """Which requests go on the graph, bool [num_requests]; counts those that do not."""
+        return np.array([self._speculates(batch, request) for request in range(len(batch.request_ids))])
 
     def _speculates(self, batch: DraftBatch, request: int) -> bool:
         request_id = batch.request_ids[request]

@@ -96,6 +96,16 @@ class VerifyStep:
             rows=batch_rows,
             max_rows=int(sizes.max()),
         )
+        self.attach(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
+
+    @staticmethod
+    def attach(tree_rows: TreeRows, rows: np.ndarray, tree_requests, groups, draft_layers, attn_metadata, common):
+        """Add tree rows to the target layers' attention metadata.
+
+        Args:
+            tree_rows: of the requests ``tree_requests``, int64 [num_tree_requests]; ``rows`` on the host too.
+            groups, draft_layers, attn_metadata, common: as for ``attach_tree_rows``.
+        """
         num_rows = common.num_actual_tokens
         if len(rows) == num_rows:
             tree_rows = replace(tree_rows, rows=None)
@@ -105,13 +115,14 @@ class VerifyStep:
                 continue
             group_rows = tree_rows
             if tree_rows.rows is not None:
-                group_rows = self._with_plain_rows(tree_rows, rows, group, common)
+                group_rows = VerifyStep._with_plain_rows(tree_requests, tree_rows, rows, group, common)
             setattr(attn_metadata[layers[0]], TREE_ROWS, group_rows)
 
-    def _with_plain_rows(self, tree_rows: TreeRows, rows: np.ndarray, group, common) -> TreeRows:
+    @staticmethod
+    def _with_plain_rows(tree_requests, tree_rows: TreeRows, rows: np.ndarray, group, common) -> TreeRows:
         """Describe the other requests of the batch to upstream's kernel, as a batch of their own."""
         num_requests = common.num_reqs
-        plain = np.setdiff1d(np.arange(num_requests), self.tree_requests)
+        plain = np.setdiff1d(np.arange(num_requests), tree_requests)
         plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
         start_loc = common.query_start_loc_cpu.numpy()
         lengths = (start_loc[1:] - start_loc[:-1])[plain]

@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 from engine_process import Params, run
+from no_reads import guarded_calls, refuse_reads
 
 # Few levels, so that a step has few of everything; two runners agree on any config.
 GSD = {"num_speculative_tokens": 8, "max_depth": 3}
@@ -70,6 +71,16 @@ def test_equals_plain_v2(start_v2, four_prompts, expected, workload):
     counts = {name: value - before[name] for name, value in counts_of(engine).items()}
     assert sum(map(len, texts)) > 1.2 * counts["gsd_target_steps"]
     assert counts["gsd_kv_rows_moved"] > 0
+
+
+def test_drafting_reads_nothing_from_the_device(start_v2, four_prompts, expected):
+    """Not what was accepted, not what was drafted: neither half of a step waits for the other."""
+    params, texts = expected["greedy"]
+    engine = start_v2({**GSD, "num_speculative_tokens": 6})
+    engine.call(refuse_reads)
+    assert run(engine, four_prompts, params) == texts
+    assert engine.call(guarded_calls) > 15
+    assert engine.metrics()["gsd_nodes_accepted_native"] > 0
 
 
 def test_features_are_those_of_plain_v2(start_v2, four_prompts, expected):

@@ -10,7 +10,6 @@ import functools
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -20,9 +19,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
-from vllm_gsd.runtime.step import VerifyStep, lay_out
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.tree_rows import TREE_ROWS
+from vllm_gsd.runtime.v2.device_step import DeviceStep
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.v2.walk import GraphSampler
@@ -33,7 +32,7 @@ class GraphModelRunner(GPUModelRunner):
 
     speculator: GraphSpeculator
     rejection_sampler: GraphSampler
-    step: VerifyStep | None = None  # between ``prepare_inputs`` and ``sample``
+    step: DeviceStep | None = None  # between ``prepare_inputs`` and ``sample``
 
     @property
     def speculation(self) -> Speculation:
@@ -60,7 +59,7 @@ class GraphModelRunner(GPUModelRunner):
         assert self.cudagraph_manager is not None
         self.cudagraph_manager.dispatch = self._counted(self.cudagraph_manager.dispatch)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
-        self.speculator.block_tables = self.block_tables
+        self.speculator.bind(self.req_states, self.block_tables)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -92,12 +91,7 @@ class GraphModelRunner(GPUModelRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any):
         """See upstream; lays out the graphs over their rows."""
         input_batch = super().prepare_inputs(*args, **kwargs)
-        drafts = input_batch.num_draft_tokens_per_req
-        count = input_batch.num_reqs
-        sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
-        trees = self.speculation.trees
-        matched = [trees.get(name) if size > 1 else None for name, size in zip(input_batch.req_ids, sizes, strict=True)]
-        self.step = lay_out(matched, sizes, input_batch.query_start_loc_np[1 : count + 1].astype(np.int64))
+        self.step = self.speculator.lay_out(input_batch)
         self.rejection_sampler.step = self.step
         return input_batch
 
@@ -168,25 +162,13 @@ class GraphModelRunner(GPUModelRunner):
             ends = paths.place.gather(1, paths.accepted[:, None]).squeeze(1)
             with self.speculation.stats.timed("compaction_seconds"):
                 self._compact(step, paths.place)
-        self.speculator.sampled, self.speculator.verified = result[0].sampled_token_ids, (step, ends)
+        self.speculator.verified(input_batch, step, ends, result[0].sampled_token_ids, result[1])
         return result
 
-    def _compact(self, step: VerifyStep, places: torch.Tensor) -> None:
-        """Move the target KV of accepted nodes to the slots plain decoding would have used.
-
-        A place for every depth that a graph has, accepted or not: where a walk has ended, a slot is copied to itself.
-        """
-        if not step.num_tree_requests:
-            return
-        starts, requests = step.trees.starts, step.tree_requests
-        deepest = np.array([step.depth[starts[request] : starts[request + 1]].max() for request in requests])
-        depth = np.arange(1, deepest.max() + 1)
-        requests, first, depth, unused = (
-            torch.from_numpy(values).to(places.device)
-            for values in (requests, step.first_rows[requests, None], depth, depth > deepest[:, None])
-        )
-        sources = self.slot_mapping[first + places[requests][:, depth]].masked_fill(unused, -1)
-        self.target_kv.move(sources, self.slot_mapping[first + torch.where(unused, 0, depth)])
+    def _compact(self, step: DeviceStep, places: torch.Tensor) -> None:
+        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        if step.num_tree_requests:
+            self.target_kv.move(*step.moves(places, self.slot_mapping))
 
     def sample_tokens(self, grammar_output):
         """See upstream; sends the step's statistics along with its output."""

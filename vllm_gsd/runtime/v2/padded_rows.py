@@ -4,13 +4,10 @@ What a full CUDA graph has captured it reads again at every replay: masks and pr
 were, everything else lies in vLLM's own buffers.
 """
 
-import numpy as np
 import torch
 
-from vllm_gsd.core.flatten import ancestor_masks
-from vllm_gsd.core.graph import NONE
-from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.tree_rows import TreeRows
+from vllm_gsd.runtime.v2.device_step import DeviceStep
 
 
 class PaddedTreeRows:
@@ -28,22 +25,20 @@ class PaddedTreeRows:
         self.mask = torch.zeros((num_requests * rows_per_request, words), dtype=torch.int64, device=device)
         self.prefix_lens = torch.zeros(num_requests, dtype=torch.int32, device=device)
 
-    def fits(self, step: VerifyStep, num_rows: int) -> bool:
+    def fits(self, step: DeviceStep, num_rows: int) -> bool:
         """Whether all rows of a batch are those of whole graphs."""
-        return num_rows == len(step.first_rows) * self.rows_per_request == len(step.trees.parent)
+        return num_rows == step.sizes.sum() and bool((step.sizes == self.rows_per_request).all())
 
-    def fill(self, step: VerifyStep, positions: torch.Tensor) -> None:
+    def fill(self, step: DeviceStep, positions: torch.Tensor) -> None:
         """Write a step's masks and prefix lengths.
 
         Args:
             step: one that fits; its rows are the batch's.
             positions: int64 [>= num_rows], of the batch's rows; those of roots are read.
         """
-        num_requests, num_rows = len(step.first_rows), len(step.trees.parent)
-        masks = np.zeros((num_rows, self.mask.shape[1]), np.int64)
-        # Rows without a node see nothing but themselves.
-        ancestor_masks(np.maximum(step.trees.parent, NONE), step.trees.starts, masks)
-        self.mask[:num_rows].copy_(torch.from_numpy(masks), non_blocking=True)
+        num_requests = len(step.sizes)
+        num_rows = num_requests * self.rows_per_request
+        self.mask[:num_rows].copy_(step.masks().flatten(0, 1))
         self.prefix_lens[:num_requests].copy_(positions[: num_rows : self.rows_per_request])
 
     def clear(self) -> None:

@@ -4,7 +4,7 @@ At each depth the rows where the walks stand, one per request, go through vLLM's
 counted as output, so that every parameter means what it means in plain decoding. V2 draws its noise by seed and
 position, and rows have positions by depth: what is sampled is what plain decoding samples, seeded or not.
 
-Shapes depend on what the host proposed, never on what the device accepts, so nothing waits for the device.
+Shapes depend on how many rows were scheduled, never on what the device proposed or accepts: nothing waits for it.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_gsd.runtime.draft_tree import FOREIGN, WalkTrees
-from vllm_gsd.runtime.step import VerifyStep
+from vllm_gsd.runtime.draft_tree import FOREIGN
+from vllm_gsd.runtime.v2.device_step import DeviceStep
 
 
 class Paths(NamedTuple):
@@ -41,7 +41,7 @@ class GraphSampler:
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
-        self.step: VerifyStep | None = None  # to be verified next
+        self.step: DeviceStep | None = None  # to be verified next
         self.paths: Paths | None = None  # of the step verified last
 
     def __call__(self, logits, input_batch: InputBatch, draft_logits=None, invalid_drafts=None) -> SamplerOutput:
@@ -54,9 +54,9 @@ class GraphSampler:
         """
         assert self.step is not None
         sampler, step = self.sampler, self.step
-        token, parent, line = (torch.from_numpy(values).to(logits.device) for values in _padded(step.trees))
+        token, parent = step.token, step.parent
         if invalid_drafts is not None:
-            parent = parent.masked_fill(invalid_drafts[line], FOREIGN)
+            parent = parent.masked_fill(invalid_drafts[step.lines()], FOREIGN)
         num_requests, levels = input_batch.num_reqs, 1 + step.deepest
         first = input_batch.cu_num_logits[:num_requests].long()
         place = torch.zeros_like(first)
@@ -158,15 +158,6 @@ class _History:
         for sampled, more in self.appended:
             self.length[self.slots] -= more
             self.counts[self.slots, sampled] -= more
-
-
-def _padded(trees: WalkTrees) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens int64, parents int32 and rows int64, [num_requests, most rows of a request]; FOREIGN pads."""
-    sizes = np.diff(trees.starts)
-    columns = np.arange(sizes.max())
-    real = columns < sizes[:, None]
-    line = np.where(real, trees.starts[:-1, None] + columns, 0)
-    return trees.token[line], np.where(real, trees.parent[line], FOREIGN), line
 
 
 def _stack(scores: list[LogprobsTensors], num_requests: int) -> LogprobsTensors | None:

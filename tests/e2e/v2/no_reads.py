@@ -1,0 +1,64 @@
+"""Makes an engine fail where its host reads what only the device knows; functions run in the engine's process."""
+
+import functools
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from engine_process import model_runner
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2"}
+METHODS = ("cpu", "numpy", "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+
+class _NoReads(TorchDispatchMode):
+    """Refuses operators that read values, or whose results have shapes that depend on values."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        assert name not in READS and not by_mask, f"{function} reads from the device"
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _refused():
+    def refuse(self, *args, **kwargs):
+        raise AssertionError("a tensor is read by the host")
+
+    with mock.patch.multiple(torch.Tensor, **dict.fromkeys(METHODS, refuse)), _NoReads():
+        yield
+
+
+def refuse_reads(llm) -> None:
+    """Let drafting, and the layout of what is verified, raise where they read from the device.
+
+    Steps with prompts are looked at but for the catch-up over these, whose tokens the host knows.
+    """
+    speculator = model_runner(llm).speculator
+    speculator.guarded = 0
+
+    def guard(owner, name: str, applies=lambda *args: True) -> None:
+        upstream = getattr(owner, name)
+
+        @functools.wraps(upstream)
+        def guarded(*args, **kwargs):
+            if not applies(*args):
+                return upstream(*args, **kwargs)
+            speculator.guarded += 1
+            with _refused():
+                return upstream(*args, **kwargs)
+
+        setattr(owner, name, guarded)
+
+    guard(speculator, "propose", lambda batch, *_: not batch.has_prefill)
+    guard(speculator, "lay_out")
+    guard(speculator.drafting, "propose")
+
+
+def guarded_calls(llm) -> int:
+    """How many calls were looked at."""
+    return model_runner(llm).speculator.guarded
