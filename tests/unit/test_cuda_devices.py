@@ -8,12 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_gsd.core.graph import NONE
 from vllm_gsd.runtime.draft_model import DraftModel
-from vllm_gsd.runtime.draft_tree import DraftTree
 from vllm_gsd.runtime.drafting import slots_of
-from vllm_gsd.runtime.step import lay_out
 from vllm_gsd.runtime.tree_rows import TREE_ROWS
+from vllm_gsd.runtime.v2.device_step import DeviceStep, Proposals, empty_trees
 from vllm_gsd.runtime.v2.model_runner import GraphModelRunner
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 
@@ -27,19 +25,13 @@ def fake_devices():
         yield
 
 
-def fork(size: int) -> DraftTree:
-    """A root with two children, and a chain below the first."""
-    parent = np.array([NONE, NONE, *range(size - 2)], np.int32)[:size]
-    depth = np.array([1, 1, *range(2, size)], np.int32)[:size]
-    zeros = np.zeros(size, np.int8)
-    return DraftTree(np.arange(size), parent, depth, zeros, zeros.astype(bool), np.ones(size, np.float32))
-
-
-def batch_of(sizes: list[int], trees: list[DraftTree | None]):
+def batch_of(sizes: list[int]):
     """A step, and its batch as attention backends are told of it: prompts of 3 tokens, then what is verified."""
     scheduled = np.array([size if size > 1 else 3 for size in sizes])
-    ends = np.cumsum(scheduled)
-    step = lay_out(trees, np.array(sizes), ends)
+    ends, slots = np.cumsum(scheduled), np.arange(len(sizes))[::-1].copy()
+    proposals = Proposals(4, 4, GPU)
+    proposals.store(torch.from_numpy(slots).to(GPU), slots, empty_trees(len(sizes), 4, GPU))
+    step = DeviceStep(proposals, torch.from_numpy(slots).to(GPU), slots, np.array(sizes), ends)
     start_loc = np.concatenate([[0], ends]).astype(np.int32)
     common = CommonAttentionMetadata(
         query_start_loc=torch.from_numpy(start_loc).to(GPU),
@@ -63,7 +55,7 @@ def check(rows) -> None:
 
 
 def test_rows_of_a_mixed_batch():
-    step, common, positions = batch_of([5, 1, 5], [fork(4), None, fork(4)])
+    step, common, positions = batch_of([5, 1, 5])
     step.set_positions(positions)
     seen = []
     builder = SimpleNamespace(build=lambda prefix, plain: seen.append(plain))
@@ -78,7 +70,7 @@ def test_rows_of_a_mixed_batch():
 
 
 def test_padded_rows():
-    step, common, positions = batch_of([5, 5], [fork(4), fork(3)])
+    step, common, positions = batch_of([5, 5])
     padded = PaddedTreeRows(3, 5, GPU)
     assert padded.fits(step, common.num_actual_tokens)
     padded.fill(step, positions)
@@ -88,7 +80,7 @@ def test_padded_rows():
 
 
 def test_what_is_moved():
-    step, common, _ = batch_of([5, 1, 5], [fork(4), None, fork(2)])
+    step, common, _ = batch_of([5, 1, 4])
     moved = []
     runner = SimpleNamespace(
         slot_mapping=common.slot_mapping,
@@ -98,7 +90,7 @@ def test_what_is_moved():
     GraphModelRunner._compact(runner, step, places)
     sources, destinations = moved[0]
     assert sources.device == destinations.device == GPU
-    assert sources.shape == destinations.shape == (2, 3)  # a request a row, a depth a column
+    assert sources.shape == destinations.shape == (2, 4)  # a request a row, a depth a column
 
 
 @pytest.mark.parametrize("level", [False, True])
