@@ -50,9 +50,10 @@ def run(
 
     Returns:
         ``seconds``, ``steps`` of the engine; per chat ``tokens``, ``latency`` and ``ttft`` (seconds); ``counters`` of
-        vLLM's metrics; ``parts``, seconds by part, if asked for; ``peak_mb`` so far.
+        vLLM's metrics; ``parts``, seconds by part, if asked for; ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
     from vllm import SamplingParams
+    from vllm.compilation.counter import compilation_counter
 
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -83,6 +84,7 @@ def run(
     seconds = time.perf_counter() - start
     after = counters_of(llm)
     result: dict[str, Any] = {"seconds": seconds, "steps": steps, "requests": seen, "peak_mb": peak_mb()}
+    result["cudagraphs_captured"] = compilation_counter.num_cudagraph_captured
     result["counters"] = {name: value - before.get(name, 0.0) for name, value in after.items()}
     if with_parts and clock is not None:
         result["parts"] = dict(clock.seconds)

@@ -43,7 +43,8 @@ def _row(
     Returns:
         ``tokens_per_second``, ``ttft_ms``, ``tpot_ms``, ``ratio_to_plain`` as median, min and max over the turns;
         ``tokens_per_step`` (of one request, steps without drafts counted); ``efficiency``, the ratio over it;
-        ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the turn with the clock; ``peak_mb``.
+        ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the turn with the clock; ``peak_mb``;
+        ``cudagraphs`` where there are any.
     """
     speeds = [tokens_per_second(result) for result in results]
     row: dict[str, Any] = {
@@ -55,6 +56,10 @@ def _row(
         "step_ms": 1e3 * with_parts["seconds"] / with_parts["steps"],
         "peak_mb": max(result["peak_mb"] for result in results),
     }
+    if captured := results[-1].get("cudagraphs_captured"):
+        counters = results[-1]["counters"]
+        hits, misses = (counters.get(f"vllm:gsd_cudagraph_{name}") for name in ("hits", "misses"))
+        row["cudagraphs"] = {"captured": captured, "replayed": hits, "missed": misses}
     parts = with_parts.get("parts")
     row["step_parts_ms"] = parts and {part: 1e3 * parts.get(part, 0.0) / with_parts["steps"] for part in PARTS}
     if plain is not None:
