@@ -46,6 +46,7 @@ def fields(path: str, name: str) -> set[str]:
 
 
 RUNNER = f"{GPU}/model_runner.py"
+CUDA_GRAPHS = f"{GPU}/cudagraph_utils.py"
 SIGNATURES = [
     # runtime.v2.model_runner: overridden
     (RUNNER, "GPUModelRunner.__init__", ["vllm_config", "device"]),
@@ -67,8 +68,32 @@ SIGNATURES = [
     (RUNNER, "GPUModelRunner.sample", ["hidden_states", "input_batch", "grammar_output"]),
     (RUNNER, "GPUModelRunner.sample_tokens", ["grammar_output"]),
     (RUNNER, "GPUModelRunner.take_draft_token_ids", []),
-    # runtime.v2.worker: replaced while a runner is built
+    # runtime.v2.model_runner: replaced while a runner is built
     (f"{GPU}/spec_decode/__init__.py", "init_speculator", ["vllm_config", "device", "req_states"]),
+    (RUNNER, "GPUModelRunner.capture_model", []),
+    ("v1/worker/gpu_worker.py", "Worker._make_model_runner", []),
+    # runtime.v2.draft_graphs: called
+    (
+        CUDA_GRAPHS,
+        "CudaGraphManager.__init__",
+        [
+            "vllm_config",
+            "device",
+            "cudagraph_mode",
+            "decode_query_len",
+            "lora_capture_cases",
+            "varlen_decode",
+            "ubatch_runner",
+        ],
+    ),
+    (CUDA_GRAPHS, "CudaGraphManager.capture", ["create_forward_fn", "progress_bar_desc"]),
+    (
+        CUDA_GRAPHS,
+        "CudaGraphManager.dispatch",
+        ["num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len", "num_ubatches"],
+    ),
+    (CUDA_GRAPHS, "CudaGraphManager.run_pw_graph", ["model", "model_inputs"]),
+    (CUDA_GRAPHS, "CudaGraphManager.init_breakable_cg_runner", ["model"]),
     # runtime.v2.walk: called, or called in the place of
     (
         f"{GPU}/spec_decode/rejection_sampler.py",
@@ -217,6 +242,26 @@ def test_the_cpu_worker_builds_the_runner_by_the_names_that_are_replaced():
     assert "init_speculator(self.vllm_config, self.device, self.req_states)" in source(
         RUNNER, "GPUModelRunner.__init__"
     )
+
+
+def test_full_cuda_graphs_read_the_buffers_that_they_were_captured_with():
+    """Their metadata is made by the model state, by name for a capture; tables and lengths stay where they are."""
+    capture = source(CUDA_GRAPHS, "prepare_inputs_to_capture")
+    assert "model_state.prepare_attn(" in capture and "for_capture=full_cudagraph" in capture
+    assert "for_capture=dummy_run and" in source(RUNNER, "GPUModelRunner.execute_model")
+    assert "self.input_block_tables" in source(f"{GPU}/block_table.py", "BlockTables.get_dummy_block_tables")
+    dummy = source(f"{GPU}/input_batch.py", "InputBatch.make_dummy")
+    for name in ("query_start_loc", "positions"):
+        assert f"{name} = input_buffers.{name}[" in dummy
+    assert "self.cudagraph_manager.run_fullgraph(batch_desc)" in source(RUNNER, "GPUModelRunner.execute_model")
+
+
+def test_a_speculators_graphs_are_found_and_captured():
+    """Upstream captures them after the target's, and lets go of those that only showed what memory they need."""
+    assert "self.speculator.capture()" in source(RUNNER, "GPUModelRunner.capture_model")
+    assert "isinstance(value, CudaGraphManager)" in source(CUDA_GRAPHS, "profile_cudagraph_memory")
+    manager = source(CUDA_GRAPHS, "CudaGraphManager")
+    assert "self._capture_descs" in manager and "self.graphs[desc] = graph" in manager
 
 
 def test_ngram_gpu_is_a_method_that_brings_nothing_along():

@@ -169,7 +169,7 @@ def test_refusals():
         )
 
 
-def test_backends_are_registered_under_their_own_names(registry):
+def test_backends_are_registered_under_their_own_names(registry, monkeypatch):
     cuda_attention.register()
     for name, upstream in (("FLASH_ATTN", FlashAttentionBackend), ("TRITON_ATTN", TritonAttentionBackend)):
         backend = AttentionBackendEnum[name].get_class()
@@ -178,6 +178,9 @@ def test_backends_are_registered_under_their_own_names(registry):
         assert backend.get_name() == name and issubclass(builder, upstream.get_builder_cls())
         # A full graph has the tree kernel in it: none may be replayed for other batches.
         assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_attention, "_chosen", "xformers")
+            assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
         assert issubclass(backend.get_impl_cls(), upstream.get_impl_cls())
         cuda_attention.require_tree_backend(backend, "layer 0")
         with pytest.raises(ValueError, match=f"layer 0 has {name}"):

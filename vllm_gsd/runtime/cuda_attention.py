@@ -142,16 +142,21 @@ class TreeTritonAttentionImpl(_TreeRowsImpl, TritonAttentionImpl):
     """One layer's attention beside vLLM's Triton kernels."""
 
 
-class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Upstream's builder; full CUDA graphs are only for batches whose rows are all attended as trees."""
+class _TreeRowsBuilder:
+    """Mixed in before upstream's builder class: what may be in a full CUDA graph."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+        """Batches whose rows are all attended as trees; none where that asks the host."""
+        return AttentionCGSupport.NEVER if _chosen == "xformers" else AttentionCGSupport.UNIFORM_BATCH
 
 
-class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
-    """See ``TreeFlashAttentionMetadataBuilder``."""
+class TreeFlashAttentionMetadataBuilder(_TreeRowsBuilder, FlashAttentionMetadataBuilder):
+    """Of metadata for ``TreeFlashAttentionImpl``."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+class TreeTritonAttentionMetadataBuilder(_TreeRowsBuilder, TritonAttentionMetadataBuilder):
+    """Of metadata for ``TreeTritonAttentionImpl``."""
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
