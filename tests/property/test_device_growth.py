@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reference_graph import can_reach, read_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_gsd.core.calibration import NUM_SOURCES, Calibration
+from vllm_gsd.core.calibration import NUM_SOURCES, Calibration, calibrated
 from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
 from vllm_gsd.core.flatten import ancestor_masks, flatten
 from vllm_gsd.core.graph import (
@@ -282,6 +282,23 @@ def test_flattened_lists_are_the_cores(random):
             assert (getattr(got, name)[row, size:] == (NONE if name == "parent" else 0)).all()
         origin = graphs.origin[row, expected.node[row, :size]]
         assert np.array_equal(got.origin[row, :size], origin)
+
+
+def test_bins_begin_where_the_cores_do():
+    """Survivals a few roundings away from powers of two, where logarithms are rounded too."""
+    factor = ((1 + np.arange(96, dtype=np.float32) / 128) / 2).reshape(4, 3, 8)
+    survival = np.float32(2.0) ** -np.arange(9, dtype=np.float32)
+    around = [survival]
+    for direction in (0.0, 2.0):
+        values = survival
+        for _ in range(3):
+            values = np.nextafter(values, np.float32(direction), dtype=np.float32)
+            around.append(values)
+    values = np.concatenate(around)
+    expected = [calibrated(factor, 0, 1, value) for value in values]
+    ones = torch.ones(len(values), dtype=torch.int64)
+    got = graph_flatten._calibrated(tensor(factor, torch.float32), 0 * ones, ones, tensor(values, torch.float32))
+    assert got.tolist() == expected
 
 
 @MANY

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_gsd.ops.graph_state import NONE, ORIGIN_NGRAM, WORD, DeviceGraphs, one_bit, rows_of
-from vllm_gsd.ops.triton import check_tensor
+from vllm_gsd.ops.triton import check_tensor, use_triton
 
 # As in ``core.calibration`` and ``core.graph``.
 NATIVE, MERGED, NGRAM, SHARED = 0, 1, 2, 3
@@ -51,11 +51,39 @@ def flatten_graphs(
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    device, count, capacity = graphs.size.device, len(graphs.size), graphs.capacity
+    device, count = graphs.size.device, len(graphs.size)
     check_tensor("num_nodes", num_nodes, device, 1, torch.int64, rows=count)
     check_tensor("max_depth", max_depth, device, 1, torch.int64, rows=count)
     check_tensor("factor", factor, device, 3, torch.float32)
     check_tensor("trust", trust, device, 2, torch.float32, rows=count)
+    if not use_triton(num_nodes):
+        return _flatten_reference(graphs, num_places, num_nodes, max_depth, factor, trust)
+    from vllm_gsd.kernels.graph_growth import flatten_kernel, triton
+
+    whole = torch.zeros((count, num_places), dtype=torch.int64, device=device)
+    survival = torch.zeros(whole.shape, device=device)
+    trees = DeviceTrees(
+        token=whole,
+        parent=torch.full_like(whole, NONE),
+        depth=whole.clone(),
+        origin=whole.clone(),
+        via_merge=torch.zeros_like(whole, dtype=torch.bool),
+        survival=survival,
+        value=survival.clone(),
+        size=torch.zeros_like(graphs.size),
+    )
+    flatten_kernel[(count,)](
+        *trees, graphs.token, graphs.parent, graphs.prob, graphs.origin, graphs.merged, graphs.size, num_nodes,
+        max_depth, factor.contiguous(), trust, trust.stride(0), num_places, graphs.capacity, NGRAM=ORIGIN_NGRAM,
+        SHARED=ORIGIN_SHARED, NGRAM_KIND=NGRAM, SHARED_KIND=SHARED, DEPTHS=NUM_DEPTHS,
+        PLACES=triton.next_power_of_2(1 + num_places), BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4,
+    )  # fmt: skip
+    return trees
+
+
+def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, trust) -> DeviceTrees:
+    """``flatten_graphs`` in plain PyTorch."""
+    device, count, capacity = graphs.size.device, len(graphs.size), graphs.capacity
     # What can be reached in one step, by the place it was reached from: row 0 is the root's, row 1 + p is place p's.
     # Rows in order of expansion and columns in order of creation: the first best is whom a heap would give.
     worth = torch.full((count, 1 + num_places, capacity), -math.inf, device=device)

@@ -23,7 +23,7 @@ from vllm_gsd.ops.graph_state import (
     one_bit,
     rows_of,
 )
-from vllm_gsd.ops.triton import check_tensor
+from vllm_gsd.ops.triton import check_tensor, use_triton
 
 
 class LevelRows(NamedTuple):
@@ -144,6 +144,25 @@ def _merge(
     candidate &= (number > 0) & (number < node[:, :, None]) & (node < capacity)[:, :, None]
     candidate &= (merge_ngram > 0)[:, None, None]
     before = graphs.merged.clone()
+    if use_triton(node):
+        from vllm_gsd.kernels.graph_growth import merge_nodes_kernel, triton
+
+        merge_nodes_kernel[(len(node),)](
+            graphs.merged, graphs.above, candidate.view(torch.uint8), parent.contiguous(), node.contiguous(),
+            node.shape[1], capacity, WORDS=words, BLOCK=triton.next_power_of_2(capacity), num_warps=4,
+        )  # fmt: skip
+    else:
+        _merge_reference(graphs, candidate, parent, node)
+    return (graphs.merged[:, :capacity] != before[:, :capacity]).sum(1)
+
+
+def _merge_reference(graphs: DeviceGraphs, candidate: torch.Tensor, parent: torch.Tensor, node: torch.Tensor) -> None:
+    """``merge_nodes_kernel`` in plain PyTorch.
+
+    Args:
+        candidate: bool ``[num_graphs, n, C]``, nodes that each new one could continue as, were there no cycles.
+    """
+    capacity, words = graphs.capacity, graphs.above.shape[2]
     for place in range(node.shape[1]):
         above = rows_of(graphs.above, parent[:, place : place + 1])
         # A node from which the parent can be reached is refused; others are the better the older they are.
@@ -154,9 +173,7 @@ def _merge(
         # Whatever can be reached from the target can now be reached from above the new edge.
         joined = has_bit(graphs.above, target) & found[:, None]
         graphs.above.bitwise_or_(torch.where(joined[:, :, None], above.expand(-1, 1, words), 0))
-    # Column C is nobody's.
-    graphs.merged[:, capacity] = NONE
-    return (graphs.merged != before).sum(1)
+    graphs.merged[:, capacity] = NONE  # nobody's column
 
 
 def _same_ngrams(graphs: DeviceGraphs, node: torch.Tensor, length: torch.Tensor, longest: int) -> torch.Tensor:

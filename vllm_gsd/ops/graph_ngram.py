@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_gsd.ops.graph_state import NONE, ORIGIN_NGRAM, DeviceGraphs, append, find_child
-from vllm_gsd.ops.triton import check_tensor
+from vllm_gsd.ops.triton import check_tensor, use_triton
 
 MAX_MATCH = 8
 # As in ``core.ngram``, by the number of tokens that matched.
@@ -58,7 +58,7 @@ def graft_ngrams(
     deepest: int,
     min_match: int,
 ) -> torch.Tensor:
-    """Insert continuations of earlier occurrences of the texts' suffixes; updates ``graphs``.
+    """Insert continuations of earlier occurrences of the texts' suffixes; updates ``graphs``, but not ``above``.
 
     Args:
         texts: int64 or int32 ``[num_graphs, most]``; length: int64 ``[num_graphs]``. The last token is the root's.
@@ -71,9 +71,26 @@ def graft_ngrams(
         int64 ``[num_graphs]``, occurrences found.
     """
     starts, matched = longest_matches(texts, length, min_match, max_matches)
+    if not use_triton(length):
+        _graft_reference(graphs, texts, length, starts, matched, max_depth, deepest)
+        return (matched > 0).sum(1)
+    from vllm_gsd.kernels.graph_growth import graft_kernel, triton
+
+    graft_kernel[(len(length),)](
+        graphs.token, graphs.parent, graphs.depth, graphs.prob, graphs.survival, graphs.origin, graphs.merged,
+        graphs.size, texts, texts.stride(0), length, starts.contiguous(), matched.contiguous(),
+        max_depth.clamp(max=deepest), _match_probs(length.device), max_matches, graphs.capacity, ORIGIN=ORIGIN_NGRAM,
+        MAX_MATCH=MAX_MATCH, BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4,
+    )  # fmt: skip
+    return (matched > 0).sum(1)
+
+
+def _graft_reference(graphs, texts, length, starts, matched, max_depth, deepest: int) -> None:
+    """``graft_kernel`` in plain PyTorch; matches as of ``longest_matches``."""
+    graphs = graphs._replace(above=graphs.above[:, :, :0])  # nothing is merged any more
     capacity = graphs.capacity
     prob_of = _match_probs(matched.device)
-    for j in range(max_matches):
+    for j in range(matched.shape[1]):
         node = torch.zeros_like(length)[:, None]
         depth = torch.minimum(max_depth, length - starts[:, j])
         walking = matched[:, j] > 0
@@ -88,7 +105,6 @@ def graft_ngrams(
             # A merged edge continues as the node it points to; a walk that has ended stands at the root.
             target = graphs.merged.gather(1, child.clamp(min=0))
             node = torch.where(walking[:, None], torch.where(target == NONE, child, target), 0)
-    return (matched > 0).sum(1)
 
 
 def _match_probs(device: torch.device) -> torch.Tensor:

@@ -25,7 +25,9 @@ class _NoReads(TorchDispatchMode):
 
 
 @contextmanager
-def _refused():
+def refused():
+    """Lets every read of a tensor by the host raise an AssertionError."""
+
     def refuse(self, *args, **kwargs):
         raise AssertionError("a tensor is read by the host")
 
@@ -49,7 +51,7 @@ def refuse_reads(llm) -> None:
             if not applies(*args):
                 return upstream(*args, **kwargs)
             speculator.guarded += 1
-            with _refused():
+            with refused():
                 return upstream(*args, **kwargs)
 
         setattr(owner, name, guarded)

@@ -4,10 +4,12 @@
 """
 
 from itertools import chain
+from operator import methodcaller
 
 import pytest
+import torch
 from engine_process import Params, run
-from no_reads import guarded_calls, refuse_reads
+from no_reads import guarded_calls, refuse_reads, refused
 
 # Few levels, so that a step has few of everything; two runners agree on any config.
 GSD = {"num_speculative_tokens": 8, "max_depth": 3}
@@ -71,6 +73,15 @@ def test_equals_plain_v2(start_v2, four_prompts, expected, workload):
     counts = {name: value - before[name] for name, value in counts_of(engine).items()}
     assert sum(map(len, texts)) > 1.2 * counts["gsd_target_steps"]
     assert counts["gsd_kv_rows_moved"] > 0
+
+
+READS = [*map(methodcaller, ("cpu", "tolist", "numpy", "nonzero")), any, max, lambda values: values[values > 0]]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reads_are_refused(read):
+    with pytest.raises(AssertionError, match="read"), refused():
+        read(torch.tensor([1, 2]))
 
 
 def test_drafting_reads_nothing_from_the_device(start_v2, four_prompts, expected):

@@ -19,11 +19,22 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from vllm_gsd.kernels.accept_walk import accept_walk_kernel
+from vllm_gsd.kernels.graph_growth import flatten_kernel, graft_kernel, merge_nodes_kernel
 from vllm_gsd.kernels.kv_move import kv_move_kernel
 from vllm_gsd.kernels.merge import merge_kernel
 from vllm_gsd.kernels.tree_attention import tree_attention_kernel
 from vllm_gsd.kernels.tree_masks import tree_masks_kernel
-from vllm_gsd.ops import accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks
+from vllm_gsd.ops import (
+    accept_walk,
+    graph_flatten,
+    graph_growth,
+    graph_ngram,
+    merge_attention,
+    paged_kv_move,
+    paged_tree_attention,
+    tree_masks,
+)
+from vllm_gsd.ops.graph_state import start_graphs
 
 CASES = {
     "bfloat16": {"dtype": torch.bfloat16, "head_size": 128},
@@ -72,13 +83,15 @@ def main() -> None:
     driver.set_active(NoDriver(capability))
     compiled: dict[str, list] = {}
     kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, tree_masks_kernel)
+    kernels += (merge_nodes_kernel, graft_kernel, flatten_kernel)
     for kernel in kernels:
 
         def compile_only(*arguments, launch=kernel.run, name=kernel.__name__, warmup=None, **options):
             compiled.setdefault(name, []).append(launch(*arguments, warmup=True, **options))
 
         kernel.run = compile_only
-    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks):
+    growth = (graph_growth, graph_ngram, graph_flatten)
+    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks, *growth):
         op.use_triton = lambda tensor: True  # tensors lie on the CPU here
 
     report = []
@@ -93,8 +106,20 @@ def main() -> None:
     starts, rows = torch.tensor([0, 17], dtype=torch.int32), torch.zeros(17, dtype=torch.int64)
     accept_walk.accept_walk(rows, rows.int(), rows, starts, 6, rows)
     tree_masks.tree_masks(rows.int(), starts, starts, 6, 17)
+    grow()
     report += [{"case": name, **describe(done[0], capability)} for name, done in compiled.items()]
     print(json.dumps(report))
+
+
+def grow() -> None:
+    """The kernels of growth, in the sizes of the default config."""
+    ones, texts = torch.ones(3, dtype=torch.int64), torch.ones(3, 100, dtype=torch.int32)
+    graphs = start_graphs(texts, ones, 449, merging=True)
+    tokens = torch.zeros(3, 16, 4, dtype=torch.int64)
+    frontier = torch.zeros(3, 16, dtype=torch.int64)
+    graph_growth.add_candidates(graphs, frontier, ones, tokens, tokens.float(), ones, 0.1, ones, longest_ngram=2)
+    graph_ngram.graft_ngrams(graphs, texts, ones, 4, ones, 16, min_match=2)
+    graph_flatten.flatten_graphs(graphs, 16, ones, ones, torch.ones(4, 3, 8), torch.ones(3, 4))
 
 
 def describe(done, capability: int) -> dict:
