@@ -94,6 +94,16 @@ def test_growth(device, monkeypatch, seed):
         assert torch.equal(got, wanted), name
 
 
+@pytest.mark.parametrize("places", [1, 5, 63, 64, 130])
+def test_row_masks(device, monkeypatch, places):
+    random = torch.Generator().manual_seed(places)
+    drawn = [[int(torch.randint(-1, max(1, place), (), generator=random)) for place in range(places)] for _ in "ab"]
+    parent = torch.tensor(drawn, device=device)
+    ours = graph_flatten.row_masks(parent)
+    monkeypatch.setattr(graph_flatten, "use_triton", lambda tensor: False)
+    assert torch.equal(ours, graph_flatten.row_masks(parent))
+
+
 def test_bins_begin_where_the_plain_code_has_them(device, monkeypatch):
     """Survivals a rounding away from a power of two, each with a factor of its own."""
     powers = 2.0 ** -torch.arange(9, dtype=torch.float32)
