@@ -205,13 +205,16 @@ def test_the_input_batch_and_the_states_have_what_is_read():
         "seq_lens",
         "seq_lens_cpu_upper_bound",
         "num_computed_tokens_np",
+        "prefill_len_np",
+        "is_prefilling_np",
+        "has_prefill",
         "input_ids",
         "positions",
         "logits_indices",
         "cu_num_logits",
     }
     states = source(f"{GPU}/states.py", "RequestState.__init__")
-    for name in ("all_token_ids", "total_len", "prefill_len", "req_id_to_index"):
+    for name in ("all_token_ids", "total_len", "prefill_len", "req_id_to_index", "max_num_reqs"):
         assert f"self.{name}" in states
     tables = source(f"{GPU}/block_table.py", "BlockTables.__init__")
     for name in ("input_block_tables", "num_blocks", "block_sizes"):
@@ -230,6 +233,19 @@ def test_history_is_read_where_it_is_written():
     assert "self.needs_logits_processing" in sampler and "self.penalties_state" in sampler
     # What was accepted is committed by upstream, whatever the walk had written there before.
     assert "tl.store(all_token_ids_ptr" in source(f"{GPU}/input_batch.py", "_post_update_kernel").replace("\n", "")
+
+
+def test_what_was_accepted_is_on_the_device_before_drafts_are_asked_for():
+    step = source(RUNNER, "GPUModelRunner.sample_tokens")
+    order = ["self.sample(", "self.postprocess_sampled(", "self.speculator.propose("]
+    assert [step.index(call) for call in order] == sorted(step.index(call) for call in order)
+    update = source(f"{GPU}/input_batch.py", "_post_update_kernel")
+    assert "tl.store(total_len_ptr" in update and "tl.store(last_sampled_tokens_ptr" in update
+
+
+def test_a_request_that_is_prefilling_has_tokens_that_the_host_knows():
+    text = source(RUNNER, "GPUModelRunner.gather_batch_req_state")
+    assert "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np" in text
 
 
 def test_noise_is_drawn_by_seed_and_position():

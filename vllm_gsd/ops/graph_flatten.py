@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_gsd.ops.graph_state import NONE, ORIGIN_NGRAM, WORD, DeviceGraphs, one_bit, rows_of
+from vllm_gsd.ops.tree_masks import tree_masks
 from vllm_gsd.ops.triton import check_tensor, use_triton
 
 # As in ``core.calibration`` and ``core.graph``.
@@ -56,7 +57,7 @@ def flatten_graphs(
     check_tensor("max_depth", max_depth, device, 1, torch.int64, rows=count)
     check_tensor("factor", factor, device, 3, torch.float32)
     check_tensor("trust", trust, device, 2, torch.float32, rows=count)
-    if not use_triton(num_nodes):
+    if not use_triton(num_nodes, node_by_node=True):
         return _flatten_reference(graphs, num_places, num_nodes, max_depth, factor, trust)
     from vllm_gsd.kernels.graph_growth import flatten_kernel, triton
 
@@ -160,6 +161,11 @@ def row_masks(parent: torch.Tensor) -> torch.Tensor:
     """
     num_trees, num_places = parent.shape
     words = num_places // WORD + 1
+    if use_triton(parent):
+        rows = torch.nn.functional.pad(parent + 1, (1, 0), value=NONE).flatten().int()
+        starts = torch.arange(num_trees + 1, dtype=torch.int32, device=parent.device) * (1 + num_places)
+        masks = tree_masks(rows, starts, torch.zeros_like(starts), num_places, 1 + num_places, words).mask
+        return masks.view(num_trees, 1 + num_places, words)
     own = one_bit(torch.arange(1 + num_places, device=parent.device), words)
     masks = own.repeat(num_trees, 1, 1)
     for place in range(num_places):

@@ -144,7 +144,7 @@ def _merge(
     candidate &= (number > 0) & (number < node[:, :, None]) & (node < capacity)[:, :, None]
     candidate &= (merge_ngram > 0)[:, None, None]
     before = graphs.merged.clone()
-    if use_triton(node):
+    if use_triton(node, node_by_node=True):
         from vllm_gsd.kernels.graph_growth import merge_nodes_kernel, triton
 
         merge_nodes_kernel[(len(node),)](

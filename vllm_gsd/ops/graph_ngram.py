@@ -71,7 +71,7 @@ def graft_ngrams(
         int64 ``[num_graphs]``, occurrences found.
     """
     starts, matched = longest_matches(texts, length, min_match, max_matches)
-    if not use_triton(length):
+    if not use_triton(length, node_by_node=True):
         _graft_reference(graphs, texts, length, starts, matched, max_depth, deepest)
         return (matched > 0).sum(1)
     from vllm_gsd.kernels.graph_growth import graft_kernel, triton

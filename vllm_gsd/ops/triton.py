@@ -20,11 +20,15 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and have_triton()
 
 
-def use_triton(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels serve ``tensor``: it lies on a GPU, or on the CPU with Triton interpreted."""
+def use_triton(tensor: torch.Tensor, node_by_node: bool = False) -> bool:
+    """Whether the Triton kernels serve ``tensor``: it lies on a GPU, or on the CPU with Triton interpreted.
+
+    Args:
+        node_by_node: of a kernel that goes from node to node; interpreted it takes seconds, and its tests call for it.
+    """
     if tensor.is_cuda:
         return have_triton()
-    return tensor.device.type == "cpu" and interpreted()
+    return tensor.device.type == "cpu" and interpreted() and not node_by_node
 
 
 def check_tensor(

@@ -82,7 +82,7 @@ def test_growth(device, monkeypatch, seed):
     results = []
     for plain in (True, False):
         for module in (graph_growth, graph_ngram, graph_flatten):
-            monkeypatch.setattr(module, "use_triton", lambda tensor, plain=plain: not plain)
+            monkeypatch.setattr(module, "use_triton", lambda *_, plain=plain, **__: not plain)
         case = Case(seed, device)
         counted = case.grow(seed % 5)
         grown = facts(case.graphs, above=True)
@@ -92,6 +92,16 @@ def test_growth(device, monkeypatch, seed):
     assert our_facts == plain_facts
     for name, got, wanted in zip(plain_trees._fields, our_trees, plain_trees, strict=True):
         assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("places", [1, 5, 63, 64, 130])
+def test_row_masks(device, monkeypatch, places):
+    random = torch.Generator().manual_seed(places)
+    drawn = [[int(torch.randint(-1, max(1, place), (), generator=random)) for place in range(places)] for _ in "ab"]
+    parent = torch.tensor(drawn, device=device)
+    ours = graph_flatten.row_masks(parent)
+    monkeypatch.setattr(graph_flatten, "use_triton", lambda *_, **__: False)
+    assert torch.equal(ours, graph_flatten.row_masks(parent))
 
 
 def test_bins_begin_where_the_plain_code_has_them(device, monkeypatch):
@@ -107,7 +117,7 @@ def test_bins_begin_where_the_plain_code_has_them(device, monkeypatch):
     probs = torch.cat(around).clamp(max=1.0).to(device)
     trees = []
     for plain in (True, False):
-        monkeypatch.setattr(graph_flatten, "use_triton", lambda tensor, plain=plain: not plain)
+        monkeypatch.setattr(graph_flatten, "use_triton", lambda *_, plain=plain, **__: not plain)
         length = torch.ones(len(probs), dtype=torch.int64, device=device)
         graphs = start_graphs(torch.ones(len(probs), 1, dtype=torch.int64, device=device), length, 2, merging=False)
         graphs.prob[:, 1], graphs.survival[:, 1], graphs.parent[:, 1], graphs.size[:] = probs, probs, 0, 2

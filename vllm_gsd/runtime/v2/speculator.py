@@ -205,13 +205,13 @@ class GraphSpeculator(BaseSpeculator):
         batch, prompts = self._batch(input_batch), input_batch.is_prefilling_np
         speculates = speculation.speculates(batch)
         draft_length = np.full(len(slots), -1)
-        if speculation.drafter is not None and prompts.any():
-            # Prompts go through the draft along with the target; their tokens the host knows.
+        if speculation.drafter is not None:
             assert speculation.draft_kv is not None
+            # Prompts go through the draft along with the target; their tokens the host knows.
             known = np.minimum(batch.length, input_batch.prefill_len_np)
             due = np.where(speculates & prompts, known, 0)
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
-            for request in np.flatnonzero(prompts):
+            for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
                 draft_length[request] = speculation.draft_kv.length[batch.request_ids[request]]
         drafts = input_batch.num_draft_tokens_per_req
         known_batch = KnownBatch(

@@ -1,8 +1,9 @@
-"""Sampling along the graph without asking the device: the accepted path of every request, level by level.
+"""Sampling along the graph without asking the device: the accepted path of every request.
 
-At each depth the rows where the walks stand, one per request, go through vLLM's own sampler with the path so far
-counted as output, so that every parameter means what it means in plain decoding. V2 draws its noise by seed and
-position, and rows have positions by depth: what is sampled is what plain decoding samples, seeded or not.
+V2 draws its noise by seed and position, and rows have positions by depth: what is sampled is what plain decoding
+samples, seeded or not. Where earlier tokens matter to the sampler (penalties, bad words...), the rows where the
+walks stand, one per request, go through vLLM's own at each depth with the path so far counted as output, so that every
+parameter means what it means in plain decoding. Elsewhere all rows go through it at once.
 
 Shapes depend on how many rows were scheduled, never on what the device proposed or accepts: nothing waits for it.
 """
@@ -19,6 +20,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_gsd.ops.accept_walk import accept_walk
 from vllm_gsd.runtime.draft_tree import FOREIGN
 from vllm_gsd.runtime.v2.device_step import DeviceStep
 
@@ -57,15 +59,76 @@ class GraphSampler:
         token, parent = step.token, step.parent
         if invalid_drafts is not None:
             parent = parent.masked_fill(invalid_drafts[step.lines()], FOREIGN)
-        num_requests, levels = input_batch.num_reqs, 1 + step.deepest
+        history = _History(sampler, input_batch)
+        scores: list[LogprobsTensors] = []
+        if history.read or sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None:
+            tokens, self.paths = self._by_level(logits, input_batch, token, parent, history, scores)
+        else:
+            tokens, self.paths = self._at_once(logits, input_batch, token, parent)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            (self.paths.accepted + 1).to(torch.int32),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=_stack(scores, input_batch.num_reqs),
+            num_nans=get_num_nans(logits) if sampler.compute_nans else None,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _at_once(self, logits, input_batch: InputBatch, token, parent) -> tuple[torch.Tensor, Paths]:
+        """Sample all rows, then walk: where no row's sample depends on the path before it but through the model.
+
+        Args:
+            token, parent: int64 [num_requests, most rows], as of ``DeviceStep``.
+
+        Returns:
+            int64 [num_requests, levels], sampled along each path; zeros behind it.
+        """
+        assert self.step is not None
+        sampler, rows = self.sampler, input_batch.logits_indices
+        sampled, _ = sampler.sample(
+            logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np,
+            input_batch.positions[rows],
+            input_batch.input_ids[rows],
+            input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        count, most = token.shape
+        walked = accept_walk(
+            token.flatten(),
+            parent.flatten().int(),
+            sampled[self.step.lines()].flatten(),
+            torch.arange(count + 1, dtype=torch.int32, device=token.device) * most,
+            max_depth=most - 1,
+            max_nodes=most,
+        )
+        places = torch.nn.functional.pad(walked.path.long(), (1, 0))
+        places = torch.where(places < 0, torch.arange(most, device=token.device), places)
+        return walked.tokens.clamp(min=0), Paths(places, walked.length.long())
+
+    def _by_level(
+        self, logits, input_batch: InputBatch, token, parent, history: "_History", scores: list[LogprobsTensors]
+    ) -> tuple[torch.Tensor, Paths]:
+        """Sample the rows where the walks stand, level by level; ``_at_once`` otherwise.
+
+        Args:
+            history, scores: updated; ``history`` is restored.
+        """
+        num_requests, levels = token.shape
         first = input_batch.cu_num_logits[:num_requests].long()
         place = torch.zeros_like(first)
         active = torch.ones_like(first, dtype=torch.bool)
-        history = _History(sampler, input_batch)
         tokens = place.new_zeros((num_requests, levels))
         places = torch.arange(levels, device=first.device).repeat(num_requests, 1)
         accepted = torch.zeros_like(first)
-        scores: list[LogprobsTensors] = []
         for level in range(levels):
             sampled, score = self._sample(logits[first + place], input_batch, first + place)
             tokens[:, level] = sampled
@@ -79,21 +142,7 @@ class GraphSampler:
             accepted += active
             history.append(sampled, active)
         history.restore()
-        self.paths = Paths(places, accepted)
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            (accepted + 1).to(torch.int32),
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
-        )
-        return SamplerOutput(
-            sampled_token_ids=tokens,
-            logprobs_tensors=_stack(scores, num_requests),
-            num_nans=get_num_nans(logits) if sampler.compute_nans else None,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-        )
+        return tokens, Paths(places, accepted)
 
     def _sample(self, logits, input_batch: InputBatch, lines) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample one row of each request, as if it were the only one."""
