@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_gsd.ops.topk_softmax import (
+    _topk_softmax_selecting,
     argmax_rows,
     argmax_rows_reference,
     topk_softmax,
@@ -28,6 +29,20 @@ def check(logits, k):
 @pytest.mark.parametrize("k", [1, 4, 13, 256])
 def test_topk_softmax(isa, shape, k, dtype):
     check((4 * torch.randn(shape)).to(dtype), min(k, shape[1]))
+
+
+@pytest.mark.parametrize("k", [1, 4, 13])
+def test_what_gpus_do(k):
+    """It selects; equal logits come in the order of their tokens, as far as they are among the k."""
+    logits = torch.randn(5, 300)
+    logits[1] = logits[1].round()
+    logits[:, 7] = logits[:, 200] = 9.0
+    probs, ids = _topk_softmax_selecting(logits, k)
+    expected, expected_ids = topk_softmax_reference(logits, k)
+    torch.testing.assert_close(probs, expected)
+    assert torch.equal(ids[[0, 2, 3, 4]], expected_ids[[0, 2, 3, 4]]) or k == 1
+    ties = probs[:, 1:] == probs[:, :-1]
+    assert (ids[:, 1:] > ids[:, :-1])[ties].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

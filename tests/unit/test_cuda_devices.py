@@ -115,3 +115,12 @@ def test_draft_forwards(level):
         common = metadata["draft"]
         assert common.query_start_loc.device == common.seq_lens.device == common.positions.device == GPU
         assert common.query_start_loc_cpu.device.type == "cpu"
+
+
+def test_candidates_of_a_trimmed_vocabulary():
+    draft = DraftModel.__new__(DraftModel)
+    draft.token_ids = torch.arange(10, 20).to(GPU)
+    draft.head = lambda hidden: hidden
+    draft.model = SimpleNamespace(logits_processor=lambda head, logits: logits)
+    probs, tokens = draft.most_probable(torch.zeros((3, 10), device=GPU), 4)
+    assert probs.device == tokens.device == GPU and tokens.shape == (3, 4)

@@ -10,7 +10,7 @@ _MOST = 256  # the kernel keeps sorted lists of k: slow for more
 
 
 def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over each whole row, and its k most probable tokens.
+    """Softmax over each whole row, and its k most probable tokens. On a GPU nothing is read back.
 
     Args:
         logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN; -inf gives probability 0.
@@ -18,12 +18,15 @@ def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
     Returns:
         Probabilities float32 ``[rows, k]`` and tokens int64 ``[rows, k]``, by falling logit, equal logits by
-        rising token. Computed in float32; the same whatever the number of threads. The probabilities of a row
-        of nothing but -inf are NaN, as torch.softmax's are.
+        rising token (on a GPU, which of the equal ones at the k-th place are among them is open). Computed in
+        float32; the same whatever the number of threads. The probabilities of a row of nothing but -inf are NaN, as
+        torch.softmax's are.
 
     Raises:
         ValueError: ``logits`` has another shape or dtype, or k is out of range.
     """
+    if logits.is_cuda:
+        return _topk_softmax_selecting(logits, k)
     if k > _MOST or not use_kernel(logits):
         return topk_softmax_reference(logits, k)
     return torch.ops.vllm_gsd.topk_softmax(logits, k)
@@ -37,6 +40,17 @@ def topk_softmax_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
     return torch.softmax(logits, dim=1).gather(1, ids), ids
+
+
+def _topk_softmax_selecting(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without sorting the vocabulary, which a GPU is slow at."""
+    _check(logits)
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k must be from 1 to the vocabulary's {logits.shape[1]}, not {k}")
+    logits = logits.float()
+    ids = logits.topk(k, dim=1).indices.sort(dim=1).values
+    best, place = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return (best - logits.logsumexp(dim=1, keepdim=True)).exp(), ids.gather(1, place)
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:

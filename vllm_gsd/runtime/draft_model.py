@@ -67,6 +67,7 @@ class DraftModel:
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
         if self.token_ids is not None:
+            self.token_ids = self.token_ids.to(self.device)
             self.head = TrimmedHead(_whole(self.model.lm_head)[self.token_ids].contiguous())
             # What it does after the LM head (scale, soft cap) is the model's own business still.
             self.model.logits_processor.logits_as_input = True
