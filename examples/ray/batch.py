@@ -60,6 +60,7 @@ def processor(args: argparse.Namespace):
         chat_template_stage=False,
         tokenize_stage=False,
         detokenize_stage=False,
+        log_engine_metrics=False,  # vLLM's counters in Ray's metrics: only with the packages of ray[serve]
     )
     params = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     return build_processor(
