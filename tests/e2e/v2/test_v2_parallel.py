@@ -8,24 +8,33 @@ from pathlib import Path
 
 import interpreter
 import pytest
+from engine_process import run
 from v2_engine import OPTIONS, TRITON
 
 pytestmark = pytest.mark.slow
 E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
-GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3}
+GSD = {"num_speculative_tokens": 8, "max_depth": 3}
 
 
 @pytest.fixture(scope="module")
-def run(tiny_pair, random_prompts, tmp_path_factory):
-    """Runs an engine over six requests, greedy and seeded, four at a time."""
+def asked(random_prompts):
+    """Six requests, greedy and seeded."""
     greedy = {"max_tokens": 10, "temperature": 0.0, "ignore_eos": True}
     params = [greedy if index % 2 else {**greedy, "temperature": 0.8, "seed": index} for index in range(6)]
+    return random_prompts(6, 5, 20), params
 
-    def run(size: int, config: dict | None) -> dict:
+
+@pytest.fixture(scope="module")
+def run_ranks(tiny_pair, asked, tmp_path_factory):
+    """Runs them on an engine of so many ranks."""
+    prompts, params = asked
+    config = {**GSD, "method": "gsd", "model": str(tiny_pair.draft)}
+
+    def run(size: int) -> dict:
         folder = tmp_path_factory.mktemp("run")
         job = {
-            "target": str(tiny_pair.target), "config": config, "prompts": random_prompts(6, 5, 20), "params": params,
+            "target": str(tiny_pair.target), "config": config, "prompts": prompts, "params": params,
             "engine": {
                 **OPTIONS, "tensor_parallel_size": size, "distributed_executor_backend": "mp" if size > 1 else "uni",
             },
@@ -48,8 +57,7 @@ def run(tiny_pair, random_prompts, tmp_path_factory):
     return run
 
 
-def test_ranks_agree(run, tiny_pair):
-    gsd = {**GSD, "model": str(tiny_pair.draft)}
-    one, two = run(1, gsd), run(2, gsd)
-    assert one["tokens"] == two["tokens"] == run(1, None)["tokens"]
-    assert one["accepted"] == two["accepted"] > 0
+def test_ranks_agree(run_ranks, start_v2, asked):
+    one, two = start_v2(GSD), run_ranks(2)
+    assert two["tokens"] == run(one, *asked) == run(start_v2(None), *asked)
+    assert two["accepted"] == one.metrics()["spec_decode_num_accepted_tokens"] > 0
