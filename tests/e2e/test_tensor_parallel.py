@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 GRAPH = {"budget": 16, "draft_vocab_size": 480}
 PROGRAM = Path(__file__).with_name("parallel_run.py")
 STEPS = 1000  # of which the ranks' graphs are compared
-RAY_STEPS = int(os.environ.get("VLLM_GSD_RAY_STEPS", "300"))  # the same over Ray, where a step takes longer
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +90,13 @@ def test_ranks_that_would_disagree(run, expected):
 
 
 def test_ray_nodes(run, expected, one_rank):
-    """One rank on each of two nodes, first without the graph, then with it."""
+    """One rank on each of two nodes, first without the graph, then with it, then for many steps."""
     with ray_cluster(nodes=2) as cluster:
         over_ray = {"environment": cluster.environment, "distributed_executor_backend": "ray"}
-        two = run(GRAPH, 2, opt_out=True, steps=RAY_STEPS, **over_ray)
+        two = run(GRAPH, 2, opt_out=True, steps=STEPS, **over_ray)
     assert two["plain_tokens"] == two["tokens"] == expected
     assert two["accepted"] == one_rank["accepted"]
     first, second = two["hashes"]
     assert first == second
-    assert len(first) >= RAY_STEPS
+    assert len(first) >= STEPS
     assert len(set(first)) > 0.9 * len(first)

@@ -83,18 +83,13 @@ class VerifyStep:
         # Rows without a node see nothing but themselves.
         ancestor_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts, masks)
         rows = self._batch_rows()
-        index, query_start_loc, mask, batch_rows = (
-            torch.from_numpy(values).to(common.block_table_tensor.device)
-            for values in (self.tree_requests, tree_starts, masks, rows)
-        )
         tree_rows = TreeRows(
-            query_start_loc=query_start_loc,
+            query_start_loc=torch.from_numpy(tree_starts),
             prefix_lens=self.root_positions.to(torch.int32),
-            block_table=common.block_table_tensor[index],
+            block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)],
             positions=self._tree_positions(),
-            mask=mask,
-            rows=batch_rows,
-            max_rows=int(sizes.max()),
+            mask=torch.from_numpy(masks),
+            rows=torch.from_numpy(rows),
         )
         self.attach(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
 
