@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from vllm_gsd.config_source import fail, shown
 from vllm_gsd.draft_vocab import choose_draft_vocab, read_draft_vocab
+from vllm_gsd.eagle_folder import is_eagle
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -42,9 +43,26 @@ def check_draft(
     if size != target_vocab_size:
         _refuse(model, f"has {size} tokens in its vocabulary, but must have the target's {target_vocab_size}")
     target_folder = _local_folder(target) if target is not None else None
+    if target_folder is not None and is_eagle(draft):
+        own, wanted = _hidden_size(draft), _hidden_size(target_folder)
+        if own != wanted:
+            _refuse(model, f"reads hidden states of {own} numbers, but must read the target's of {wanted}")
     if target_folder is not None and _tokenizers_differ(model, draft, target_folder):
         _refuse(model, "gives tokens other ids than the target does, but must have the same tokenizer")
     choose_draft_vocab(read_draft_vocab(draft), size, draft_vocab_size)
+
+
+def reads_features(model: str) -> bool:
+    """Whether a draft, by path or hub id, is of EAGLE's kind: one that reads the target's hidden states."""
+    folder = _local_folder(model)
+    return folder is not None and is_eagle(folder)
+
+
+def _hidden_size(folder: Path) -> int | None:
+    try:
+        return json.loads((folder / "config.json").read_text("utf-8")).get("hidden_size")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _refuse(model: str, clause: str) -> NoReturn:

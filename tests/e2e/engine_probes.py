@@ -1,6 +1,6 @@
 """More that the tests ask of an engine; each function runs in the engine's process, see ``engine_process``."""
 
-from engine_process import Answer, Params, _answer, free_blocks, gsd_request_state, scheduler
+from engine_process import Answer, Params, _answer, free_blocks, gsd_request_state, model_runner, scheduler
 
 
 def generate_and_abort(llm, prompts, params: dict, aborted: list[int], after: int) -> list[Answer | None]:
@@ -68,3 +68,24 @@ def generate_by_priority(llm, prompts, params: list[Params], priorities: list[in
                 done.append(int(output.request_id))
         steps += 1
     return answers, done
+
+
+def hidden_states_kept(llm, prompt: list[int], max_tokens: int) -> tuple[list[int], list[list[float]]]:
+    """A greedy answer, and the target's hidden states of the text as they lie just before its last step."""
+    engine = llm.llm_engine
+    runner = model_runner(llm)
+    params = Params({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}).build()
+    engine.add_request("kept", {"prompt_token_ids": prompt}, params)
+    tokens: list[int] = []
+    states: list[list[float]] = []
+    while engine.has_unfinished_requests():
+        batch = runner.input_batch
+        if len(tokens) > 0 and batch.req_ids:
+            length = len(prompt) + len(tokens) - 1  # the last token has not been run yet
+            size = batch.block_table[0].block_size
+            blocks = batch.block_table[0].block_table.np[0]
+            slots = [int(blocks[place // size]) * size + place % size for place in range(length)]
+            states = runner.drafter.features.states[slots].tolist()
+        for output in engine.step():
+            tokens = list(output.outputs[0].token_ids)
+    return tokens, states

@@ -176,7 +176,7 @@ def test_agreement_counts_the_targets_best_token(target):
         logits = whole(torch.from_numpy(row["input_ids"])[None]).logits[0].detach()[2:-1]
         rank = [0, 3, 4][index % 3]  # of the token that the target is said to have liked best
         row["top_ids"].reshape(-1, TOP)[:, 0] = logits.argsort(descending=True)[:, rank]
-    found = agreement(model, Rows(rows))
+    found = agreement(model, Rows(rows), collate)
     counts = np.array([len(row["input_ids"]) - 3 for row in rows], float)
     share = [counts[0::3].sum() / counts.sum(), (counts[0::3].sum() + counts[1::3].sum()) / counts.sum()]
     assert found["top_1"] == pytest.approx(share[0], abs=0.1)

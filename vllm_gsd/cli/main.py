@@ -72,6 +72,9 @@ def distill(
     ] = None,
     layers: Annotated[str, typer.Option(help='Make it of the target\'s own layers instead, such as "0,1,29".')] = "",
     init: Annotated[Path | None, typer.Option(help="Go on training this draft instead of a new one.")] = None,
+    eagle: Annotated[
+        bool, typer.Option(help="Make one layer that reads the target's hidden states (EAGLE), not a model of its own.")
+    ] = False,
     vocab_size: Annotated[int, typer.Option(min=256, help="Tokens that its LM head computes.")] = 12288,
     epochs: Annotated[float, typer.Option(help="Passes over the answers.")] = 6.0,
     learning_rate: float = 1e-3,
@@ -103,6 +106,7 @@ def distill(
         cost=cost,
         layers=chosen,
         init=None if init is None else str(init),
+        eagle=eagle,
         vocab_size=vocab_size,
         epochs=epochs,
         learning_rate=learning_rate,

@@ -6,6 +6,8 @@ that was killed goes on where it stopped.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import random
 from pathlib import Path
@@ -16,11 +18,17 @@ from vllm_gsd.prompt_file import Chat, token_ids_of
 if TYPE_CHECKING:
     from vllm import LLM
 
+logger = logging.getLogger("vllm_gsd.distill")
+
 # How many of the target's most likely tokens are kept at every position.
 TOP = 8
 # Most answers are greedy, as most requests are; some are sampled, so that the draft knows less likely paths too.
 GREEDY_SHARE = 0.65
 SHARD = 512
+# Requests of the target's own: their longest and shortest length, in tokens and characters; how often it is asked for a
+# shard of them, and what share must be complete for going on.
+OWN_TOKENS, SHORTEST_REQUEST = 160, 9
+MOST_TURNS, LEAST_SHARE = 64, 0.1
 # One token of the answer is the least that there is something to learn from.
 SHORTEST = 2
 
@@ -44,6 +52,48 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
 def shard_path(folder: Path, name: str, number: int) -> Path:
     """Where a shard of a round lies."""
     return folder / f"{name}-{number:05d}.parquet"
+
+
+def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
+    """Requests that the target makes up itself, going on where its chat template lets a user begin (Magpie, Xu et al.
+    2024); fewer than ``count`` if it hardly ends any, none without a chat template. Kept in ``file``.
+
+    Args:
+        llm: as of ``answer``.
+    """
+    if file.exists():
+        return json.loads(file.read_text("utf-8"))
+    from vllm import SamplingParams
+
+    if not hasattr(llm, "get_tokenizer"):
+        llm = llm()
+    tokenizer = llm.get_tokenizer()
+    begin, end = user_turn(tokenizer)
+    found: dict[str, None] = {}
+    for turn in range(MOST_TURNS if begin else 0):
+        params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
+        asked = llm.generate([{"prompt_token_ids": begin}] * SHARD, params, use_tqdm=False)
+        done = (output.outputs[0] for output in asked if output.outputs[0].finish_reason == "stop")
+        found.update(dict.fromkeys(text for one in done if len(text := one.text.strip()) >= SHORTEST_REQUEST))
+        logger.info("the target has asked %d of %d questions", min(len(found), count), count)
+        if len(found) >= count or len(found) < (turn + 1) * SHARD * LEAST_SHARE:
+            break
+    requests: list[Chat] = [[{"role": "user", "content": text}] for text in list(found)[:count]]
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(requests), "utf-8")
+    partial.rename(file)
+    return requests
+
+
+def user_turn(tokenizer: Any) -> tuple[list[int], str]:
+    """Tokens of a chat up to where a user begins, and the text that ends the user's turn; empty without a template."""
+    mark = "\x02?\x03"
+    if tokenizer.chat_template is None:
+        return [], ""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before, _, after = text.partition(mark)
+    end = after.strip().split("\n")[0]
+    return (tokenizer(before, add_special_tokens=False)["input_ids"], end) if before and end else ([], "")
 
 
 def answer(llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: int, seed: int) -> list[str]:

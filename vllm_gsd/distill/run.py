@@ -18,16 +18,19 @@ import numpy as np
 
 from vllm_gsd.distill import generate, prompts, student
 from vllm_gsd.distill.card import write_card
+from vllm_gsd.eagle_folder import is_eagle
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from vllm_gsd.distill.eagle import Features
 
 logger = logging.getLogger("vllm_gsd.distill")
 
 # Shares of the time given that answers and training may take; the rest is for starting engines and validation.
 ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.4
-# Share of the answers that are to requests about earlier answers.
-SECOND_ROUND = 0.5
+# Shares of the answers that are to requests about earlier answers, and to requests that the target made up itself.
+SECOND_ROUND, OWN = 0.25, 0.5
 # Every so many-th answer is kept back, and prompts of that many are decoded in the real engine.
 HELD_OUT, ENGINE_PROMPTS = 40, 12
 # Share of the target that a student reads a level where no size is asked for.
@@ -54,6 +57,7 @@ class Options:
     cost: float | None = None
     layers: tuple[int, ...] = ()
     init: str | None = None
+    eagle: bool = False
     vocab_size: int = 12288
     epochs: float = 6.0
     learning_rate: float = 1e-3
@@ -73,7 +77,8 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     """
     _check(options, out, work)
     config = student.target_config(Path(options.target))
-    shape = None if options.init is not None else _shape(options, config)  # refused before anything is generated
+    # Refused before anything is generated.
+    shape = None if options.init is not None or options.eagle else _shape(options, config)
     files = _in_own_process(make_answers, options, work)
     logger.info("answers are in %d files; making the student", len(files))
     from vllm_gsd.distill.train import load_answers
@@ -81,10 +86,15 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     data = load_answers(files, options.longest)
     held_out = data.select(range(0, len(data), HELD_OUT))
     training = data.select([i for i in range(len(data)) if i % HELD_OUT]) if len(data) > 1 else data
+    features = None
+    if options.eagle:
+        from vllm_gsd.distill.eagle import write_features
+
+        features = _in_own_process(write_features, Path(options.target), files, work / "features")
     start = work / "start"
     if not (start / "config.json").is_file():
-        _make_start(options, config, shape, training, start)
-    results = _train(options, work, start, training, held_out)
+        _make_start(options, config, shape, training, features, start)
+    results = _train(options, work, start, training, held_out, features)
     if options.engine:
         from vllm_gsd.distill.engine import compare
 
@@ -101,6 +111,12 @@ def _check(options: Options, out: Path, work: Path) -> None:
         raise DistillError(f"--out {str(out)!r} is not empty; give a new folder.")
     if (options.params is None) + (options.cost is None) + (not options.layers) + (options.init is None) < 3:
         raise DistillError("--params, --cost, --layers and --init exclude each other; give one of them.")
+    if options.eagle and (options.params or options.cost or options.layers):
+        raise DistillError(
+            "--eagle makes one layer of the target's shape; --params, --cost and --layers are not for it."
+        )
+    if options.init is not None and is_eagle(Path(options.init)) != options.eagle:
+        raise DistillError(f"--init {options.init!r} goes with --eagle if and only if it is a draft of EAGLE's kind.")
     work.mkdir(parents=True, exist_ok=True)
     kept = work / "options.json"
     given = json.loads(json.dumps(asdict(options)))
@@ -148,12 +164,17 @@ def make_answers(options: Options, work: Path) -> list[Path]:
         answer(prompts.from_file(Path(options.prompts))[: options.answers], "file", options.seed)
         return sorted(answers.glob("*.parquet"))
     count = _planned_answers(options, work, lambda chats: answer(chats, "first", options.seed))
-    second = round(SECOND_ROUND * count / generate.SHARD) * generate.SHARD
-    first = prompts.first_round(count - second, options.seed)
+    own, second = (round(share * count / generate.SHARD) * generate.SHARD for share in (OWN, SECOND_ROUND))
+    first = prompts.first_round(count - own - second, options.seed)
     texts = answer(first, "first", options.seed)
     if second:
         about = list(zip(first, texts, strict=True))
         answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
+    if own:
+        asked = generate.own_requests(llm, own, answers / "own.json", options.seed)
+        # What the target does not ask by itself is asked from templates.
+        asked += prompts.first_round(own - len(asked), options.seed + 2)
+        answer(asked, "own", options.seed + 2_000_000)
     return sorted(answers.glob("*.parquet"))
 
 
@@ -172,7 +193,12 @@ def _planned_answers(options: Options, work: Path, answer) -> int:
 
 
 def _make_start(
-    options: Options, config: dict[str, Any], shape: student.Shape | None, data: Dataset, start: Path
+    options: Options,
+    config: dict[str, Any],
+    shape: student.Shape | None,
+    data: Dataset,
+    features: Features | None,
+    start: Path,
 ) -> None:
     counts = np.zeros(config["vocab_size"])
     for row in data:
@@ -181,35 +207,47 @@ def _make_start(
     ranking = student.rank_tokens(counts, ends if isinstance(ends, list) else [ends] if ends is not None else [])
     making = start.with_suffix(".partial")
     shutil.rmtree(making, ignore_errors=True)
-    if shape is not None:
-        student.make_student(Path(options.target), making, shape, ranking, options.seed)
-    else:
-        shutil.copytree(str(options.init), making)
+    if options.init is not None:
+        shutil.copytree(options.init, making)
         student.write_draft_vocab(making, ranking[: options.vocab_size])
+    elif features is not None:
+        from vllm_gsd.distill.eagle import make_start
+
+        make_start(Path(options.target), making, ranking[: options.vocab_size], data, features)
+    elif shape is not None:
+        student.make_student(Path(options.target), making, shape, ranking, options.seed)
     making.rename(start)
 
 
-def _train(options: Options, work: Path, start: Path, training: Dataset, held_out: Dataset) -> dict[str, float]:
-    from vllm_gsd.distill.train import save_trained, train
+def _train(
+    options: Options, work: Path, start: Path, training: Dataset, held_out: Dataset, features: Features | None
+) -> dict[str, float]:
+    from vllm_gsd.distill import eagle
+    from vllm_gsd.distill.train import TrimmedStudent, collate, load_distillation, save_trained, train
     from vllm_gsd.distill.validate import agreement
 
     kept = work / "results.json"
     if kept.is_file():
         return json.loads(kept.read_text())
     begun = time.perf_counter()
-    model = train(
-        start,
+    model: TrimmedStudent
+    if features is None:
+        model, collator, save = load_distillation(start, bool(options.layers)), collate, save_trained
+    else:
+        model, collator, save = eagle.load(start, Path(options.target)), features.collate, eagle.save_trained
+    train(
+        model,
         work,
         training,
+        collator,
         epochs=options.epochs,
         minutes=None if options.minutes is None else options.minutes * TRAINING_SHARE,
         learning_rate=options.learning_rate,
         seed=options.seed,
-        freeze_embedding=bool(options.layers),
     )
     minutes = (time.perf_counter() - begun) / 60
-    save_trained(model, start, work / "trained")
-    results = {**agreement(model, held_out), "minutes": minutes}
+    save(model, start, work / "trained")
+    results = {**agreement(model, held_out, collator), "minutes": minutes}
     kept.write_text(json.dumps(results))
     return results
 
@@ -224,7 +262,9 @@ def _finish(options: Options, work: Path, out: Path, training: Dataset, results:
     vocab_size = config["vocab_size"] if chosen is None else len(chosen)
     total, read = count_parameters(trained, vocab_size)
     made_of = (
-        f"{config['num_hidden_layers']} layers of width {config['hidden_size']}, on the target's projected embedding"
+        "one layer on the target's hidden states, in EAGLE's format"
+        if options.eagle
+        else f"{config['num_hidden_layers']} layers of width {config['hidden_size']}, on the target's projected embedding"
     )
     if options.layers:
         made_of = f"the target's layers {', '.join(map(str, options.layers))}"

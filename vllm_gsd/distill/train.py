@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +25,71 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
-BATCH = 16
+Collator = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
+
+BATCH = 8
 WARM_UP = 0.05
 # Steps timed before training to know how many fit into the time given.
 TIMED_STEPS = 6
 
 
 def load_answers(files: list[Path], longest: int) -> Dataset:
-    """Answers of the shards, without those longer than ``longest`` tokens, and each one's length."""
-    from datasets import load_dataset
+    """Answers of the shards, without those longer than ``longest`` tokens.
 
-    data: Any = load_dataset("parquet", data_files=[str(file) for file in files], split="train", keep_in_memory=True)
-    data = data.remove_columns("text").map(lambda row: {"length": len(row["input_ids"])}, desc="lengths")
+    Each has its ``length``, and its place: the ``file``'s name and the ``first`` token's number in it.
+    """
+    from datasets import concatenate_datasets, load_dataset
+
+    parts = []
+    for file in files:
+        part: Any = load_dataset("parquet", data_files=str(file), split="train", keep_in_memory=True)
+        lengths = np.array([len(ids) for ids in part["input_ids"]], np.int64)
+        part = part.remove_columns("text").add_column("length", lengths)
+        part = part.add_column("first", np.cumsum(lengths) - lengths)
+        parts.append(part.add_column("file", [file.stem] * len(part)))
+    data: Any = concatenate_datasets(parts)
     return data.filter(lambda row: row["length"] <= longest, desc="short enough").with_format("numpy")
 
 
-class Distillation(nn.Module):
-    """A student and its loss.
+class TrimmedStudent(nn.Module):
+    """A student whose LM head computes some of the vocabulary, as the Trainer wants it.
+
+    Args:
+        vocab_size: of the target.
+        token_ids: int64 [n], the trimmed vocabulary, ascending.
+    """
+
+    def __init__(self, vocab_size: int, token_ids: torch.Tensor):
+        super().__init__()
+        place = torch.full((vocab_size,), -1)
+        place[token_ids] = torch.arange(len(token_ids))
+        self.register_buffer("place", place, persistent=False)
+        self.register_buffer("token_ids", token_ids, persistent=False)
+
+    @property
+    def _keys_to_ignore_on_save(self) -> list[str]:
+        # The Trainer asks for these names when a checkpoint lacks them.
+        return sorted(set(super().state_dict()) - set(self.state_dict()))
+
+    def tie_weights(self) -> None:
+        """Called by the Trainer after it has loaded a checkpoint."""
+
+    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """Only what is trained: the rest is the target's, and its tied weights are nothing safetensors can save."""
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in trained}
+
+    def log_probs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Log-probabilities over the trimmed vocabulary, float32 [n, trimmed], after the flat positions ``rows``.
+
+        Args:
+            batch: of a collator.
+        """
+        raise NotImplementedError
+
+
+class Distillation(TrimmedStudent):
+    """A student that is a language model of its own, and its loss.
 
     Args:
         student: a causal language model of transformers.
@@ -49,31 +98,21 @@ class Distillation(nn.Module):
     """
 
     def __init__(self, student: PreTrainedModel, token_ids: torch.Tensor, freeze_embedding: bool):
-        super().__init__()
+        super().__init__(student.config.vocab_size, token_ids)
         self.student = student
         for weight in (student.get_input_embeddings().weight, student.get_output_embeddings().weight):
             weight.requires_grad_(not freeze_embedding)
-        place = torch.full((student.config.vocab_size,), -1)
-        place[token_ids] = torch.arange(len(token_ids))
-        self.register_buffer("place", place, persistent=False)
-        self.register_buffer("token_ids", token_ids, persistent=False)
-        # The Trainer asks for these names when a checkpoint lacks them.
-        self._keys_to_ignore_on_save = sorted(set(super().state_dict()) - set(self.state_dict()))
 
     def tie_weights(self) -> None:
-        """Called by the Trainer after it has loaded a checkpoint."""
+        """See ``TrimmedStudent``."""
         self.student.tie_weights()
 
-    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
-        """Only what is trained: the rest is the target's, and its tied weights are nothing safetensors can save."""
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in trained}
-
-    def log_probs(self, input_ids, attention_mask, rows) -> torch.Tensor:
-        """Log-probabilities over the trimmed vocabulary, float32 [len(rows), n], after the flat positions ``rows``."""
-        hidden = self.student.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
+    def log_probs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See ``TrimmedStudent``."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        hidden = self.student.base_model(**inputs, use_cache=False)[0]
         head = self.student.get_output_embeddings().weight[self.token_ids]
-        return torch.log_softmax(nn.functional.linear(hidden.flatten(0, 1)[rows], head).float(), dim=-1)
+        return torch.log_softmax(nn.functional.linear(hidden.flatten(0, 1)[batch["rows"]], head).float(), dim=-1)
 
     def forward(self, input_ids, attention_mask, rows, top_ids, top_logprobs) -> dict[str, torch.Tensor]:
         """The loss of a batch.
@@ -85,7 +124,8 @@ class Distillation(nn.Module):
         """
         places = self.place[top_ids]
         weight = top_logprobs.exp().masked_fill(places < 0, 0.0)
-        chosen = self.log_probs(input_ids, attention_mask, rows).gather(1, places.clamp(min=0))
+        log_probs = self.log_probs({"input_ids": input_ids, "attention_mask": attention_mask, "rows": rows})
+        chosen = log_probs.gather(1, places.clamp(min=0))
         return {"loss": -(weight * chosen).sum() / len(rows)}
 
 
@@ -149,30 +189,30 @@ def count_parameters(folder: Path, vocab_size: int) -> tuple[int, int]:
 
 
 def train(
-    student: Path,
+    model: TrimmedStudent,
     work: Path,
     data: Dataset,
+    collator: Collator,
     *,
     epochs: float,
     minutes: float | None,
     learning_rate: float,
     seed: int,
-    freeze_embedding: bool = True,
-) -> Distillation:
-    """Train the student of a folder; returns it, still in float32.
+) -> None:
+    """Train a student.
 
     Args:
-        student: the untrained student's folder.
+        model: the student, in float32.
         work: where checkpoints are kept.
         data: of ``load_answers``.
+        collator: makes a batch of them.
         epochs: at most so many passes over it; ``minutes``: and at most so long, as far as can be told beforehand.
     """
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
-    model = load_distillation(student, freeze_embedding)
     on_cpu = not torch.cuda.is_available()
-    steps = _planned_steps(model, work, data, epochs, minutes, seed, on_cpu)
+    steps = _planned_steps(model, work, data, collator, epochs, minutes, seed, on_cpu)
     arguments = TrainingArguments(
         output_dir=str(work / "checkpoints"),
         use_cpu=on_cpu,
@@ -195,24 +235,25 @@ def train(
         seed=seed,
     )
     last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
     trainer.train(resume_from_checkpoint=last)
-    return model
 
 
-def _planned_steps(model, work: Path, data, epochs: float, minutes: float | None, seed: int, on_cpu: bool) -> int:
+def _planned_steps(
+    model, work: Path, data, collator: Collator, epochs: float, minutes: float | None, seed: int, on_cpu: bool
+) -> int:
     """Optimiser steps; decided once and kept, so that a resumed run follows the same schedule."""
     plan = work / "steps.json"
     if plan.is_file():
         return int(json.loads(plan.read_text())["steps"])
     steps = max(1, round(epochs * len(data) / BATCH))
     if minutes is not None:
-        steps = max(1, min(steps, int(60 * minutes / _seconds_per_step(model, data, seed, on_cpu))))
+        steps = max(1, min(steps, int(60 * minutes / _seconds_per_step(model, data, collator, seed, on_cpu))))
     plan.write_text(json.dumps({"steps": steps}))
     return steps
 
 
-def _seconds_per_step(model: Distillation, data, seed: int, on_cpu: bool) -> float:
+def _seconds_per_step(model: TrimmedStudent, data, collator: Collator, seed: int, on_cpu: bool) -> float:
     """Mean time of a forward and backward pass over random batches; leaves the weights as they are."""
     device = "cpu" if on_cpu else "cuda"
     model.to(device)
@@ -220,7 +261,7 @@ def _seconds_per_step(model: Distillation, data, seed: int, on_cpu: bool) -> flo
     times = []
     for step in range(TIMED_STEPS):
         chosen = [data[int(i)] for i in np.resize(order[step * BATCH :], BATCH)] if len(order) else []
-        batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
+        batch = {name: tensor.to(device) for name, tensor in collator(chosen).items()}
         start = time.perf_counter()
         with torch.autocast(device, torch.bfloat16):
             loss = model(**batch)["loss"]

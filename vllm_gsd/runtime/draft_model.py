@@ -1,5 +1,6 @@
 """The draft model inside vLLM: same loader, same paged KV pool, same block tables as the target."""
 
+import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd import draft_vocab
+from vllm_gsd.eagle_folder import is_eagle_config
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
@@ -38,6 +40,8 @@ class DraftModel:
         self.model_config = draft_model_config(vllm_config.model_config, model)
         self.tensor_parallel_size = tensor_parallel_size
         self.token_ids = trimmed_vocab(self.model_config, vocab_size)
+        # Whether it reads the target's hidden states, and has neither embedding nor LM head of its own.
+        self.reads_features = is_eagle_config(self.model_config.hf_config.to_dict())
         self.head: TrimmedHead | None = None
         self.model: Any = None
         self.layer_names: list[str] = []
@@ -46,8 +50,17 @@ class DraftModel:
         # The draft's CUDA graphs while there are any; they belong to who captures them.
         self.graphs: Callable[[], Any] = lambda: None
 
-    def load(self) -> None:
-        """Load the weights; the draft's attention layers register themselves beside the target's."""
+    @property
+    def hidden_size(self) -> int:
+        """Size of a hidden state."""
+        return self.model_config.get_hidden_size()
+
+    def load(self, target_model: Any = None) -> None:
+        """Load the weights; the draft's attention layers register themselves beside the target's.
+
+        Args:
+            target_model: whose embedding and LM head a draft shares that has none.
+        """
         from vllm.compilation.backends import set_model_tag
 
         layer_type: Any = AttentionLayerBase
@@ -63,9 +76,15 @@ class DraftModel:
             model_config=self.model_config,
             parallel_config=replace(parallel, rank=target.rank),
         )
+        if self.reads_features:
+            # Where vLLM's EAGLE models look for their own shape.
+            config.speculative_config = copy.copy(config.speculative_config)
+            config.speculative_config.draft_model_config = self.model_config
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
+        if self.reads_features:
+            share_ends(self.model, target_model)
         if self.token_ids is not None:
             self.token_ids = self.token_ids.to(self.device)
             self.head = TrimmedHead(_whole(self.model.lm_head)[self.token_ids].contiguous())
@@ -94,15 +113,22 @@ class DraftModel:
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
             positions = torch.arange(num_tokens, device=self.device)
-            return self.model(input_ids=tokens, positions=positions, inputs_embeds=None)
+            features = None
+            if self.reads_features:
+                dtype = self.model_config.dtype
+                features = torch.zeros((num_tokens, self.hidden_size), dtype=dtype, device=self.device)
+            return self._call(tokens, positions, features)
 
-    def run_causal(self, tokens, positions, slots, query_start_loc, seq_lens, block_table) -> torch.Tensor:
+    def run_causal(
+        self, tokens, positions, slots, query_start_loc, seq_lens, block_table, features=None
+    ) -> torch.Tensor:
         """Run rows of committed text.
 
         Args:
             tokens, positions: int64 numpy [n]; slots: int64 tensor [n].
             query_start_loc: int32 numpy [num_requests + 1]; seq_lens: int32 numpy [num_requests], rows included.
             block_table: int32 tensor [num_requests, max_blocks].
+            features: hidden states [n, hidden] before the rows, of a draft that reads them.
 
         Returns:
             hidden states [n, hidden].
@@ -122,39 +148,41 @@ class DraftModel:
             causal=True,
             positions=positions,
         )
-        return self._run(tokens, positions, slots, self.builder.build(0, common))
+        return self._run(tokens, positions, slots, self.builder.build(0, common), features)
 
-    def run_level(self, tokens, tree: TreeRows, slots) -> torch.Tensor:
+    def run_level(self, tokens, tree: TreeRows, slots, features=None) -> torch.Tensor:
         """Run one draft level: every row attends along its own path of the graph.
 
         Args:
             tokens: int64 numpy [n]; slots: int64 tensor [n].
+            features: of ``run_causal``; here the draft's own, of the rows' parents.
 
         Returns:
             hidden states [n, hidden].
         """
         metadata = _LevelMetadata()
         setattr(metadata, TREE_ROWS, tree)
-        return self._run(tokens, tree.positions, slots, metadata)
+        return self._run(tokens, tree.positions, slots, metadata, features)
 
-    def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows) -> torch.Tensor:
+    def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features=None) -> torch.Tensor:
         """Run rows that lie on the device already.
 
         Args:
             tokens: int32 [n]; slots: int64 [n], -1: the row's key and value are kept nowhere.
             tree: how the rows attend, and their positions.
+            features: of ``run_level``.
 
         Returns:
             hidden states [n, hidden].
         """
         metadata = _LevelMetadata()
         setattr(metadata, TREE_ROWS, tree)
-        return self._forward(tokens, tree.positions, slots, metadata)
+        return self._forward(tokens, tree.positions, slots, metadata, features)
 
-    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots: torch.Tensor, metadata) -> torch.Tensor:
-        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, metadata)
+    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, metadata, features) -> torch.Tensor:
+        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, metadata, features)
 
-    def _forward(self, input_ids, positions, slots, metadata) -> torch.Tensor:
+    def _forward(self, input_ids, positions, slots, metadata, features) -> torch.Tensor:
         count = len(input_ids)
         by_layer = dict.fromkeys(self.layer_names, metadata)
         graphs = self.graphs()
@@ -167,7 +195,13 @@ class DraftModel:
             num_tokens=count,
             slot_mapping=dict.fromkeys(self.layer_names, slots),
         ):
+            return self._call(input_ids, positions, features)
+
+    def _call(self, input_ids, positions, features) -> torch.Tensor:
+        if not self.reads_features:
             return self.model(input_ids=input_ids, positions=positions, inputs_embeds=None)
+        # Twice: one for the LM head, one for the next level. They are the same here.
+        return self.model(input_ids=input_ids, positions=positions, hidden_states=features)[1]
 
     def candidates(self, hidden: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The most probable next tokens after hidden states [n, hidden].
@@ -229,6 +263,15 @@ def _parallel_group(size: int):
         yield
     finally:
         parallel_state._TP = target
+
+
+def share_ends(draft: Any, target: Any) -> None:
+    """Give a draft of EAGLE's kind the target's embedding and LM head where it has none."""
+    if not getattr(draft, "has_own_embed_tokens", False):
+        embedding = target.model.embed_tokens
+        draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without adapters
+    if not getattr(draft, "has_own_lm_head", False):
+        draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
 
 
 def _whole(lm_head) -> torch.Tensor:

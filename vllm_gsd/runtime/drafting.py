@@ -12,6 +12,7 @@ from vllm_gsd.core.planner import Planner
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_model import DraftModel
+from vllm_gsd.runtime.features import Features
 from vllm_gsd.runtime.limits import draft_kv_slots
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.tree_rows import TreeRows
@@ -40,6 +41,16 @@ class Drafter:
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self.slots = new_draft_slots(num_requests, capacity, self.max_slots)
         self.frontier = np.zeros((num_requests, config.num_speculative_tokens), np.int32)
+        # For a draft that reads hidden states: the target's, and each node's row in the level that ran it.
+        self.features: Features | None = None
+        self.lines = np.zeros((num_requests, capacity), np.int64)
+
+    def prepare(self, num_blocks: int, block_size: int) -> None:
+        """The KV cache has this size."""
+        if self.model.reads_features:
+            model = self.model
+            slots = num_blocks * block_size
+            self.features = Features(slots, model.hidden_size, model.model_config.dtype, model.device)
 
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
@@ -79,6 +90,7 @@ class Drafter:
                 starts,
                 done[running].astype(np.int32),
                 batch.block_table[self.model.to_device(running)],
+                self._features_before(batch, requests, positions),
             )
             self.stats.counts["draft_rows"] += int(starts[-1])
             self.stats.counts["draft_forwards"] += 1
@@ -91,6 +103,13 @@ class Drafter:
             return drafted, None
         rows = [last_hidden[int(request)] for request in np.flatnonzero(drafted)]
         return drafted, torch.stack(rows)
+
+    def _features_before(self, batch: DraftBatch, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
+        """Hidden states that the target had before tokens of requests."""
+        if self.features is None:
+            return None
+        before = slots_of(batch.block_table, requests, np.maximum(positions - 1, 0), batch.block_size)
+        return self.features.read(before, self.model.to_device(positions == 0))
 
     def grow(
         self,
@@ -126,6 +145,7 @@ class Drafter:
         deepest = np.minimum(max_depth, self.max_positions - length)
         merge_ngram = np.where(trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
         hidden = root_hidden
+        self.lines[np.flatnonzero(drafted), 0] = np.arange(len(hidden))
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.copy()
             probs, tokens = self.model.candidates(hidden, config.top_k)
@@ -153,9 +173,17 @@ class Drafter:
             chances = self.planner.calibration.value(NATIVE, depth, survival) * trust[rows, NATIVE]
             if not self.planner.wants_level(np.minimum(chances, 1.0)):
                 break
-            hidden = self._run_level(graphs, slots, frontier, frontier_len, length, block_rows, batch.block_size)
+            features = None
+            if self.features is not None:  # below the root they are the draft's own
+                features = hidden[self.model.to_device(self.lines[rows, graphs.parent[rows, nodes]])]
+                self.lines[rows, nodes] = np.arange(len(nodes))
+            hidden = self._run_level(
+                graphs, slots, frontier, frontier_len, length, block_rows, batch.block_size, features
+            )
 
-    def _run_level(self, graphs, slots, frontier, frontier_len, length, block_rows, block_size) -> torch.Tensor:
+    def _run_level(
+        self, graphs, slots, frontier, frontier_len, length, block_rows, block_size, features
+    ) -> torch.Tensor:
         """One draft forward over the frontier nodes of all requests; returns hidden states [rows, hidden]."""
         num_rows = int(frontier_len.sum())
         token = np.empty(num_rows, np.int64)
@@ -180,7 +208,7 @@ class Drafter:
         self.stats.counts["draft_nodes"] += num_rows
         self.stats.counts["draft_forwards"] += 1
         flat_slots = slots_of(block_rows, request_of_row, base + slot, block_size)
-        return self.model.run_level(token, tree, flat_slots)
+        return self.model.run_level(token, tree, flat_slots, features)
 
 
 def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:

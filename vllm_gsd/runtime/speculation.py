@@ -16,6 +16,7 @@ from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_tree import NO_NODES, DraftTree
 from vllm_gsd.runtime.drafting import Drafter
+from vllm_gsd.runtime.features import Features
 from vllm_gsd.runtime.grammar import ProposedTree
 from vllm_gsd.runtime.requests import fallback_reason
 from vllm_gsd.runtime.shared_suffixes import SharedSuffixes
@@ -78,7 +79,7 @@ class Speculation:
     def load_model(self, target_model: Any = None) -> None:
         """Load the draft model (after the target is loaded)."""
         if self.drafter is not None:
-            self.drafter.model.load()
+            self.drafter.model.load(target_model)
 
     @property
     def layer_names(self) -> list[str]:
@@ -97,6 +98,12 @@ class Speculation:
         compile_core()
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
+            self.drafter.prepare(kv_cache_config.num_blocks, block_size)
+
+    @property
+    def features(self) -> Features | None:
+        """Where the target's hidden states are kept, if the draft reads them."""
+        return None if self.drafter is None else self.drafter.features
 
     # --- between steps ----------------------------------------------------------------------------
 

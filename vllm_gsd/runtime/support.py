@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
+from vllm_gsd.draft_check import reads_features
 
 
 def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
@@ -60,6 +61,13 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
         )
     target = vllm_config.model_config
     check_draft_model(config, target.get_vocab_size(), target.model)
+    tp = config.draft_tensor_parallel_size
+    if config.model is not None and reads_features(config.model):
+        if tp not in (None, vllm_config.parallel_config.tensor_parallel_size):
+            raise GSDConfigError(
+                f'gsd does not support "draft_tensor_parallel_size" {tp} of a draft of EAGLE\'s kind, which shares the '
+                "target's embedding; leave it out."
+            )
 
 
 def _unsupported(vllm_config: VllmConfig, config: GSDConfig):

@@ -97,7 +97,12 @@ class GraphModelRunner(CPUModelRunner):
             return super().execute_model(*args, **kwargs)
 
     def sample_tokens(self, grammar_output):
-        """See upstream; sends the step's statistics along with its output."""
+        """See upstream; keeps hidden states for the draft, and sends the step's statistics along with its output."""
+        state, features = self.execute_model_state, self.drafter.features
+        if state is not None and features is not None:
+            count = state.scheduler_output.total_num_scheduled_tokens
+            slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
+            features.write(slots.long(), state.hidden_states[:count])
         output = super().sample_tokens(grammar_output)
         setattr(output, OUTPUT_ATTRIBUTE, self.drafter.stats.take())
         return output
@@ -152,7 +157,10 @@ class GraphModelRunner(CPUModelRunner):
                     sources.append(slots[first + place])
                     destinations.append(slots[first + depth])
         if sources:
-            self.target_kv.move(torch.tensor(sources, dtype=torch.int64), torch.tensor(destinations, dtype=torch.int64))
+            moves = torch.tensor(sources, dtype=torch.int64), torch.tensor(destinations, dtype=torch.int64)
+            self.target_kv.move(*moves)
+            if self.drafter.features is not None:
+                self.drafter.features.move(*moves)
 
     def _input_fits_in_drafter(self, common_attn_metadata) -> bool:
         # Upstream gives up drafting for the whole batch when one request nears max_model_len;

@@ -150,10 +150,18 @@ class DeviceDrafting:
         mask = one_bit(place, words).cumsum(0)  # a row attends those before it and itself
         mask = torch.where(real[:, :, None], mask, 0)
         tokens = batch.texts.gather(1, positions)
-        hidden = self._run(drafter.model, batch, tokens, positions, positions, real, mask, batch.done)
+        features = self._features_before(batch, drafter, positions)
+        hidden = self._run(drafter.model, batch, tokens, positions, positions, real, mask, batch.done, features)
         last = (fresh - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
         batch.done.add_(fresh)
         return (fresh > 0) & (batch.done == batch.length), hidden.gather(1, last).squeeze(1)
+
+    def _features_before(self, batch: _Batch, drafter: Drafter, positions: torch.Tensor) -> torch.Tensor | None:
+        """Hidden states that the target had before tokens at positions, [num_requests, width]."""
+        if drafter.features is None:
+            return None
+        slots = _flat_slots(batch, (positions - 1).clamp(min=0))
+        return drafter.features.read(slots.flatten(), (positions == 0).flatten())
 
     def _grow(
         self, graphs: DeviceGraphs, batch: _Batch, drafter: Drafter, drafted: torch.Tensor, hidden: torch.Tensor
@@ -168,6 +176,8 @@ class DeviceDrafting:
         deepest = torch.minimum(batch.max_depth, drafter.max_positions - batch.length)
         num_nodes = torch.full_like(batch.length, self.num_places)
         merge_ngram = torch.where(batch.trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
+        # Which row of the level that ran it a node had; the root's is the first.
+        lines = torch.zeros((count, graphs.capacity + 1), dtype=torch.int64, device=self.device)
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.clone()
             probs, tokens = drafter.model.most_probable(hidden, config.top_k)
@@ -192,27 +202,37 @@ class DeviceDrafting:
             frontier, frontier_len = next_frontier(graphs, first_new, num_nodes, room_now, config.theta_prob, width)
             rows = level_rows(graphs, used, masks, frontier, frontier_len)
             self.counts[3] += frontier_len.sum()
+            features = None
+            if drafter.features is not None:  # below the root they are the draft's own
+                line = lines.gather(1, graphs.parent.gather(1, frontier).long().clamp(min=0))
+                width_before = hidden.numel() // (count * hidden.shape[-1])
+                above = hidden.view(count, width_before, -1)
+                features = above.gather(1, line[:, :, None].expand(-1, -1, above.shape[2])).flatten(0, 1)
+                node = torch.where(rows.real, frontier, graphs.capacity)
+                lines.scatter_(1, node, torch.arange(frontier.shape[1], device=self.device).expand_as(frontier))
             base = batch.length[:, None]
             positions = (base - 1 + rows.depth).clamp(max=drafter.max_positions - 1)
             slots = base + rows.slot
             hidden = self._run(
-                drafter.model, batch, rows.token, positions, slots, rows.real, rows.mask, batch.length
+                drafter.model, batch, rows.token, positions, slots, rows.real, rows.mask, batch.length, features
             ).flatten(0, 1)
 
-    def _run(self, model: DraftModel, batch: _Batch, tokens, positions, slots, real, mask, prefix) -> torch.Tensor:
+    def _run(
+        self, model: DraftModel, batch: _Batch, tokens, positions, slots, real, mask, prefix, features
+    ) -> torch.Tensor:
         """One forward of the draft over as many rows of each request.
 
         Args:
             tokens, positions, slots, real: [num_requests, width], KV slots counted per request; rows that are not real
                 leave nothing behind. mask: int64 [num_requests, width, words], KV behind the prefix that each attends.
             prefix: int64 [num_requests], tokens that all rows of a request attend.
+            features: of ``DraftModel.run_rows``.
 
         Returns:
             hidden states [num_requests, width, hidden].
         """
         count, width = tokens.shape
-        blocks = batch.block_table.gather(1, (slots // batch.block_size).clamp(max=batch.block_table.shape[1] - 1))
-        flat_slots = torch.where(real, blocks.long() * batch.block_size + slots % batch.block_size, -1)
+        flat_slots = torch.where(real, _flat_slots(batch, slots), -1)
         tree = TreeRows(
             query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=self.device) * width,
             # Who has no row reads nothing: its blocks may not be there yet.
@@ -226,7 +246,8 @@ class DeviceDrafting:
         assert self.drafter is not None
         self.drafter.stats.counts["draft_rows"] += count * width
         self.drafter.stats.counts["draft_forwards"] += 1
-        return model.run_rows(tokens.flatten().int(), flat_slots.flatten(), tree).view(count, width, -1)
+        hidden = model.run_rows(tokens.flatten().int(), flat_slots.flatten(), tree, features)
+        return hidden.view(count, width, -1)
 
     # --- the text itself --------------------------------------------------------------------------
 
@@ -238,3 +259,9 @@ class DeviceDrafting:
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _flat_slots(batch: _Batch, slots: torch.Tensor) -> torch.Tensor:
+    """Physical KV slots, int64, of slots counted per request, [num_requests, width]."""
+    blocks = batch.block_table.gather(1, (slots // batch.block_size).clamp(max=batch.block_table.shape[1] - 1))
+    return blocks.long() * batch.block_size + slots % batch.block_size

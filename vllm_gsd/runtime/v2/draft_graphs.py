@@ -9,6 +9,8 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, has_compiled_submodule
 
+from vllm_gsd.runtime.draft_model import DraftModel
+
 
 class DraftGraphs(CudaGraphManager):
     """Graphs of the draft for the numbers of rows that the target's are captured for.
@@ -31,10 +33,14 @@ class DraftGraphs(CudaGraphManager):
         self.slots = torch.full((size,), PAD_SLOT_ID, dtype=torch.int64, device=device)
 
     @staticmethod
-    def possible(cudagraph_mode: CUDAGraphMode, model: torch.nn.Module) -> bool:
-        """Whether an engine of this mode can replay parts of this draft."""
-        breakable = is_breakable_cudagraph_enabled()
-        return cudagraph_mode.has_piecewise_cudagraphs() and (breakable or has_compiled_submodule(model))
+    def possible(cudagraph_mode: CUDAGraphMode, draft: DraftModel) -> bool:
+        """Whether an engine of this mode can replay parts of this draft; those that read hidden states run as they are."""
+        breakable, model = is_breakable_cudagraph_enabled(), draft.model
+        return (
+            not draft.reads_features
+            and cudagraph_mode.has_piecewise_cudagraphs()
+            and (breakable or has_compiled_submodule(model))
+        )
 
     @property
     def num_sizes(self) -> int:

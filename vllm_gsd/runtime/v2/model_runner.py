@@ -44,7 +44,7 @@ class GraphModelRunner(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target, then the draft, and put our sampler and attention rows into their places."""
         super().load_model(*args, **kwargs)
-        self.speculation.load_model()
+        self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
         self.model_state.prepare_attn = self._with_tree_rows(self.model_state.prepare_attn)
 
@@ -151,7 +151,13 @@ class GraphModelRunner(GPUModelRunner):
         return size
 
     def sample(self, hidden_states, input_batch, grammar_output):
-        """See upstream; then the target's KV is put in order, and the speculator told what was sampled."""
+        """See upstream; then the target's KV is put in order, and the speculator told what was sampled.
+
+        Hidden states are kept where the draft reads them.
+        """
+        if self.speculation.features is not None:
+            count = input_batch.num_tokens
+            self.speculation.features.write(self.slot_mapping[:count].long(), hidden_states[:count])
         with self.speculation.stats.timed("walk_seconds"):
             result = super().sample(hidden_states, input_batch, grammar_output)
         step, paths = self.step, self.rejection_sampler.paths
@@ -168,7 +174,10 @@ class GraphModelRunner(GPUModelRunner):
     def _compact(self, step: DeviceStep, places: torch.Tensor) -> None:
         """Move the target KV of accepted nodes to the slots plain decoding would have used."""
         if step.num_tree_requests:
-            self.target_kv.move(*step.moves(places, self.slot_mapping))
+            moves = step.moves(places, self.slot_mapping)
+            self.target_kv.move(*moves)
+            if self.speculation.features is not None:
+                self.speculation.features.move(*moves)
 
     def sample_tokens(self, grammar_output):
         """See upstream; sends the step's statistics along with its output."""

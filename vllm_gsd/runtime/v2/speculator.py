@@ -104,7 +104,7 @@ class GraphSpeculator(BaseSpeculator):
         """Prepare CUDA graphs of the draft's forward."""
         drafter = self.speculation.drafter
         self.draft_graphs = None
-        if drafter is not None and DraftGraphs.possible(cudagraph_mode, drafter.model.model):
+        if drafter is not None and DraftGraphs.possible(cudagraph_mode, drafter.model):
             arguments = drafter.model.model, drafter.model.layer_names, self.speculation.stats
             self.draft_graphs = DraftGraphs(drafter.model.vllm_config, self.device, *arguments)
             # Upstream lets go of those it has captured to see what memory they need.
