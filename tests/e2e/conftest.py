@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pa
 
 from engine_process import Engine, draft_every_level
 from text_pair import build_text_pair
+from tiny_eagle import build_tiny_eagle
 from tiny_pair import VOCAB_SIZE, build_tiny_pair
 
 
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items):
 def tiny_pair(tmp_path_factory):
     """A tiny random target and its draft; see ``tiny_pair.TinyPair``."""
     return build_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle(tiny_pair, tmp_path_factory):
+    """A draft of EAGLE's kind for the tiny target."""
+    return build_tiny_eagle(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle") / "work", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,7 @@ import pytest
 import torch
 from engine_probes import forget_prefixes, hidden_states_kept
 from engine_process import run
-from tiny_eagle import build_tiny_eagle, chain_steps, load_exact
-from tiny_pair import VOCAB_SIZE
+from tiny_eagle import chain_steps, load_exact
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 OFF = {"extra_args": {"gsd": False}}
@@ -16,11 +15,6 @@ CONFIGS = {
     "chain": {"sources": ["draft"], "top_k": 1, "max_depth": 2, "num_speculative_tokens": 2},
     "trimmed": {"draft_vocab_size": 200, "max_depth": 4},
 }
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_pair, tmp_path_factory):
-    return build_tiny_eagle(tiny_pair.target, tmp_path_factory.mktemp("eagle") / "work", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +37,8 @@ def expected(plain, prompts, short):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_equals_plain_vllm(start_engine, draft, prompts, short, expected, config):
-    engine = start_engine({"model": str(draft), **CONFIGS[config]}, **ENGINE)
+def test_equals_plain_vllm(start_engine, tiny_eagle, prompts, short, expected, config):
+    engine = start_engine({"model": str(tiny_eagle), **CONFIGS[config]}, **ENGINE)
     assert run(engine, prompts, GREEDY) == expected[0]
     assert run(engine, short, SEEDED) == expected[1]
     assert [run(engine, [prompt], GREEDY)[0] for prompt in prompts[:3]] == expected[0][:3]
@@ -58,13 +52,13 @@ def accepted_by(engine, prompts, params=GREEDY):
     return tokens, tuple(int(after[name] - before[name]) for name in names)
 
 
-def test_chains_are_those_of_the_student(start_engine, draft, tiny_pair, prompts):
+def test_chains_are_those_of_the_student(start_engine, tiny_eagle, tiny_pair, prompts):
     """Steps and accepted drafts, counted by the student of the training code over the target of ``transformers``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
-    student = load_exact(draft, tiny_pair.target)
-    engine = start_engine({"model": str(draft), **CONFIGS["chain"]}, **ENGINE)
+    student = load_exact(tiny_eagle, tiny_pair.target)
+    engine = start_engine({"model": str(tiny_eagle), **CONFIGS["chain"]}, **ENGINE)
     engine.call(forget_prefixes)
     tokens, found = accepted_by(engine, prompts)
     ways = [
@@ -75,11 +69,11 @@ def test_chains_are_those_of_the_student(start_engine, draft, tiny_pair, prompts
     assert found == pytest.approx((steps, accepted), rel=0.02)  # a near tie may fall either way
 
 
-def test_cached_prefixes_keep_their_hidden_states(start_engine, draft, prompts):
-    engine = start_engine({"model": str(draft), **CONFIGS["chain"]}, **ENGINE)
+def test_cached_prefixes_keep_their_hidden_states(start_engine, tiny_eagle, prompts):
+    engine = start_engine({"model": str(tiny_eagle), **CONFIGS["chain"]}, **ENGINE)
     engine.call(forget_prefixes)
     _, cold = accepted_by(engine, prompts)
-    _, warm = accepted_by(engine, prompts)  # of the draft, too
+    _, warm = accepted_by(engine, prompts)  # the draft's own too
     engine.call(forget_prefixes)
     run(engine, prompts, {**GREEDY, **OFF, "max_tokens": 1})
     _, caught_up = accepted_by(engine, prompts)  # of the target only: the draft catches up on them
@@ -87,12 +81,12 @@ def test_cached_prefixes_keep_their_hidden_states(start_engine, draft, prompts):
     assert caught_up == pytest.approx(cold, rel=0.02)
 
 
-def test_hidden_states_lie_where_plain_decoding_would_have_them(start_engine, draft, tiny_pair, prompts):
+def test_hidden_states_lie_where_plain_decoding_would_have_them(start_engine, tiny_eagle, tiny_pair, prompts):
     """After graphs were accepted: those of ``transformers``, token for token."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
-    engine = start_engine({"model": str(draft)}, **ENGINE)
+    engine = start_engine({"model": str(tiny_eagle)}, **ENGINE)
     engine.call(forget_prefixes)
     before = engine.metrics()["gsd_kv_rows_moved"]
     tokens, kept = engine.call(hidden_states_kept, prompts[0], GREEDY["max_tokens"])

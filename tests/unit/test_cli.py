@@ -27,7 +27,7 @@ def test_models_json_is_all_there_is_on_stdout():
     assert done.returncode == 0
     paths = json.loads(done.stdout)
     assert done.stdout == json.dumps(paths) + "\n"
-    assert list(paths) == ["target", "draft"]
+    assert list(paths) == ["target", "draft", "draft_model"]
     for path in paths.values():
         assert Path(path, "config.json").is_file()
         assert Path(path, "model.safetensors").is_file()
@@ -37,7 +37,7 @@ def test_models_json_is_all_there_is_on_stdout():
 def test_models_as_a_table():
     done = run("models", COLUMNS="300")
     assert done.returncode == 0
-    for word in ("target", "draft", "draft-smollm2-11m"):
+    for word in ("target", "draft-smollm2-eagle", "draft-smollm2-11m"):
         assert word in done.stdout
 
 

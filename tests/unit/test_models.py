@@ -11,7 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_gsd import models
-from vllm_gsd.models import DRAFT, ModelsError, built_in_pair, convert, hf_name, is_complete, unpermute_rope
+from vllm_gsd.eagle_folder import is_eagle
+from vllm_gsd.models import (
+    DRAFT,
+    DRAFT_MODEL,
+    ModelsError,
+    built_in_pair,
+    convert,
+    hf_name,
+    is_complete,
+    unpermute_rope,
+)
 
 gguf = pytest.importorskip("gguf")
 
@@ -204,7 +214,7 @@ def tiny_package(tiny, monkeypatch):
     """The built-in pair made tiny, to try what happens around the conversion."""
     _, file, tokenizer, _ = tiny
     monkeypatch.setattr(models, "find_gguf", lambda: file)
-    monkeypatch.setattr(models, "DRAFT", tokenizer)
+    monkeypatch.setattr(models, "DRAFT_MODEL", tokenizer)
 
 
 def test_converts_once(tiny_package, tmp_path, monkeypatch):
@@ -284,7 +294,8 @@ def pair():
 
 
 def test_real_configs(pair):
-    target, draft = (json.loads((folder / "config.json").read_text()) for folder in (pair.target, pair.draft))
+    folders = pair.target, pair.draft, pair.draft_model
+    target, draft, draft_model = (json.loads((folder / "config.json").read_text()) for folder in folders)
     expected = {
         "num_hidden_layers": 30,
         "hidden_size": 576,
@@ -300,10 +311,14 @@ def test_real_configs(pair):
         "eos_token_id": 2,
     }
     assert {key: target[key] for key in expected} == expected
-    assert draft["vocab_size"] == target["vocab_size"]
-    tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (pair.target, pair.draft)]
+    assert draft["vocab_size"] == draft_model["vocab_size"] == target["vocab_size"]
+    assert draft["hidden_size"] == target["hidden_size"]
+    assert is_eagle(pair.draft) and not is_eagle(pair.draft_model)
+    tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (pair.target, pair.draft_model)]
     assert tokenizers[0] == tokenizers[1]
-    assert pair.draft == DRAFT
+    assert (pair.draft, pair.draft_model) == (DRAFT, DRAFT_MODEL)
+    for folder in folders[1:]:
+        assert sum(file.stat().st_size for file in folder.iterdir()) < 30e6
 
 
 def test_real_weights_equal_those_transformers_reads_from_the_gguf(pair):

@@ -6,7 +6,9 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-METHODS = ("plain", "draft_model", "ngram", "suffix", "gsd", "gsd-tree", "gsd-chain")
+from vllm_gsd.draft_check import reads_features
+
+METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd", "gsd-tree", "gsd-chain")
 MODES = ("eager", "compiled")
 # What makes the graph a tree, and a chain, as far as its config can say.
 AS_TREE = {"merge_ngram": 0}
@@ -17,6 +19,22 @@ NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 class BenchError(ValueError):
     """The comparison cannot be made as asked; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Folders of the drafts that methods use; each may be missing."""
+
+    own: str | None  # the graph's
+    chain: str | None  # a language model, for vLLM's draft_model
+    eagle: str | None  # one that reads the target's hidden states, for vLLM's eagle
+
+    @classmethod
+    def of(cls, own: str | None, language_model: str | None = None) -> Drafts:
+        """Those of the graph's draft; ``language_model``: for vLLM's draft_model where the graph's is none."""
+        if own is None or not reads_features(own):
+            return cls(own, own, None)
+        return cls(own, language_model, own)
 
 
 @dataclass(frozen=True)
@@ -35,12 +53,11 @@ class Setting:
 
 
 def settings_of(
-    method: str, *, draft: str | None, gsd: dict[str, Any], lengths: list[int], modes: list[str]
+    method: str, *, drafts: Drafts, gsd: dict[str, Any], lengths: list[int], modes: list[str]
 ) -> list[Setting]:
     """The settings among which a method's best one is looked for.
 
     Args:
-        draft: the draft model's folder.
         gsd: keys of gsd.json for all of our own forms.
         lengths: numbers of speculative tokens to try for vLLM's chains.
         modes: of MODES.
@@ -51,21 +68,23 @@ def settings_of(
     if method not in METHODS:
         raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
     configs: dict[str, dict[str, Any] | None] = {"": None}
-    if method in ("draft_model", "ngram"):
-        more = {"model": draft} if method == "draft_model" else NGRAM
+    more = {"draft_model": {"model": drafts.chain}, "eagle": {"model": drafts.eagle}, "ngram": NGRAM}.get(method)
+    if more is not None:
         configs = {f"K={k}": {"method": method, "num_speculative_tokens": k, **more} for k in lengths}
     elif method == "suffix":
         configs = {"": {"method": "suffix"}}
     elif method != "plain":
         form = {"gsd": {}, "gsd-tree": AS_TREE, "gsd-chain": AS_CHAIN}[method]
-        configs = {"": {"method": "gsd", "model": draft, **gsd, **form}}
+        configs = {"": {"method": "gsd", "model": drafts.own, **gsd, **form}}
     return [Setting(method, detail, config, mode == "compiled") for detail, config in configs.items() for mode in modes]
 
 
-def missing_for(method: str, draft: str | None) -> str | None:
+def missing_for(method: str, drafts: Drafts) -> str | None:
     """Why a method cannot run here, None if it can."""
-    if method == "draft_model" and draft is None:
-        return "needs a draft model"
+    if method == "draft_model" and drafts.chain is None:
+        return "needs a draft that is a language model"
+    if method == "eagle" and drafts.eagle is None:
+        return "needs a draft of EAGLE's kind"
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         return "needs the package arctic-inference"
     return None

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from vllm_gsd.bench.analyses import analyse, num_runs
-from vllm_gsd.bench.methods import BenchError, missing_for, settings_of
+from vllm_gsd.bench.methods import BenchError, Drafts, missing_for, settings_of
 from vllm_gsd.bench.report import make_report
 from vllm_gsd.bench.turns import Work, choose, take_turns
 
@@ -24,7 +24,7 @@ class Plan:
     methods: list[str]
     modes: list[str]
     lengths: list[int]
-    draft: str | None
+    drafts: Drafts
     gsd: dict[str, Any]
     analyses: bool
 
@@ -38,15 +38,15 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
     Raises:
         BenchError: with one sentence.
     """
-    skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.draft))}
+    skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.drafts))}
     candidates = {
-        method: settings_of(method, draft=plan.draft, gsd=plan.gsd, lengths=plan.lengths, modes=plan.modes)
+        method: settings_of(method, drafts=plan.drafts, gsd=plan.gsd, lengths=plan.lengths, modes=plan.modes)
         for method in plan.methods
         if method not in skipped
     }
     if not candidates:
         raise BenchError(f"None of {', '.join(plan.methods)} can run: {'; '.join(skipped.values())}.")
-    if plan.analyses and plan.draft is None:
+    if plan.analyses and plan.drafts.own is None:
         raise BenchError("--analyses needs a draft model.")
     out.mkdir(parents=True, exist_ok=True)
     choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
@@ -57,8 +57,8 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
         report = {"settings": settings, **make_report(chosen, runs, work, skipped)}
         _write(report, out)
         if plan.analyses:
-            assert plan.draft is not None
-            report["analyses"] = analyse(plan.draft, plan.gsd, plan.modes[-1] == "compiled", work, tick)
+            assert plan.drafts.own is not None
+            report["analyses"] = analyse(plan.drafts.own, plan.gsd, plan.modes[-1] == "compiled", work, tick)
             _write(report, out)
     from vllm_gsd.bench.plots import draw
 

@@ -19,9 +19,13 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder for bench.json, PNG files and index.html.")] = Path("out/bench"),
     target: Annotated[Path | None, typer.Option(help="Folder of the target; the built-in pair's without.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Folder of the draft; the built-in one for its target.")] = None,
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(help="Draft for vLLM's draft_model where --draft is no language model; the built-in one without."),
+    ] = None,
     methods: Annotated[
         str, typer.Option(help="Comma-separated; plain is what ratios are to.")
-    ] = "plain,draft_model,ngram,suffix,gsd,gsd-tree,gsd-chain",
+    ] = "plain,draft_model,eagle,ngram,suffix,gsd,gsd-tree,gsd-chain",
     modes: Annotated[
         str, typer.Option(help="eager, compiled, or both: then the better one counts.")
     ] = "eager,compiled",
@@ -43,7 +47,7 @@ def bench(
     ] = False,
 ) -> None:
     """Compare the graph with plain vLLM and its drafters, taking turns, each at its best setting."""
-    from vllm_gsd.bench.methods import MODES, BenchError
+    from vllm_gsd.bench.methods import MODES, BenchError, Drafts
     from vllm_gsd.bench.turns import Work
     from vllm_gsd.prompt_file import PromptsError, read_requests, thinned
 
@@ -55,7 +59,7 @@ def bench(
     chosen_modes = modes.split(",")
     if wrong := [mode for mode in chosen_modes if mode not in MODES]:
         fail(f'--modes has "{wrong[0]}", but must be of {", ".join(MODES)}.')
-    pair = _pair(target, draft)
+    pair = _pair(target, draft, draft_model)
     work_args: dict[str, Any] = {
         "model": pair[0],
         "dtype": dtype,
@@ -79,7 +83,7 @@ def bench(
             methods=methods.split(","),
             modes=chosen_modes,
             lengths=_numbers(chain_lengths, "--chain-lengths"),
-            draft=pair[1],
+            drafts=Drafts.of(pair[1], pair[2]),
             gsd=_object(gsd, "--gsd"),
             analyses=analyses,
         )
@@ -103,16 +107,17 @@ def bench(
     typer.echo(json.dumps({"report": str(out / "bench.json"), "page": str(out / "index.html")}))
 
 
-def _pair(target: Path | None, draft: Path | None) -> tuple[str, str | None]:
+def _pair(target: Path | None, draft: Path | None, other: Path | None) -> tuple[str, str | None, str | None]:
+    """Folders of the target, of the draft, and of one that is a language model."""
     if target is not None:
-        return str(target), None if draft is None else str(draft)
+        return str(target), draft and str(draft), other and str(other)
     from vllm_gsd.models import ModelsError, built_in_pair
 
     try:
         pair = built_in_pair()
     except ModelsError as error:
         fail(str(error))
-    return str(pair.target), str(draft or pair.draft)
+    return str(pair.target), str(draft or pair.draft), str(other or pair.draft_model)
 
 
 def _numbers(text: str, option: str) -> list[int]:

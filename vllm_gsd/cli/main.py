@@ -41,7 +41,7 @@ def models(
         pair = built_in_pair(cache_dir)
     except ModelsError as error:
         fail(str(error))
-    paths = {"target": str(pair.target), "draft": str(pair.draft)}
+    paths = {"target": str(pair.target), "draft": str(pair.draft), "draft_model": str(pair.draft_model)}
     if as_json:
         typer.echo(json.dumps(paths))
         return

@@ -55,11 +55,14 @@ def shard_path(folder: Path, name: str, number: int) -> Path:
 
 
 def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
-    """Requests that the target makes up itself, going on where its chat template lets a user begin (Magpie, Xu et al.
-    2024); fewer than ``count`` if it hardly ends any, none without a chat template. Kept in ``file``.
+    """Requests that the target makes up itself, going on where its chat template lets a user begin (Magpie, Xu 2024).
 
     Args:
         llm: as of ``answer``.
+        file: where they are kept.
+
+    Returns:
+        ``count`` chats; fewer if the target hardly ends a request, none if it has no chat template.
     """
     if file.exists():
         return json.loads(file.read_text("utf-8"))

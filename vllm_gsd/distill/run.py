@@ -261,11 +261,11 @@ def _finish(options: Options, work: Path, out: Path, training: Dataset, results:
     chosen = choose_draft_vocab(read_draft_vocab(trained), config["vocab_size"], None)
     vocab_size = config["vocab_size"] if chosen is None else len(chosen)
     total, read = count_parameters(trained, vocab_size)
-    made_of = (
-        "one layer on the target's hidden states, in EAGLE's format"
-        if options.eagle
-        else f"{config['num_hidden_layers']} layers of width {config['hidden_size']}, on the target's projected embedding"
-    )
+    made_of = f"{config['num_hidden_layers']} layers of width {config['hidden_size']}"
+    if options.eagle:
+        made_of = "one layer on the target's hidden states, in EAGLE's format; embedding and LM head are the target's"
+    elif options.init is None and not options.layers:
+        made_of += ", on the target's projected embedding"
     if options.layers:
         made_of = f"the target's layers {', '.join(map(str, options.layers))}"
     elif options.init is not None:

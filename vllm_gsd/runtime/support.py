@@ -62,12 +62,12 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
     target = vllm_config.model_config
     check_draft_model(config, target.get_vocab_size(), target.model)
     tp = config.draft_tensor_parallel_size
-    if config.model is not None and reads_features(config.model):
-        if tp not in (None, vllm_config.parallel_config.tensor_parallel_size):
-            raise GSDConfigError(
-                f'gsd does not support "draft_tensor_parallel_size" {tp} of a draft of EAGLE\'s kind, which shares the '
-                "target's embedding; leave it out."
-            )
+    shares = config.model is not None and reads_features(config.model)
+    if shares and tp not in (None, vllm_config.parallel_config.tensor_parallel_size):
+        raise GSDConfigError(
+            f'gsd does not support "draft_tensor_parallel_size" {tp} of a draft of EAGLE\'s kind, which shares the '
+            "target's embedding; leave it out."
+        )
 
 
 def _unsupported(vllm_config: VllmConfig, config: GSDConfig):

@@ -75,6 +75,20 @@ def test_equals_plain_v2(start_v2, four_prompts, expected, workload):
     assert counts["gsd_kv_rows_moved"] > 0
 
 
+def test_a_draft_that_reads_hidden_states(start_engine, start_v2, tiny_eagle, four_prompts, expected, v2_options):
+    """One of EAGLE's kind: the same graphs on both runners, grown on the device."""
+    config = {**GSD, "model": str(tiny_eagle), "sources": ["draft"]}
+    engines = start_engine(config, **v2_options), start_v2(config)
+    found = []
+    for engine in engines:
+        before = counts_of(engine)
+        assert run(engine, four_prompts, GREEDY) == expected["greedy"][1]
+        found.append({name: value - before[name] for name, value in counts_of(engine).items()})
+    assert found[0] == found[1]
+    assert found[0]["gsd_nodes_accepted_native"] > 5
+    assert run(engines[1], four_prompts, SEEDED) == expected["seeded"][1]
+
+
 READS = [*map(methodcaller, ("cpu", "tolist", "numpy", "nonzero")), any, max, lambda values: values[values > 0]]
 
 

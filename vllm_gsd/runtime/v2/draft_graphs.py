@@ -34,7 +34,7 @@ class DraftGraphs(CudaGraphManager):
 
     @staticmethod
     def possible(cudagraph_mode: CUDAGraphMode, draft: DraftModel) -> bool:
-        """Whether an engine of this mode can replay parts of this draft; those that read hidden states run as they are."""
+        """Whether an engine of this mode can replay parts of this draft: of none that reads hidden states yet."""
         breakable, model = is_breakable_cudagraph_enabled(), draft.model
         return (
             not draft.reads_features
