@@ -153,6 +153,15 @@ def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
     assert sum(not drafted for drafted, _ in steps) == 4
 
 
+def test_prompts_go_through_the_draft_where_drafts_would_pay():
+    planner = new_planner()
+    planner.begin(1, 0)
+    assert planner.drafts_pay()
+    planner.begin(64, 0)
+    assert not planner.drafts_pay()
+    assert new_planner(None).drafts_pay()
+
+
 def test_a_full_batch_is_tried_with_few_requests():
     planner = new_planner()
     steps = [step(planner, 64, np.full(3, 0.3)) for _ in range(4 * PROBE_EVERY)]

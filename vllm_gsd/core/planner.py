@@ -62,6 +62,16 @@ class Planner:
 
     # --- before drafting --------------------------------------------------------------------------
 
+    def drafts_pay(self) -> bool:
+        """Whether drafting for all requests of the batch would pay, as far as known by now: prompts ask."""
+        return self.costs is None or self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate()
+
+    def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
+        """Tokens per millisecond with drafts; arguments as of ``wants_drafts``."""
+        worth = np.repeat(left * self.worth, num_drafted)
+        drafts_ms = self.overhead.draft + self.drafts_ms(num_drafted * self.levels, self.level_share)
+        return self._rate(np.concatenate([found, worth]), drafts_ms)
+
     def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
         """Whether to draft at all; if ``probing``, only for a few requests.
 
@@ -72,10 +82,8 @@ class Planner:
         """
         if self.costs is None:
             return True
-        worth = np.repeat(left * self.worth, num_drafted)
-        drafts_ms = self.overhead.draft + self.drafts_ms(num_drafted * self.levels, self.level_share)
         without = max(self._plain_rate(), self._rate(found, 0.0))
-        self.drafting = self._rate(np.concatenate([found, worth]), drafts_ms) > without
+        self.drafting = self._drafts_rate(found, left, num_drafted) > without
         if self.drafting:
             self.resting = self.steps % PLAIN_EVERY == 0
             return not self.resting

@@ -182,8 +182,10 @@ class Speculation:
         if self.drafter is not None:
             assert self.draft_kv is not None
             drafting = self._choose_drafting(text, trees, num_requests)
-            # Prompts go through the draft along with the target, unless drafts don't pay for the time being.
-            due = np.where(speculates & (drafting | (~wanted & self.planner.drafting)), length, 0)
+            # Prompts go through the draft along with the target, unless drafts don't pay in so large a batch.
+            prompts = speculates & ~wanted
+            pays = bool(prompts.any()) and self.planner.drafts_pay()
+            due = np.where(drafting | (prompts & pays), length, 0)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
             if hidden is not None:
                 text = text if trees is not None else text._replace(requests=np.flatnonzero(drafted))
