@@ -8,8 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_gsd.runtime import trimmed_head
 from vllm_gsd.runtime.draft_model import DraftModel
 from vllm_gsd.runtime.drafting import slots_of
+from vllm_gsd.runtime.features import Features
 from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.device_step import DeviceStep, Proposals, empty_trees
 from vllm_gsd.runtime.v2.model_runner import GraphModelRunner
@@ -85,6 +87,7 @@ def test_what_is_moved():
     runner = SimpleNamespace(
         slot_mapping=common.slot_mapping,
         target_kv=SimpleNamespace(move=lambda *slots: moved.append(slots)),
+        speculation=SimpleNamespace(features=Features(64, 3, torch.float32, GPU)),
     )
     places = torch.zeros((3, step.deepest + 1), dtype=torch.int64, device=GPU)
     GraphModelRunner._compact(runner, step, places)
@@ -117,10 +120,21 @@ def test_draft_forwards(level):
         assert common.query_start_loc_cpu.device.type == "cpu"
 
 
-def test_candidates_of_a_trimmed_vocabulary():
+class PlainLinear:
+    """In place of vLLM's, which on this platform packs weights."""
+
+    def process_weights_after_loading(self, layer) -> None: ...
+
+    def apply(self, layer, hidden):
+        return torch.nn.functional.linear(hidden, layer.weight)
+
+
+def test_candidates_of_a_trimmed_vocabulary(monkeypatch):
+    monkeypatch.setattr(trimmed_head, "UnquantizedEmbeddingMethod", PlainLinear)
     draft = DraftModel.__new__(DraftModel)
-    draft.token_ids = torch.arange(10, 20).to(GPU)
-    draft.head = lambda hidden: hidden
+    draft.reads_features = False
+    draft.head = trimmed_head.TrimmedHead(torch.randn(50, 10).to(GPU), np.arange(10, 20), recent=3)
+    draft.head.see(np.array([3, 12, 40]))
     draft.model = SimpleNamespace(logits_processor=lambda head, logits: logits)
     probs, tokens = draft.most_probable(torch.zeros((3, 10), device=GPU), 4)
     assert probs.device == tokens.device == GPU and tokens.shape == (3, 4)

@@ -68,8 +68,12 @@ def settings_of(
     if method not in METHODS:
         raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
     configs: dict[str, dict[str, Any] | None] = {"": None}
-    more = {"draft_model": {"model": drafts.chain}, "eagle": {"model": drafts.eagle}, "ngram": NGRAM}.get(method)
-    if more is not None:
+    chains: dict[str, dict[str, Any]] = {
+        "draft_model": {"model": drafts.chain},
+        "eagle": {"model": drafts.eagle},
+        "ngram": NGRAM,
+    }
+    if (more := chains.get(method)) is not None:
         configs = {f"K={k}": {"method": method, "num_speculative_tokens": k, **more} for k in lengths}
     elif method == "suffix":
         configs = {"": {"method": "suffix"}}

@@ -110,7 +110,7 @@ def bench(
 def _pair(target: Path | None, draft: Path | None, other: Path | None) -> tuple[str, str | None, str | None]:
     """Folders of the target, of the draft, and of one that is a language model."""
     if target is not None:
-        return str(target), draft and str(draft), other and str(other)
+        return str(target), None if draft is None else str(draft), None if other is None else str(other)
     from vllm_gsd.models import ModelsError, built_in_pair
 
     try:

@@ -13,7 +13,6 @@ from vllm.config.utils import replace
 from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -23,6 +22,7 @@ from vllm_gsd.eagle_folder import is_eagle_config
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.runtime.trimmed_head import RECENT, TrimmedHead
 
 
 class DraftModel:
@@ -86,8 +86,9 @@ class DraftModel:
         if self.reads_features:
             share_ends(self.model, target_model)
         if self.token_ids is not None:
-            self.token_ids = self.token_ids.to(self.device)
-            self.head = TrimmedHead(_whole(self.model.lm_head)[self.token_ids].contiguous())
+            # Over ranks the whole head would have to be kept besides.
+            recent = RECENT if self.model.lm_head.tp_size == 1 else 0
+            self.head = TrimmedHead(_whole(self.model.lm_head), self.token_ids, recent)
             # What it does after the LM head (scale, soft cap) is the model's own business still.
             self.model.logits_processor.logits_as_input = True
 
@@ -214,28 +215,11 @@ class DraftModel:
 
     def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``candidates``, left where they are and this rank's own."""
-        if self.head is None or self.token_ids is None:
+        if self.head is None:
             return topk_softmax(self.model.compute_logits(hidden), k)
-        probs, places = topk_softmax(self.model.logits_processor(None, self.head(hidden)), k)
-        return probs, self.token_ids[places]
-
-
-class TrimmedHead(torch.nn.Module):
-    """Rows of an LM head, kept and multiplied as vLLM does its own: packed once on a CPU.
-
-    Args:
-        rows: [n, hidden].
-    """
-
-    def __init__(self, rows: torch.Tensor):
-        super().__init__()
-        self.weight = torch.nn.Parameter(rows, requires_grad=False)
-        self.method = UnquantizedEmbeddingMethod()
-        self.method.process_weights_after_loading(self)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, n] of hidden states [rows, hidden]."""
-        return self.method.apply(self, hidden)
+        logits = self.head.hide(self.model.logits_processor(None, self.head(hidden)))
+        probs, places = topk_softmax(logits, k)
+        return probs, self.head.ids[places]
 
 
 class _LevelMetadata:
@@ -280,11 +264,10 @@ def _whole(lm_head) -> torch.Tensor:
     return weight if lm_head.tp_size == 1 else parallel_state.get_tp_group().all_gather(weight, dim=0)
 
 
-def trimmed_vocab(model: ModelConfig, wanted: int | None) -> torch.Tensor | None:
+def trimmed_vocab(model: ModelConfig, wanted: int | None) -> np.ndarray | None:
     """Ascending token ids, int64, whose logits the draft computes; None for all."""
     stored = get_hf_file_to_dict(draft_vocab.FILE, model.model, model.revision)
-    chosen = draft_vocab.choose_draft_vocab(stored, model.get_vocab_size(), wanted)
-    return None if chosen is None else torch.from_numpy(chosen)
+    return draft_vocab.choose_draft_vocab(stored, model.get_vocab_size(), wanted)
 
 
 def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:

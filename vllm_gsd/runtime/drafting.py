@@ -83,8 +83,11 @@ class Drafter:
             requests = np.repeat(running, counts)
             positions = done[requests] + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
             done[running] += counts
+            tokens = batch.token_ids[batch.token_rows[requests], positions]
+            if self.model.head is not None:
+                self.model.head.see(tokens)
             hidden = self.model.run_causal(
-                batch.token_ids[batch.token_rows[requests], positions],
+                tokens,
                 positions,
                 slots_of(batch.block_table, requests, positions, batch.block_size),
                 starts,

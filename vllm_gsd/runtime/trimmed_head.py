@@ -1,0 +1,70 @@
+"""A draft's LM head that computes the frequent tokens, and those that texts have had lately.
+
+Texts repeat their own rare words: names, terms, a prompt's foreign language. The head's last rows are a ring of such
+tokens, so the frequent ones can be few.
+"""
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+# Rare tokens that are kept, of all requests together; who comes first leaves first.
+RECENT = 512
+
+
+class TrimmedHead(torch.nn.Module):
+    """Rows of an LM head; the frequent ones are multiplied as vLLM does its own: packed once on a CPU.
+
+    Args:
+        whole: [vocabulary, hidden], the LM head.
+        token_ids: int64 numpy [n], the frequent tokens.
+        recent: most rare tokens kept besides; 0 for none.
+    """
+
+    def __init__(self, whole: torch.Tensor, token_ids: np.ndarray, recent: int = RECENT):
+        super().__init__()
+        device = whole.device
+        frequent = torch.from_numpy(token_ids).to(device)
+        self.weight = torch.nn.Parameter(whole[frequent].contiguous(), requires_grad=False)
+        self.method = UnquantizedEmbeddingMethod()
+        self.method.process_weights_after_loading(self)
+        self.whole = whole if recent else None
+        self.rows = torch.zeros((recent, whole.shape[1]), dtype=whole.dtype, device=device)
+        # The token of each column; -1 where there is none yet.
+        self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
+        self.missing = self.ids < 0
+        self.kept = np.full(recent, -1)
+        self.known = np.zeros(len(whole), np.bool_)
+        self.known[token_ids] = True
+        self.next = 0
+
+    def see(self, tokens: np.ndarray) -> None:
+        """Texts have these tokens, int [n]."""
+        if self.whole is None:
+            return
+        rare = np.unique(tokens[~self.known[tokens]])[-len(self.kept) :]
+        if len(rare) == 0:
+            return
+        places = (self.next + np.arange(len(rare))) % len(self.kept)
+        self.next = int(places[-1]) + 1
+        left = self.kept[places]
+        self.known[left[left >= 0]] = False
+        self.known[rare] = True
+        self.kept[places] = rare
+        device = self.rows.device
+        slots, ids = torch.from_numpy(places).to(device), torch.from_numpy(rare.astype(np.int64)).to(device)
+        columns = slots + len(self.weight)
+        self.rows[slots] = self.whole[ids]
+        self.ids[columns] = ids
+        self.missing[columns] = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, columns] of hidden states [rows, hidden]; tokens of the columns are in ``ids``."""
+        logits = self.method.apply(self, hidden)
+        if self.whole is None:
+            return logits
+        return torch.cat([logits, torch.nn.functional.linear(hidden, self.rows)], dim=1)
+
+    def hide(self, logits: torch.Tensor) -> torch.Tensor:
+        """Make columns without a token impossible, in place."""
+        return logits if self.whole is None else logits.masked_fill_(self.missing, -torch.inf)
