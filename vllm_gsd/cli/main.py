@@ -66,15 +66,16 @@ def distill(
     minutes: Annotated[
         float | None, typer.Option(help="Time for all of it; fewer answers and steps where short.")
     ] = None,
-    params: Annotated[int | None, typer.Option(help="Most parameters of the draft.")] = None,
+    params: Annotated[int | None, typer.Option(help="Make a language model of at most so many parameters.")] = None,
     cost: Annotated[
-        float | None, typer.Option(help="Most it may read a level, as a share of the target. [0.04]")
+        float | None, typer.Option(help="Most it may read a level, as a share of the target.")
     ] = None,
     layers: Annotated[str, typer.Option(help='Make it of the target\'s own layers instead, such as "0,1,29".')] = "",
     init: Annotated[Path | None, typer.Option(help="Go on training this draft instead of a new one.")] = None,
     eagle: Annotated[
-        bool, typer.Option(help="Make one layer that reads the target's hidden states (EAGLE), not a model of its own.")
-    ] = False,
+        bool | None,
+        typer.Option(help="One layer that reads the target's hidden states. [default without --params, --cost, --layers]"),
+    ] = None,
     vocab_size: Annotated[int, typer.Option(min=256, help="Tokens that its LM head computes.")] = 12288,
     epochs: Annotated[float, typer.Option(help="Passes over the answers.")] = 6.0,
     learning_rate: float = 1e-3,
@@ -89,12 +90,15 @@ def distill(
     from vllm_gsd.distill.run import DistillError, Options
     from vllm_gsd.distill.run import distill as run
     from vllm_gsd.distill.student import StudentError
+    from vllm_gsd.eagle_folder import is_eagle
     from vllm_gsd.prompt_file import PromptsError
 
     try:
         chosen = tuple(int(layer) for layer in layers.split(",")) if layers else ()
     except ValueError:
         fail(f'--layers is "{layers}", but must be layers of the target separated by commas.')
+    if eagle is None:
+        eagle = is_eagle(init) if init is not None else not (params or cost or layers)
     options = Options(
         target=str(target),
         prompts=None if prompts is None else str(prompts),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_gsd.distill")
 
 # Shares of the time given that answers and training may take; the rest is for starting engines and validation.
-ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.4
+ANSWERS_SHARE, TRAINING_SHARE = 0.3, 0.35
 # Shares of the answers that are to requests about earlier answers, and to requests that the target made up itself.
 SECOND_ROUND, OWN = 0.25, 0.5
 # Every so many-th answer is kept back, and prompts of that many are decoded in the real engine.
