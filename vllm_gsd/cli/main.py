@@ -67,14 +67,12 @@ def distill(
         float | None, typer.Option(help="Time for all of it; fewer answers and steps where short.")
     ] = None,
     params: Annotated[int | None, typer.Option(help="Make a language model of at most so many parameters.")] = None,
-    cost: Annotated[
-        float | None, typer.Option(help="Most it may read a level, as a share of the target.")
-    ] = None,
+    cost: Annotated[float | None, typer.Option(help="Most it may read a level, as a share of the target.")] = None,
     layers: Annotated[str, typer.Option(help='Make it of the target\'s own layers instead, such as "0,1,29".')] = "",
     init: Annotated[Path | None, typer.Option(help="Go on training this draft instead of a new one.")] = None,
     eagle: Annotated[
         bool | None,
-        typer.Option(help="One layer that reads the target's hidden states. [default without --params, --cost, --layers]"),
+        typer.Option(help="One layer on the target's hidden states. [default without --params, --cost, --layers]"),
     ] = None,
     vocab_size: Annotated[int, typer.Option(min=256, help="Tokens that its LM head computes.")] = 12288,
     epochs: Annotated[float, typer.Option(help="Passes over the answers.")] = 6.0,
