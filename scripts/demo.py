@@ -46,10 +46,12 @@ def main() -> None:
     except ModelsError as error:
         console.print(error, style="red")
         sys.exit(1)
+    # vLLM's draft_model cannot use a draft that reads the target's hidden states.
+    draft = pair.draft_model if options.method == "draft_model" else pair.draft
     results = {}
     for method in ("plain", options.method):
         with console.status(f"vLLM, {method}: starting and answering {len(PROMPTS)} prompts"):
-            results[method] = run_worker(method, {"target": str(pair.target), "draft": str(pair.draft)})
+            results[method] = run_worker(method, {"target": str(pair.target), "draft": str(draft)})
     plain, graph = results["plain"], results[options.method]
     excused = TIE if options.dtype == "bfloat16" else 0.0
     verdicts = [compare(*texts, excused) for texts in zip(plain["answers"], graph["answers"], strict=True)]

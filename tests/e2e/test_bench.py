@@ -96,7 +96,7 @@ def test_apart_with_a_choice_and_analyses(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (["--methods", "plain,eagle"], '"eagle" is no method of the comparison'),
+        (["--methods", "plain,medusa"], '"medusa" is no method of the comparison'),
         (["--modes", "fast"], '--modes has "fast"'),
         (["--batch-sizes", "0"], '--batch-sizes is "0"'),
         (["--chain-lengths", "a"], '--chain-lengths is "a"'),
