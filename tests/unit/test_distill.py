@@ -1,13 +1,14 @@
 """Parts of ``vllm-gsd distill`` that need no engine."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.distill import prompts, student
+from vllm_gsd.distill import generate, prompts, student
 from vllm_gsd.distill.generate import TOP
 from vllm_gsd.distill.train import Distillation, collate, count_parameters
 from vllm_gsd.distill.validate import agreement
@@ -181,3 +182,58 @@ def test_agreement_counts_the_targets_best_token(target):
     share = [counts[0::3].sum() / counts.sum(), (counts[0::3].sum() + counts[1::3].sum()) / counts.sum()]
     assert found["top_1"] == pytest.approx(share[0], abs=0.1)
     assert found["top_4"] == pytest.approx(share[1], abs=0.1)
+
+
+class AskingTarget:
+    """Stands in for the target's engine: it ends two of three requests, and repeats itself."""
+
+    def __init__(self, template: str | None):
+        self.turns: list[tuple[list, object]] = []
+        self.chat_template = template
+
+    def get_tokenizer(self):
+        return self
+
+    def apply_chat_template(self, chat, tokenize):
+        return f"<s>system\n<u>{chat[0]['content']}</u>\n<a>"
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [len(text)]}
+
+    def generate(self, prompts, params, use_tqdm):
+        self.turns.append((prompts, params))
+        first = 300 * len(self.turns)
+        return [
+            SimpleNamespace(
+                outputs=[
+                    SimpleNamespace(
+                        text=f" Question {first + i // 2}\n", finish_reason="length" if i % 3 == 2 else "stop"
+                    )
+                ]
+            )
+            for i in range(len(prompts))
+        ]
+
+
+class TestOwnRequests:
+    def test_the_target_goes_on_where_a_user_begins(self, tmp_path):
+        target = AskingTarget("template")
+        chats = generate.own_requests(target, 400, tmp_path / "own.json", 0)
+        assert len(chats) == len({json.dumps(chat) for chat in chats}) == 400
+        assert chats[0] == [{"role": "user", "content": "Question 300"}]
+        prompts, params = target.turns[0]
+        assert prompts[0] == {"prompt_token_ids": [len("<s>system\n<u>")]}
+        assert params.stop == ["</u>"] and params.temperature == 1.0
+        assert len(target.turns) == 2  # a shard asked for, some of it unfinished or said before
+        assert generate.own_requests(None, 400, tmp_path / "own.json", 0) == chats  # kept
+
+    def test_without_a_chat_template_there_are_none(self, tmp_path):
+        target = AskingTarget(None)
+        assert generate.own_requests(target, 10, tmp_path / "own.json", 0) == []
+        assert not target.turns
+
+    def test_a_target_that_hardly_ends_is_not_asked_for_ever(self, tmp_path):
+        target = AskingTarget("template")
+        target.generate = lambda prompts, params, use_tqdm: target.turns.append(1) or []
+        assert generate.own_requests(target, 10, tmp_path / "own.json", 0) == []
+        assert len(target.turns) == 1
