@@ -69,6 +69,16 @@ def test_plain_ranks_agree(run, expected):
     assert run(None, 2)["tokens"] == expected
 
 
+def test_a_draft_that_reads_hidden_states(run, expected, tiny_eagle):
+    """It shares embedding and LM head that lie spread over the ranks."""
+    config = {**GRAPH, "model": str(tiny_eagle), "sources": ["draft"]}
+    one, two = run(config, 1), run(config, 2)
+    assert one["tokens"] == two["tokens"] == expected
+    assert one["accepted"] == two["accepted"] > 0
+    first, second = two["hashes"]
+    assert first == second
+
+
 @pytest.mark.parametrize("draft_size", [1, 2])
 def test_same_tokens_and_graphs(run, expected, one_rank, draft_size):
     two = run({**GRAPH, "draft_tensor_parallel_size": draft_size}, 2)

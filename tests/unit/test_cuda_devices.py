@@ -133,7 +133,8 @@ def test_candidates_of_a_trimmed_vocabulary(monkeypatch):
     monkeypatch.setattr(trimmed_head, "UnquantizedEmbeddingMethod", PlainLinear)
     draft = DraftModel.__new__(DraftModel)
     draft.reads_features = False
-    draft.head = trimmed_head.TrimmedHead(torch.randn(50, 10).to(GPU), np.arange(10, 20), recent=3)
+    whole = torch.randn(50, 10).to(GPU)
+    draft.head = trimmed_head.TrimmedHead(lambda ids: whole[ids], 50, np.arange(10, 20), GPU, recent=3)
     draft.head.see(np.array([3, 12, 40]))
     draft.model = SimpleNamespace(logits_processor=lambda head, logits: logits)
     probs, tokens = draft.most_probable(torch.zeros((3, 10), device=GPU), 4)

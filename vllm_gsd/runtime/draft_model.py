@@ -22,7 +22,7 @@ from vllm_gsd.eagle_folder import is_eagle_config
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
-from vllm_gsd.runtime.trimmed_head import RECENT, TrimmedHead
+from vllm_gsd.runtime.trimmed_head import TrimmedHead
 
 
 class DraftModel:
@@ -86,9 +86,8 @@ class DraftModel:
         if self.reads_features:
             share_ends(self.model, target_model)
         if self.token_ids is not None:
-            # Over ranks the whole head would have to be kept besides.
-            recent = RECENT if self.model.lm_head.tp_size == 1 else 0
-            self.head = TrimmedHead(_whole(self.model.lm_head), self.token_ids, recent)
+            head, size = self.model.lm_head, self.model_config.get_vocab_size()
+            self.head = TrimmedHead(lambda ids: head_rows(head, ids), size, self.token_ids, self.device)
             # What it does after the LM head (scale, soft cap) is the model's own business still.
             self.model.logits_processor.logits_as_input = True
 
@@ -258,10 +257,15 @@ def share_ends(draft: Any, target: Any) -> None:
         draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
 
 
-def _whole(lm_head) -> torch.Tensor:
-    """All rows of an LM head that may be spread over ranks."""
+def head_rows(lm_head: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Rows [n, hidden] of an LM head that may be spread over ranks; all of them ask for the same tokens, int64 [n]."""
     weight = lm_head.weight.data
-    return weight if lm_head.tp_size == 1 else parallel_state.get_tp_group().all_gather(weight, dim=0)
+    if lm_head.tp_size == 1:
+        return weight[ids]
+    shard = lm_head.shard_indices
+    own = (ids >= shard.org_vocab_start_index) & (ids < shard.org_vocab_end_index)
+    rows = weight[torch.where(own, ids - shard.org_vocab_start_index, 0)]
+    return parallel_state.get_tp_group().all_reduce(rows.masked_fill_(~own[:, None], 0.0))
 
 
 def trimmed_vocab(model: ModelConfig, wanted: int | None) -> np.ndarray | None:

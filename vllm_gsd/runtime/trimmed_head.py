@@ -4,6 +4,8 @@ Texts repeat their own rare words: names, terms, a prompt's foreign language. Th
 tokens, so the frequent ones can be few.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -16,32 +18,37 @@ class TrimmedHead(torch.nn.Module):
     """Rows of an LM head; the frequent ones are multiplied as vLLM does its own: packed once on a CPU.
 
     Args:
-        whole: [vocabulary, hidden], the LM head.
+        lookup: gives the LM head's rows [n, hidden] of tokens, int64 [n] on ``device``.
+        vocab_size: of the whole head.
         token_ids: int64 numpy [n], the frequent tokens.
-        recent: most rare tokens kept besides; 0 for none.
+        recent: most rare tokens kept besides.
     """
 
-    def __init__(self, whole: torch.Tensor, token_ids: np.ndarray, recent: int = RECENT):
+    def __init__(
+        self,
+        lookup: Callable[[torch.Tensor], torch.Tensor],
+        vocab_size: int,
+        token_ids: np.ndarray,
+        device: torch.device,
+        recent: int = RECENT,
+    ):
         super().__init__()
-        device = whole.device
+        self.lookup = lookup
         frequent = torch.from_numpy(token_ids).to(device)
-        self.weight = torch.nn.Parameter(whole[frequent].contiguous(), requires_grad=False)
+        self.weight = torch.nn.Parameter(lookup(frequent).contiguous(), requires_grad=False)
         self.method = UnquantizedEmbeddingMethod()
         self.method.process_weights_after_loading(self)
-        self.whole = whole if recent else None
-        self.rows = torch.zeros((recent, whole.shape[1]), dtype=whole.dtype, device=device)
+        self.rows = torch.zeros_like(self.weight[:1]).repeat(recent, 1)
         # The token of each column; -1 where there is none yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
         self.kept = np.full(recent, -1)
-        self.known = np.zeros(len(whole), np.bool_)
+        self.known = np.zeros(vocab_size, np.bool_)
         self.known[token_ids] = True
         self.next = 0
 
     def see(self, tokens: np.ndarray) -> None:
         """Texts have these tokens, int [n]."""
-        if self.whole is None:
-            return
         rare = np.unique(tokens[~self.known[tokens]])[-len(self.kept) :]
         if len(rare) == 0:
             return
@@ -54,17 +61,14 @@ class TrimmedHead(torch.nn.Module):
         device = self.rows.device
         slots, ids = torch.from_numpy(places).to(device), torch.from_numpy(rare.astype(np.int64)).to(device)
         columns = slots + len(self.weight)
-        self.rows[slots] = self.whole[ids]
+        self.rows[slots] = self.lookup(ids)
         self.ids[columns] = ids
         self.missing[columns] = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, columns] of hidden states [rows, hidden]; tokens of the columns are in ``ids``."""
-        logits = self.method.apply(self, hidden)
-        if self.whole is None:
-            return logits
-        return torch.cat([logits, torch.nn.functional.linear(hidden, self.rows)], dim=1)
+        return torch.cat([self.method.apply(self, hidden), torch.nn.functional.linear(hidden, self.rows)], dim=1)
 
     def hide(self, logits: torch.Tensor) -> torch.Tensor:
         """Make columns without a token impossible, in place."""
-        return logits if self.whole is None else logits.masked_fill_(self.missing, -torch.inf)
+        return logits.masked_fill_(self.missing, -torch.inf)
