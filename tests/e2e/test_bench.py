@@ -26,8 +26,10 @@ def command(tiny_pair, tmp_path):
     ]  # fmt: skip
 
 
-def test_all_methods(command, tmp_path):
-    methods = "plain,draft_model,ngram,suffix,gsd,gsd-tree,gsd-chain"
+def test_all_methods(command, tmp_path, tiny_pair, tiny_eagle):
+    methods = "plain,draft_model,eagle,ngram,suffix,gsd,gsd-tree,gsd-chain"
+    command[command.index("--draft") + 1] = str(tiny_eagle)
+    command += ["--draft-model", str(tiny_pair.draft)]
     command += ["--methods", methods, "--chain-lengths", "2", "--batch-sizes", "1,3", "--repeats", "2"]
     done = subprocess.run([*command, "--gsd", '{"budget": 8}'], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

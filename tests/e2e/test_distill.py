@@ -8,7 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from vllm_gsd.distill.hidden_states import Features, write_features
+from vllm_gsd.distill.train import load_answers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]
@@ -42,8 +46,11 @@ def test_killed_at_any_stage_it_goes_on(command, tmp_path, tiny_pair, start_engi
     size = command.index("--params")
     command[size : size + 2] = ["--eagle"]
     written = {}
-    for stage in ("answers/*.parquet", "features/*[0-9].npy", "checkpoints/checkpoint-*/trainer_state.json"):
+    for stage in ("features/*[0-9].npy", "answers/*.parquet", "checkpoints/checkpoint-*/trainer_state.json"):
         kill_once(command, work, stage)
+        if stage.startswith("answers"):  # hidden states come with the answers, and are made where they are missing
+            answers = list(work.glob("answers/*.parquet"))
+            (work / "features").rename(tmp_path / "with-answers")
         written |= {
             file: file.stat().st_mtime_ns for name in ("answers", "features") for file in work.glob(f"{name}/*")
         }
@@ -52,6 +59,11 @@ def test_killed_at_any_stage_it_goes_on(command, tmp_path, tiny_pair, start_engi
     kept = {file: time_ns for file, time_ns in written.items() if ".partial" not in file.name}
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert {file.suffix for file in kept} == {".parquet", ".npy"}
+    again = write_features(tiny_pair.target, answers, tmp_path / "again")
+    for row in load_answers(answers, 640):
+        expected = again.of(row)[:-1]
+        for folder in (tmp_path / "with-answers", work / "features"):
+            np.testing.assert_allclose(Features(folder).of(row)[:-1], expected, rtol=0.1, atol=0.1)
     results = json.loads(done.stdout.splitlines()[-1])
     draft = tmp_path / "draft"
     assert results["draft"] == str(draft)

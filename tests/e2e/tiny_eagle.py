@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from vllm_gsd.distill import eagle
+from vllm_gsd.distill import eagle, hidden_states
 from vllm_gsd.distill.train import load_answers
 
 
@@ -22,7 +22,7 @@ def build_tiny_eagle(target: Path, folder: Path, vocab_size: int) -> Path:
     folder.mkdir()
     file = folder / "answers.parquet"
     Dataset.from_list([{"input_ids": text.tolist(), **answer} for text in texts]).to_parquet(str(file))
-    features = eagle.write_features(target, [file], folder / "features")
+    features = hidden_states.write_features(target, [file], folder / "features")
     eagle.make_start(target, folder / "start", np.arange(vocab_size), load_answers([file], 100), features)
     student = eagle.load(folder / "start", target)
     for module in (student.layers[0].self_attn.o_proj, student.layers[0].mlp.down_proj):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.distill import generate, prompts, student
+from vllm_gsd.distill import generate, prompts, run, student
 from vllm_gsd.distill.generate import TOP
 from vllm_gsd.distill.train import Distillation, collate, count_parameters
 from vllm_gsd.distill.validate import agreement
@@ -184,8 +184,28 @@ def test_agreement_counts_the_targets_best_token(target):
     assert found["top_4"] == pytest.approx(share[1], abs=0.1)
 
 
+def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
+    left = generate.shard_path(tmp_path / "answers", "first", 0)
+    left.parent.mkdir()
+    left.write_text("of a run that was killed")
+
+    def takes(seconds, chats=()):
+        assert not left.exists() and len(chats) in (0, generate.SHARD)
+        now[0] += seconds
+
+    options = run.Options(target="t", minutes=20)
+    for _ in range(2):  # decided once
+        planned = run._planned_answers(options, tmp_path, lambda: takes(100), lambda chats: takes(40, chats))
+        # 40% of 1,200 seconds, and half as much again for a shard as for the first one.
+        assert planned == generate.SHARD * (1 + (480 - 140) // 60)
+    assert now == [140.0]
+    assert run._planned_answers(run.Options(target="t", answers=7), tmp_path, None, None) == 7
+
+
 class AskingTarget:
-    """Stands in for the target's engine: it ends two of three requests, and repeats itself."""
+    """Stands in for the target's engine: it says everything twice, and ends two of three requests."""
 
     def __init__(self, template: str | None):
         self.turns: list[tuple[list, object]] = []
@@ -218,21 +238,21 @@ class AskingTarget:
 class TestOwnRequests:
     def test_the_target_goes_on_where_a_user_begins(self, tmp_path):
         target = AskingTarget("template")
-        chats = generate.own_requests(target, 400, tmp_path / "own.json", 0)
-        assert len(chats) == len({json.dumps(chat) for chat in chats}) == 400
+        chats = generate.own_requests(target, 200, tmp_path / "own.json", 0)
+        assert len(chats) == len({json.dumps(chat) for chat in chats}) == 200
         assert chats[0] == [{"role": "user", "content": "Question 300"}]
         prompts, params = target.turns[0]
         assert prompts[0] == {"prompt_token_ids": [len("<s>system\n<u>")]}
         assert params.stop == ["</u>"] and params.temperature == 1.0
-        assert len(target.turns) == 2  # a shard asked for, some of it unfinished or said before
-        assert generate.own_requests(None, 400, tmp_path / "own.json", 0) == chats  # kept
+        assert len(target.turns) == 2  # a shard asked for, half of it said before
+        assert generate.own_requests(None, 200, tmp_path / "own.json", 0) == chats  # kept
 
     def test_without_a_chat_template_there_are_none(self, tmp_path):
         target = AskingTarget(None)
         assert generate.own_requests(target, 10, tmp_path / "own.json", 0) == []
         assert not target.turns
 
-    def test_a_target_that_hardly_ends_is_not_asked_for_ever(self, tmp_path):
+    def test_a_target_that_says_nothing_new_is_not_asked_for_ever(self, tmp_path):
         target = AskingTarget("template")
         target.generate = lambda prompts, params, use_tqdm: target.turns.append(1) or []
         assert generate.own_requests(target, 10, tmp_path / "own.json", 0) == []

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.distill import eagle
+from vllm_gsd.distill import eagle, hidden_states
 from vllm_gsd.distill.generate import TOP
 from vllm_gsd.distill.run import DistillError, Options, distill
 from vllm_gsd.distill.train import load_answers
@@ -48,7 +48,7 @@ def answers(target, tmp_path_factory):
             )
         files.append(folder / f"{name}.parquet")
         Dataset.from_list(rows).to_parquet(str(files[-1]))
-    return files, eagle.write_features(target, files, folder / "features", batch_tokens=64)
+    return files, hidden_states.write_features(target, files, folder / "features", batch_tokens=64)
 
 
 def random_student(target) -> eagle.EagleStudent:
@@ -77,6 +77,16 @@ class TestLevels:
                     states = torch.cat((states, out[:, -1:]), 1)
                 out = model.levels(tokens[:, : end + 1], states, 1)[0][:, -1]
                 torch.testing.assert_close(levels[level][:, end], out, rtol=1e-3, atol=1e-3)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("first", [1, 5, 11])
+    def test_a_part_of_it_is_the_same(self, target, first):
+        model = random_student(target)
+        tokens, features = torch.randint(0, SIZE, (2, 12)), torch.randn(2, 12, HIDDEN)
+        whole, part = model.levels(tokens, features, 4), model.levels(tokens, features, 4, first)
+        for level in range(4):
+            expected = whole[level] if level == 0 else whole[level][:, first:]
+            torch.testing.assert_close(part[level], expected, rtol=1e-3, atol=1e-3)
 
     @torch.no_grad()
     def test_the_loss_is_that_of_the_levels(self, target, monkeypatch):
@@ -127,7 +137,7 @@ class TestFeatures:
     def test_what_is_there_is_not_run_again(self, target, answers, monkeypatch):
         files, features = answers
         monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("runs"))
-        assert eagle.write_features(target, files, features.folder).folder == features.folder
+        assert hidden_states.write_features(target, files, features.folder).folder == features.folder
 
 
 def test_the_start_is_the_least_squares_fit_and_loads_again(target, answers, tmp_path):

@@ -23,11 +23,13 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_gsd.distill import student
-from vllm_gsd.distill.train import TrimmedStudent, collate
+from vllm_gsd.distill.train import TrimmedStudent
 from vllm_gsd.draft_vocab import choose_draft_vocab, read_draft_vocab
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from vllm_gsd.distill.hidden_states import Features
 
 ARCHITECTURE = "EagleLlamaForCausalLM"
 WEIGHTS = "model.safetensors"
@@ -88,12 +90,13 @@ class EagleStudent(TrimmedStudent):
         self.register_buffer("embedding", embedding.to(torch.bfloat16), persistent=False)
         self.register_buffer("head", head[token_ids].to(torch.bfloat16), persistent=False)
 
-    def levels(self, input_ids: torch.Tensor, features: torch.Tensor, count: int) -> list[torch.Tensor]:
+    def levels(self, input_ids: torch.Tensor, features: torch.Tensor, count: int, first: int = 0) -> list[torch.Tensor]:
         """Predicted hidden states, [batch, length, hidden], of nodes at depth 0 (committed text), 1, ...
 
         Args:
             input_ids: int64 [batch, length].
             features: [batch, length, hidden], the target's hidden state before each token.
+            first: the depths below 0 are wanted from this position on: [batch, length - first, hidden].
         """
         embedded = self.embedding[input_ids]
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -101,11 +104,16 @@ class EagleStudent(TrimmedStudent):
         known: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: list[torch.Tensor] = []
         before = features.to(embedded.dtype)
-        for _ in range(count):
+        for level in range(count):
             hidden = self._layer(self.fc(torch.cat((embedded, before), dim=-1)), turns, known)
             results.append(hidden)
             before = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
-        return results
+            if level == 0 and first:
+                # A row needs the row before it of the level before: one position more for each level below the next.
+                start = max(0, first - max(0, count - 2))
+                embedded, before = embedded[:, start:], before[:, start:]
+                turns = tuple(turn[:, start:] for turn in turns)
+        return results[:1] + [hidden[:, first - input_ids.shape[1] :] for hidden in results[1:]]
 
     def _layer(self, hidden: torch.Tensor, turns, known: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """The decoder layer; ``known``: keys and values of the levels before, to which this level's are added."""
@@ -142,8 +150,10 @@ class EagleStudent(TrimmedStudent):
         index = index[: known.numel()].view_as(known)
         head = self.head[chosen]
         loss = torch.zeros((), device=known.device)
-        for level, hidden in enumerate(self.levels(input_ids, features, LEVELS)):
-            log_probs = self._log_probs(hidden.flatten(0, 1)[rows], head)
+        length = input_ids.shape[1]
+        line, position = rows // length, rows % length
+        for level, hidden in enumerate(self.levels(input_ids, features, LEVELS, int(position.min()))):
+            log_probs = self._log_probs(hidden[line, position - (length - hidden.shape[1])], head)
             loss = loss - LEVEL_WEIGHT**level * (weight * log_probs.gather(1, index)).sum() / len(rows)
         return {"loss": loss}
 
@@ -155,27 +165,28 @@ def attend_levels(query: torch.Tensor, known: list[tuple[torch.Tensor, torch.Ten
     level 1 at t - n + 1, and so on up to itself.
 
     Args:
-        query: [batch, heads, length, head_size] of level n.
-        known: keys and values, [batch, kv_heads, length, head_size], of the levels 0 to n.
+        query: [batch, heads, rows, head_size] of level n, whose rows are the last ones of the text.
+        known: keys and values, [batch, kv_heads, length, head_size] of level 0, [batch, kv_heads, rows, head_size] of the
+            levels 1 to n.
 
     Returns:
-        [batch, heads, length, head_size].
+        [batch, heads, rows, head_size].
     """
-    level, length = len(known) - 1, query.shape[2]
     key, value = known[0]
+    level, length, rows = len(known) - 1, key.shape[2], query.shape[2]
     if level == 0:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     group, scale = query.shape[1] // key.shape[1], 1 / math.sqrt(query.shape[3])
     place = torch.arange(length, device=query.device)
     text = (query @ key.repeat_interleave(group, 1).transpose(-1, -2)).float() * scale
-    scores = [text.masked_fill(place > (place - level)[:, None], -math.inf)]
+    scores = [text.masked_fill(place > (place[length - rows :] - level)[:, None], -math.inf)]
     values = []
     for depth, (own_key, own_value) in enumerate(known[1:], start=1):
         own_key, own_value = (
             tensor.repeat_interleave(group, 1).roll(level - depth, 2) for tensor in (own_key, own_value)
         )
         score = (query * own_key).sum(-1, keepdim=True).float() * scale
-        scores.append(score.masked_fill((place < level - depth)[:, None], -math.inf))
+        scores.append(score.masked_fill((place[:rows] < level - depth)[:, None], -math.inf))
         values.append(own_value)
     share = torch.softmax(torch.cat(scores, -1), -1).to(query.dtype)
     mixed = share[..., :length] @ value.repeat_interleave(group, 1)
@@ -204,8 +215,8 @@ def fit(embedding: torch.Tensor, data: Dataset, features: Features) -> torch.Ten
     products, wanted = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
     tokens = 0
     for row in data:
-        own = features.of(row)
-        known = torch.cat((embedding[torch.from_numpy(row["input_ids"].astype(np.int64))][1:].float(), own[:-1]), -1)
+        own = features.of(row)[:-1]
+        known = torch.cat((embedding[torch.from_numpy(row["input_ids"].astype(np.int64))][1:-1].float(), own[:-1]), -1)
         products += known.T @ known
         wanted += known.T @ own[1:]
         tokens += len(own)
@@ -252,81 +263,3 @@ def save_trained(model: EagleStudent, start: Path, out: Path) -> None:
     shutil.copytree(start, making)
     save(model, json.loads((start / "config.json").read_text()), making)
     making.rename(out)
-
-
-# --- the target's hidden states ---------------------------------------------------------------------
-
-
-class Features:
-    """The target's hidden states over the answers, in files beside them.
-
-    Args:
-        folder: where they lie, ``{name of the answers' file}.npy``, float16 [tokens, hidden].
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.files: dict[str, np.ndarray] = {}
-
-    def of(self, row: dict[str, Any]) -> torch.Tensor:
-        """Hidden states, float32 [length, hidden], of an answer with its request."""
-        name = str(row["file"])
-        if name not in self.files:
-            self.files[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
-        first = int(row["first"])
-        return torch.from_numpy(self.files[name][first : first + len(row["input_ids"])].astype(np.float32))
-
-    def collate(self, answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """A batch of ``EagleStudent.forward``'s arguments."""
-        batch = collate(answers)
-        own = [self.of(answer) for answer in answers]
-        features = torch.zeros(*batch["input_ids"].shape, own[0].shape[1], dtype=torch.bfloat16)
-        for line, rows in enumerate(own):
-            features[line, 1 : len(rows)] = rows[:-1]
-        return {**batch, "features": features}
-
-
-@torch.inference_mode()
-def write_features(target: Path, answers: list[Path], folder: Path, batch_tokens: int = 4096) -> Features:
-    """Run the target over the answers; what is there already is not run again.
-
-    Args:
-        answers: files of ``generate.answer``.
-        batch_tokens: most tokens of a forward.
-    """
-    from datasets import Dataset
-    from tqdm import tqdm
-    from transformers import AutoModelForCausalLM
-
-    folder.mkdir(exist_ok=True)
-    missing = [file for file in answers if not (folder / f"{file.stem}.npy").exists()]
-    if not missing:
-        return Features(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).base_model.to(device).eval()
-    for file in tqdm(missing, desc="hidden states", unit="shard"):
-        texts = [np.asarray(ids) for ids in Dataset.from_parquet(str(file), keep_in_memory=True)["input_ids"]]
-        starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
-        states = np.zeros((starts[-1], model.config.hidden_size), np.float16)
-        for chosen in _batches([len(text) for text in texts], batch_tokens):
-            longest = len(texts[chosen[-1]])
-            ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
-            for line, index in enumerate(chosen):
-                ids[line, : len(texts[index])] = torch.from_numpy(texts[index])
-            hidden = model(input_ids=ids.to(device), use_cache=False)[0].to("cpu", torch.float16).numpy()
-            for line, index in enumerate(chosen):
-                states[starts[index] : starts[index + 1]] = hidden[line, : len(texts[index])]
-        partial = folder / f"{file.stem}.partial.npy"
-        np.save(partial, states)
-        partial.rename(folder / f"{file.stem}.npy")
-    return Features(folder)
-
-
-def _batches(lengths: list[int], most: int) -> list[list[int]]:
-    """Places of texts of like length, shortest first, together at most ``most`` tokens with their padding."""
-    batches: list[list[int]] = [[]]
-    for index in np.argsort(lengths, kind="stable"):
-        if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > most:
-            batches.append([])
-        batches[-1].append(int(index))
-    return batches

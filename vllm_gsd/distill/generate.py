@@ -24,10 +24,10 @@ logger = logging.getLogger("vllm_gsd.distill")
 TOP = 8
 # Most answers are greedy, as most requests are; some are sampled, so that the draft knows less likely paths too.
 GREEDY_SHARE = 0.65
-SHARD = 512
+SHARD = 256
 # Requests of the target's own: their longest and shortest length, in tokens and characters; how often it is asked for a
-# shard of them, and what share must be complete for going on.
-OWN_TOKENS, SHORTEST_REQUEST = 160, 9
+# shard of them, and what share must be new for going on.
+OWN_TOKENS, SHORTEST_REQUEST = 96, 9
 MOST_TURNS, LEAST_SHARE = 64, 0.1
 # One token of the answer is the least that there is something to learn from.
 SHORTEST = 2
@@ -46,6 +46,8 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
         max_num_seqs=batch,
         kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
         disable_log_stats=True,
+        # With it, hidden states of shared beginnings would be computed once and seen in one answer only.
+        enable_prefix_caching=False,
     )
 
 
@@ -62,7 +64,7 @@ def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
         file: where they are kept.
 
     Returns:
-        ``count`` chats; fewer if the target hardly ends a request, none if it has no chat template.
+        ``count`` chats; fewer if the target repeats itself, none if it has no chat template.
     """
     if file.exists():
         return json.loads(file.read_text("utf-8"))
@@ -76,8 +78,9 @@ def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
     for turn in range(MOST_TURNS if begin else 0):
         params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
         asked = llm.generate([{"prompt_token_ids": begin}] * SHARD, params, use_tqdm=False)
-        done = (output.outputs[0] for output in asked if output.outputs[0].finish_reason == "stop")
-        found.update(dict.fromkeys(text for one in done if len(text := one.text.strip()) >= SHORTEST_REQUEST))
+        # What it didn't end in time is a request too: long, and cut off as pasted texts are.
+        texts = (output.outputs[0].text.strip() for output in asked)
+        found.update(dict.fromkeys(text for text in texts if len(text) >= SHORTEST_REQUEST))
         logger.info("the target has asked %d of %d questions", min(len(found), count), count)
         if len(found) >= count or len(found) < (turn + 1) * SHARD * LEAST_SHARE:
             break
@@ -99,7 +102,9 @@ def user_turn(tokenizer: Any) -> tuple[list[int], str]:
     return (tokenizer(before, add_special_tokens=False)["input_ids"], end) if before and end else ([], "")
 
 
-def answer(llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: int, seed: int) -> list[str]:
+def answer(
+    llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: int, seed: int, features: Path | None = None
+) -> list[str]:
     """Generate what is missing of a round and return every answer's text.
 
     Args:
@@ -108,9 +113,12 @@ def answer(llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: 
         folder: where the shards lie, named ``{name}-00000.parquet`` and so on: ``input_ids`` (request and answer),
             ``prompt_len``, and for every answer token ``top_ids`` and ``top_logprobs``, flat, ``TOP`` each.
         max_tokens: longest answer.
+        features: where to keep the target's hidden states, too, if they can be seen (``hidden_states.Recorder``).
     """
     from datasets import Dataset
     from tqdm import tqdm
+
+    from vllm_gsd.distill import hidden_states
 
     texts: list[str] = []
     shards = range(0, len(chats), SHARD)
@@ -121,7 +129,11 @@ def answer(llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: 
             continue
         if not hasattr(llm, "get_tokenizer"):
             llm = llm()
-        rows = _generate(llm, chats[start : start + SHARD], max_tokens, seed + number)
+        recorder = None if features is None else hidden_states.Recorder.attached(llm)
+        outputs = _generate(llm, chats[start : start + SHARD], max_tokens, seed + number)
+        rows = [_row(output) for output in outputs]
+        if features is not None and recorder is not None and (states := recorder.take(outputs)) is not None:
+            hidden_states.write(states, features, path.stem)
         partial = path.with_suffix(".partial")
         Dataset.from_list(rows).to_parquet(str(partial))
         partial.rename(path)
@@ -129,7 +141,7 @@ def answer(llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: 
     return texts
 
 
-def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[dict[str, Any]]:
+def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[Any]:
     from vllm import SamplingParams
 
     rng = random.Random(seed)
@@ -147,7 +159,7 @@ def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[d
     prompts = [token_ids_of(tokenizer, chat) for chat in chats]
     longest = llm.llm_engine.model_config.max_model_len - max_tokens
     outputs = llm.generate([{"prompt_token_ids": ids[-longest:]} for ids in prompts], params, use_tqdm=False)
-    return [_row(output) for output in outputs if len(output.outputs[0].token_ids) >= SHORTEST]
+    return [output for output in outputs if len(output.outputs[0].token_ids) >= SHORTEST]
 
 
 def _row(output: Any) -> dict[str, Any]:

@@ -73,12 +73,15 @@ def _fill(rng: random.Random, round_name: str, passage=None) -> Iterator[Chat]:
             return passage()
         if name == "number":
             return str(rng.choice([rng.randint(2, 20), rng.randint(2, 99), 5 * rng.randint(3, 60)]))
-        return rng.choice(slots[name])
+        text = filled(rng.choice(slots[name]))
+        return text[0].upper() + text[1:] if text.endswith(".") else text
+
+    def filled(text: str) -> str:
+        return _SLOT.sub(lambda match: value(match[1]), text)
 
     while True:
         for templates in data[round_name].values():
-            text = rng.choice(templates)
-            yield [{"role": "user", "content": _SLOT.sub(lambda match: value(match[1]), text)}]
+            yield [{"role": "user", "content": filled(rng.choice(templates))}]
 
 
 def _passage(rng: random.Random, answered: list[tuple[Chat, str]]) -> str:

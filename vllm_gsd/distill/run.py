@@ -23,14 +23,16 @@ from vllm_gsd.eagle_folder import is_eagle
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from vllm_gsd.distill.eagle import Features
+    from vllm_gsd.distill.hidden_states import Features
 
 logger = logging.getLogger("vllm_gsd.distill")
 
-# Shares of the time given that answers and training may take; the rest is for starting engines and validation.
-ANSWERS_SHARE, TRAINING_SHARE = 0.3, 0.35
+# Shares of the time given that answers and training may take; the rest is for validation in three engines.
+ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.3
+# What a shard takes on average beside one of the first: requests are made up for it, or quote long passages.
+LATER_SHARD = 1.5
 # Shares of the answers that are to requests about earlier answers, and to requests that the target made up itself.
-SECOND_ROUND, OWN = 0.25, 0.5
+SECOND_ROUND, OWN = 0.3, 0.5
 # Every so many-th answer is kept back, and prompts of that many are decoded in the real engine.
 HELD_OUT, ENGINE_PROMPTS = 40, 12
 # Share of the target that a student reads a level where no size is asked for.
@@ -88,7 +90,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     training = data.select([i for i in range(len(data)) if i % HELD_OUT]) if len(data) > 1 else data
     features = None
     if options.eagle:
-        from vllm_gsd.distill.eagle import write_features
+        from vllm_gsd.distill.hidden_states import write_features
 
         features = _in_own_process(write_features, Path(options.target), files, work / "features")
     start = work / "start"
@@ -145,6 +147,9 @@ def make_answers(options: Options, work: Path) -> list[Path]:
     """The target's answers; returns their files."""
     answers = work / "answers"
     answers.mkdir(exist_ok=True)
+    features = work / "features" if options.eagle else None
+    if features is not None:
+        features.mkdir(exist_ok=True)
     started: list[Any] = []
 
     def llm() -> Any:
@@ -158,37 +163,42 @@ def make_answers(options: Options, work: Path) -> list[Path]:
         return started[0]
 
     def answer(chats: list[prompts.Chat], name: str, seed: int) -> list[str]:
-        return generate.answer(llm, chats, answers, name, max_tokens=options.max_tokens, seed=seed)
+        return generate.answer(llm, chats, answers, name, max_tokens=options.max_tokens, seed=seed, features=features)
 
     if options.prompts is not None:
         answer(prompts.from_file(Path(options.prompts))[: options.answers], "file", options.seed)
         return sorted(answers.glob("*.parquet"))
-    count = _planned_answers(options, work, lambda chats: answer(chats, "first", options.seed))
+    count = _planned_answers(options, work, llm, lambda chats: answer(chats, "first", options.seed))
     own, second = (round(share * count / generate.SHARD) * generate.SHARD for share in (OWN, SECOND_ROUND))
-    first = prompts.first_round(count - own - second, options.seed)
-    texts = answer(first, "first", options.seed)
-    if second:
-        about = list(zip(first, texts, strict=True))
-        answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
+    asked = prompts.first_round(count - own - second, options.seed)
+    about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
         asked = generate.own_requests(llm, own, answers / "own.json", options.seed)
         # What the target does not ask by itself is asked from templates.
         asked += prompts.first_round(own - len(asked), options.seed + 2)
-        answer(asked, "own", options.seed + 2_000_000)
+        about += zip(asked, answer(asked, "own", options.seed + 2_000_000), strict=True)
+    if second:
+        answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
     return sorted(answers.glob("*.parquet"))
 
 
-def _planned_answers(options: Options, work: Path, answer) -> int:
-    """How many answers there is time for; decided once and kept."""
+def _planned_answers(options: Options, work: Path, llm, answer) -> int:
+    """How many answers there is time for; decided once and kept. ``llm``, ``answer``: of ``make_answers``."""
     plan = work / "answers.json"
     if options.minutes is None:
         return options.answers
     if not plan.is_file():
         first = prompts.first_round(min(options.answers, generate.SHARD), options.seed)
+        # One that a killed run has left would take no time.
+        generate.shard_path(work / "answers", "first", 0).unlink(missing_ok=True)
         begun = time.perf_counter()
+        llm()
+        ready = time.perf_counter()
         answer(first)
-        shards = 60 * options.minutes * ANSWERS_SHARE / (time.perf_counter() - begun)
-        plan.write_text(json.dumps({"answers": min(options.answers, max(1, int(shards)) * generate.SHARD)}))
+        now = time.perf_counter()
+        left = 60 * options.minutes * ANSWERS_SHARE - (now - begun)
+        shards = 1 + max(0, int(left / (LATER_SHARD * (now - ready))))
+        plan.write_text(json.dumps({"answers": min(options.answers, shards * generate.SHARD)}))
     return int(json.loads(plan.read_text())["answers"])
 
 
