@@ -166,8 +166,8 @@ def attend_levels(query: torch.Tensor, known: list[tuple[torch.Tensor, torch.Ten
 
     Args:
         query: [batch, heads, rows, head_size] of level n, whose rows are the last ones of the text.
-        known: keys and values, [batch, kv_heads, length, head_size] of level 0, [batch, kv_heads, rows, head_size] of the
-            levels 1 to n.
+        known: keys and values, [batch, kv_heads, length, head_size] of level 0, [batch, kv_heads, rows,
+            head_size] of the levels 1 to n.
 
     Returns:
         [batch, heads, rows, head_size].
