@@ -1,5 +1,6 @@
 // Includes the file named by GSD_KERNEL_BODY once per instruction set, each time in its own namespace
 // (gsd::baseline, gsd::avx2, gsd::avx512) and compiled for it. GSD_LANES is the number of floats of a vector.
+// With GSD_WITH_BF16 also in gsd::avx512bf16, where GSD_BF16 is 1: products of pairs of bfloat16.
 //
 // A body holds templates and static functions only, and includes nothing: a standard header that is first
 // included here would be compiled for a processor that this machine may not be.
@@ -7,6 +8,7 @@
 #error "define GSD_KERNEL_BODY before including each_isa.h"
 #endif
 
+#define GSD_BF16 0
 #define GSD_LANES 4
 namespace gsd::baseline {
 #include "simd_body.h"
@@ -53,6 +55,30 @@ namespace gsd::avx512 {
 #pragma GCC pop_options
 #endif
 
+#ifdef GSD_WITH_BF16
+#undef GSD_BF16
+#define GSD_BF16 1
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+#endif
+#define GSD_LANES 16
+namespace gsd::avx512bf16 {
+#include "simd_body.h"
+#include GSD_KERNEL_BODY
+}
+#undef GSD_LANES
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // GSD_WITH_BF16
+
 #endif  // GSD_X86
 
+#undef GSD_BF16
 #undef GSD_KERNEL_BODY

@@ -11,13 +11,14 @@ static Isa detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx2 && avx512 && __builtin_cpu_supports("avx512bf16")) return Isa::avx512bf16;
   if (avx2 && avx512) return Isa::avx512;
   if (avx2) return Isa::avx2;
 #endif
   return Isa::baseline;
 }
 
-static std::atomic<int> limit{static_cast<int>(Isa::avx512)};
+static std::atomic<int> limit{static_cast<int>(Isa::avx512bf16)};
 
 Isa current_isa() {
   static const Isa best = detect();
@@ -25,7 +26,7 @@ Isa current_isa() {
 }
 
 int64_t set_isa_limit(int64_t level) {
-  limit.store(static_cast<int>(std::clamp<int64_t>(level, 0, 2)));
+  limit.store(static_cast<int>(std::clamp<int64_t>(level, 0, 3)));
   return static_cast<int64_t>(current_isa());
 }
 

@@ -14,12 +14,12 @@
 
 namespace gsd {
 
-enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
+enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3 };
 
 // The best instruction set of this machine, lowered by set_isa_limit (tests and benchmarks).
 Isa current_isa();
 
-// Uses nothing better than `level` (0 baseline, 1 AVX2, 2 AVX-512) from now on; returns what is then used.
+// Uses nothing better than `level` (0 baseline, 1 AVX2, 2 AVX-512, 3 with BF16) from now on; returns what is then used.
 int64_t set_isa_limit(int64_t level);
 
 }  // namespace gsd

@@ -15,6 +15,7 @@ TORCH_LIBRARY(vllm_gsd, library) {
   library.def("topk_softmax(Tensor logits, int k) -> (Tensor, Tensor)");
   library.def("argmax_rows(Tensor logits) -> Tensor");
   library.def("set_isa_limit(int level) -> int", &gsd::set_isa_limit);
+  library.def("current_isa() -> int", [] { return static_cast<int64_t>(gsd::current_isa()); });
 }
 
 TORCH_LIBRARY_IMPL(vllm_gsd, CPU, library) {

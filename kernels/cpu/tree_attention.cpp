@@ -8,12 +8,14 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "isa.h"
 #include "ops.h"
 
+#define GSD_WITH_BF16
 #define GSD_KERNEL_BODY "tree_attention_body.h"
 #include "each_isa.h"
 
@@ -24,7 +26,10 @@ namespace {
 template <typename T>
 AttentionFns fns_for() {
 #if GSD_X86
-  if (current_isa() == Isa::avx512) return {avx512::run_task<T>, avx512::merge_splits<T>};
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    if (current_isa() == Isa::avx512bf16) return {avx512bf16::run_task<T>, avx512bf16::merge_splits<T>};
+  }
+  if (current_isa() >= Isa::avx512) return {avx512::run_task<T>, avx512::merge_splits<T>};
   if (current_isa() == Isa::avx2) return {avx2::run_task<T>, avx2::merge_splits<T>};
 #endif
   return {baseline::run_task<T>, baseline::merge_splits<T>};

@@ -10,6 +10,7 @@ constexpr int64_t kTile = 32;   // keys that one query-key micro-kernel multipli
 constexpr int64_t kSpan = 256;  // keys between two softmax updates
 // Row stride of the scores: not a power of two, so that rows do not fall into the same cache sets.
 constexpr int64_t kScoreStride = kSpan + 16;
+constexpr int64_t kPairStride = kScoreStride / 2;  // of the same as pairs of bfloat16
 
 struct TreeAttention {
   PagedCache cache;
@@ -45,10 +46,11 @@ struct AttentionTask {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Floats of scratch that a task of `vectors` query vectors needs.
+// Floats of scratch that a task of `vectors` query vectors needs; queries and weights also as pairs of bfloat16.
 inline int64_t scratch_floats(int64_t vectors, int64_t head_size) {
   const int64_t padded = round_up(head_size, 16);
-  return vectors * (head_size + kScoreStride + padded + 2) + kTile * head_size + kSpan * padded + 5 * 16;
+  const int64_t pairs = head_size / 2 + kPairStride;
+  return vectors * (head_size + kScoreStride + padded + 2 + pairs) + kTile * head_size + kSpan * padded + 7 * 16;
 }
 
 // Floats of one split's partial result: per vector the sums, the highest score and the sum of weights.

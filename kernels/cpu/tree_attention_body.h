@@ -3,6 +3,8 @@
 // A task goes over its keys in spans of kSpan: scores = Q K^T, masked softmax update, O = O * old + P V.
 // Keys and values are multiplied where they lie if the layout allows (columns of 16 contiguous elements),
 // converted in the micro-kernel; other layouts and incomplete tiles are first copied into float scratch.
+// With GSD_BF16, bfloat16 in place is multiplied pair by pair, without conversion; the softmax's weights are
+// rounded to bfloat16 for that, as FlashAttention rounds them.
 
 #if GSD_LANES == 16
 constexpr int kMaxRows = 12, kVectors = 2;  // 24 accumulators of 32 registers
@@ -58,6 +60,63 @@ static MultiplyFn<B> output_fn(int m, std::integer_sequence<int, M...>) {
   return table[m - 1];
 }
 
+#if GSD_BF16
+// As multiply, for bfloat16: a[i][k] is a pair (rows 2k and 2k + 1 of b), and the product times `factor` is kept or added.
+template <int M, int N, int kRowStep, int kDepthStep, bool kAdd>
+static void multiply_pairs(const uint32_t* a, const c10::BFloat16* const* b, int64_t ldb, int64_t pairs,
+                           float factor, float* c, int64_t ldc) {
+  alignas(64) static constexpr uint16_t kInterleave[32] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i order = _mm512_load_si512(kInterleave);
+  __m512 sum[M][N];
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) sum[i][n] = kAdd ? _mm512_loadu_ps(c + i * ldc + n * kLanes) : _mm512_setzero_ps();
+  const c10::BFloat16* b0 = b[0];
+  const c10::BFloat16* b1 = b[N - 1];
+  for (int64_t k = 0; k < pairs; ++k) {
+    __m512bh column[2];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      const c10::BFloat16* from = n == 0 ? b0 : b1;
+      const __m256i first = load_raw<__m256i>(from), second = load_raw<__m256i>(from + ldb);
+      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+      column[n] = bits_as<__m512bh>(_mm512_permutexvar_epi16(order, both));
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) {
+      const __m512bh factors = bits_as<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[i * kRowStep])));
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) sum[i][n] = _mm512_dpbf16_ps(sum[i][n], factors, column[n]);
+    }
+    a += kDepthStep;
+    b0 += 2 * ldb;
+    b1 += 2 * ldb;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(c + i * ldc + n * kLanes, sum[i][n] * factor);
+}
+
+using MultiplyPairsFn = void (*)(const uint32_t*, const c10::BFloat16* const*, int64_t, int64_t, float, float*,
+                                 int64_t);
+
+template <int... M>
+static MultiplyPairsFn pair_score_fn(int m, std::integer_sequence<int, M...>) {
+  static constexpr MultiplyPairsFn table[] = {multiply_pairs<M + 1, kVectors, 1, M + 1, false>...};
+  return table[m - 1];
+}
+
+template <int N, int... M>
+static MultiplyPairsFn pair_output_fn(int m, std::integer_sequence<int, M...>) {
+  static constexpr MultiplyPairsFn table[] = {multiply_pairs<M + 1, N, kPairStride, 1, true>...};
+  return table[m - 1];
+}
+#endif
+
 // Distance of 16 entries of an offset table: 1 contiguous, 2 every other one, 0 neither.
 static inline int step_of_16(const int32_t* offset) {
   const int32_t step = offset[1] - offset[0];
@@ -107,6 +166,10 @@ static void copy_from_page(const T* page, const int32_t* row, int64_t rows, cons
 
 template <typename T>
 class TaskRun {
+#if GSD_BF16
+  static_assert(std::is_same_v<T, c10::BFloat16>);
+#endif
+
  public:
   TaskRun(const TreeAttention& op, const AttentionTask& task, float* scratch)
       : op_(op), cache_(op.cache), request_(task.request), kv_head_(task.kv_head), begin_(task.begin),
@@ -126,6 +189,8 @@ class TaskRun {
     output_ = take(count_ * (padded_ + 2));
     highest_ = output_ + count_ * padded_;
     total_ = highest_ + count_;
+    query_pairs_ = reinterpret_cast<uint32_t*>(take(count_ * (size_ / 2)));
+    weight_pairs_ = reinterpret_cast<uint32_t*>(take(count_ * kPairStride));
     num_groups_ = (count_ + kMaxRows - 1) / kMaxRows;
   }
 
@@ -185,6 +250,10 @@ class TaskRun {
         const T* from = query + row_of(begin + i) * op_.query_row + head_of(begin + i) * op_.query_head;
         float* to = query_ + begin * size_ + i;
         for (int64_t d = 0; d < size_; ++d) to[d * rows] = static_cast<float>(from[d]) * op_.scale;
+#if GSD_BF16
+        uint32_t* pair = query_pairs_ + begin * (size_ / 2) + i;
+        for (int64_t d = 0; d < size_ / 2; ++d) pair[d * rows] = load_raw<uint32_t>(from + 2 * d);
+#endif
       }
     }
     for (int64_t i = 0; i < count_; ++i) {
@@ -226,7 +295,14 @@ class TaskRun {
           const int64_t at = t + 16 * i;
           column[i] = key_page(at) + cache_.key.token[at % cache_.block_size] + cache_.key.dim[0];
         }
-        score_tile(column, cache_.key.dim[1] - cache_.key.dim[0], t - begin);
+        const int64_t ld = cache_.key.dim[1] - cache_.key.dim[0];
+#if GSD_BF16
+        if (size_ % 2 == 0) {
+          score_tile_in_pairs(column, ld, t - begin);
+          continue;
+        }
+#endif
+        score_tile(column, ld, t - begin);
       } else {
         copy_keys(t);
         const float* column[2] = {keys_, keys_ + 16};
@@ -251,6 +327,38 @@ class TaskRun {
       }
     }
   }
+
+#if GSD_BF16
+  void score_tile_in_pairs(const c10::BFloat16* const column[2], int64_t ld, int64_t at) {
+    static_assert(kTile == kVectors * kLanes);
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
+      const MultiplyPairsFn fn = pair_score_fn(rows, std::make_integer_sequence<int, kMaxRows>{});
+      float* to = scores_ + begin * kScoreStride + at;
+      fn(query_pairs_ + begin * (size_ / 2), column, ld, size_ / 2, op_.scale, to, kScoreStride);
+    }
+  }
+
+  // values: an even number of rows at distance ld; dim: where their dimensions lie
+  void add_run_in_pairs(const c10::BFloat16* values, const int32_t* dim, int64_t ld, int64_t at, int64_t length) {
+    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
+      const MultiplyPairsFn wide = pair_output_fn<kVectors>(rows, sizes), narrow = pair_output_fn<1>(rows, sizes);
+      const uint32_t* weights = weight_pairs_ + begin * kPairStride + at / 2;
+      float* out = output_ + begin * padded_;
+      int64_t d = 0;
+      for (; d + kVectors * kLanes <= padded_; d += kVectors * kLanes) {
+        const c10::BFloat16* vectors[kVectors] = {values + dim[d], values + dim[d + kLanes]};
+        wide(weights, vectors, ld, length / 2, 1.0f, out + d, padded_);
+      }
+      for (; d < padded_; d += kLanes) {
+        const c10::BFloat16* vectors[1] = {values + dim[d]};
+        narrow(weights, vectors, ld, length / 2, 1.0f, out + d, padded_);
+      }
+    }
+  }
+#endif
 
   // Keys [t, t + kTile) as keys_[head_size][kTile], zero where none may be read.
   void copy_keys(int64_t t) {
@@ -334,6 +442,10 @@ class TaskRun {
       for (int64_t c = 0; c < length; c += kLanes) {
         const vf p = exp_of(load(score + c) - highest);
         store(score + c, p);
+#if GSD_BF16
+        const __m256bh rounded = _mm512_cvtneps_pbh(bits_as<__m512>(p));
+        __builtin_memcpy(weight_pairs_ + i * kPairStride + c / 2, &rounded, sizeof(rounded));
+#endif
         sum += p;
       }
       if (highest != highest_[i]) rescale(i, highest);
@@ -364,7 +476,12 @@ class TaskRun {
         const int64_t offset = t % cache_.block_size;
         const int64_t stop = std::min(end, t - offset + cache_.block_size);
         next = t + (stop - t) / 16 * 16;
-        add_run(value_page(t) + cache_.value.token[offset], cache_.value.dim, step, t - begin, next - t);
+        const T* values = value_page(t) + cache_.value.token[offset];
+#if GSD_BF16
+        add_run_in_pairs(values, cache_.value.dim, step, t - begin, next - t);
+#else
+        add_run(values, cache_.value.dim, step, t - begin, next - t);
+#endif
         continue;
       }
       copy_values(t, next, values_);
@@ -417,6 +534,7 @@ class TaskRun {
   const int32_t* const blocks_;
   int64_t first_ = 0, end_ = 0, num_groups_ = 0;
   float *keys_, *values_, *query_, *scores_, *output_, *highest_, *total_;
+  uint32_t *query_pairs_, *weight_pairs_;
 };
 
 template <typename T>

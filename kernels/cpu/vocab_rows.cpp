@@ -32,7 +32,7 @@ struct Kernels {
 
   Kernels() {
 #if GSD_X86
-    if (current_isa() == Isa::avx512) {
+    if (current_isa() >= Isa::avx512) {
       scan = avx512::scan_chunk<T>;
       highest = avx512::highest_of_chunk<T>;
       first_equal = avx512::first_equal<T>;

@@ -11,18 +11,29 @@ from vllm_gsd.ops import HAVE_EXTENSION
 sys.path.insert(0, str(Path(__file__).parent))  # for tree_cases
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
+ISAS = ["baseline", "avx2", "avx512", "avx512bf16"]
+
+
+@pytest.fixture(params=ISAS)
 def isa(request):
     """Runs the test once with each instruction set that the kernels are compiled for and this machine has."""
     if not HAVE_EXTENSION:
         pytest.skip("the compiled kernels are not built")
-    level = ["baseline", "avx2", "avx512"].index(request.param)
+    level = ISAS.index(request.param)
     try:
         if torch.ops.vllm_gsd.set_isa_limit(level) != level:
             pytest.skip(f"this machine has no {request.param}")
         yield request.param
     finally:
-        torch.ops.vllm_gsd.set_isa_limit(2)
+        torch.ops.vllm_gsd.set_isa_limit(len(ISAS) - 1)
+
+
+@pytest.fixture
+def up_to_isa():
+    """Lets one test use nothing better than an instruction set: ``up_to_isa("avx512")``."""
+    yield lambda name: HAVE_EXTENSION and torch.ops.vllm_gsd.set_isa_limit(ISAS.index(name))
+    if HAVE_EXTENSION:
+        torch.ops.vllm_gsd.set_isa_limit(len(ISAS) - 1)
 
 
 @pytest.fixture

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_gsd.ops.kv_layout import KVLayout
+from vllm_gsd.ops import HAVE_EXTENSION
+from vllm_gsd.ops.kv_layout import KVLayout, pages_of
+from vllm_gsd.ops.tree_attention import tree_attention, tree_attention_reference
+
+BF16_ISA = 3  # of isa.h
+# Half a unit in the last place of the output's dtype, relative, on top of float32 arithmetic.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def random_separable(block_size: int, head_size: int, seed: int = 0) -> KVLayout:
@@ -82,6 +88,12 @@ class TreeCase:
         values = {**self.__dict__, "query": self.query.double(), "kv_cache": self.kv_cache.double()}
         return TreeCase(**values)
 
+    def with_absolute_values(self) -> TreeCase:
+        """The same attention over the values' magnitudes."""
+        kv_cache = self.kv_cache.clone()
+        pages_of(kv_cache)[1].abs_()
+        return TreeCase(**{**self.__dict__, "kv_cache": kv_cache})
+
 
 def tree_case(
     rows=(5,),
@@ -139,3 +151,19 @@ def tree_case(
         scale=head_size**-0.5,
         options=options,
     )
+
+
+def check(case) -> None:
+    """Kernel and float64 reference agree to float32 arithmetic of standard normal values, plus rounding.
+
+    A score of size 10 is off by some 2^-21 in float32, and its weight by as much relative to itself. With AVX512-BF16
+    weights are rounded to bfloat16, too.
+    """
+    exact = case.double().run(tree_attention_reference)
+    got = case.run(tree_attention).double()
+    assert torch.isfinite(exact).all(), "the reference read an element that no row attends"
+    allowed = 4e-6 + 1.01 * ROUNDING[case.query.dtype] * exact.abs()
+    if case.query.dtype == torch.bfloat16 and HAVE_EXTENSION and torch.ops.vllm_gsd.current_isa() == BF16_ISA:
+        allowed += ROUNDING[torch.bfloat16] * case.double().with_absolute_values().run(tree_attention_reference)
+    worst = ((got - exact).abs() - allowed).max()
+    assert worst <= 0, f"off by {float((got - exact).abs().max()):.2e} beyond what is allowed"
