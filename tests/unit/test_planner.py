@@ -99,11 +99,19 @@ def test_the_choice_is_the_best_of_all(rows, others):
 def test_without_costs_everything_is_drafted_and_verified():
     planner = planned(None, 3)
     assert planner.wants_drafts(3, NOTHING_FOUND)
-    assert planner.wants_level(np.full(2, 1e-6))
-    assert not planner.wants_level(np.zeros(0))
+    assert planner.level_size(np.full(2, 1e-6)) == 2
+    assert planner.level_size(np.zeros(0)) == 0
     size = np.array([2, 1], np.int32)
     sizes = planner.choose(np.full((2, 2), 1e-6, np.float32), size, np.zeros(2), np.ones(2, np.bool_))
     assert sizes.tolist() == [2, 1]
+
+
+def test_a_level_is_drafted_from_the_nodes_that_pay():
+    planner = planned(COSTS, 1)
+    planner.drafted(np.array([[0.6, 0.2, 0.1, 0.05]]))
+    assert planner.level_size(np.array([0.001, 0.9, 0.8, 0.001])) == 2
+    assert planner.level_size(np.full(3, 0.9)) == 3
+    assert planner.level_size(np.full(4, 1e-4)) == 0
 
 
 def test_speculates_alone_and_not_in_a_full_batch():

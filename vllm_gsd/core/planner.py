@@ -119,21 +119,23 @@ class Planner:
         self.num_drafted = self.num_drafted or len(probs)  # the first level has a row of each
         self.rows.append(len(probs))
 
-    def wants_level(self, values: np.ndarray) -> bool:
-        """Whether to draft from nodes whose calibrated chances are ``values`` [n]."""
+    def level_size(self, values: np.ndarray) -> int:
+        """From how many nodes to draft, best first, whose calibrated chances are ``values`` [n]; 0: no such level."""
         costs = self.costs
         if costs is None or len(values) == 0:
-            return len(values) > 0
+            return len(values)
         # Tokens per millisecond that the rest of the step will have; a level is to bring more.
         spent = self.overhead.draft + self.drafts_ms(self.rows)
         rate = max(self._plain_rate(), self._rate(np.repeat(self.worth, self.num_drafted), spent))
-        chances = np.outer(values, self.children * self.calibration.first_level()).ravel()
+        chances = np.outer(np.sort(values)[::-1], self.children * self.calibration.first_level())
         rows, mean_context = self.num_requests, self.context / self.num_requests
         # Verifying a child costs its row; children below that are not verified.
-        more = float(costs.target_ms(rows + len(chances))) - float(costs.target_ms(rows))
-        row_ms = more / len(chances) + costs.attention * mean_context
-        surplus = np.maximum(chances - rate * row_ms, 0).sum()
-        return bool(surplus >= rate * float(costs.draft_ms(len(values))))
+        more = min(chances.size, max(1, self.num_drafted) * len(self.worth))
+        row_ms = float(costs.target_ms(rows + more) - costs.target_ms(rows)) / more + costs.attention * mean_context
+        surplus = np.maximum(chances - rate * row_ms, 0).sum(axis=1).cumsum()
+        gain = surplus - rate * costs.draft_ms(np.arange(1, len(values) + 1))
+        best = int(gain.argmax())
+        return best + 1 if gain[best] >= 0 else 0
 
     # --- after drafting ---------------------------------------------------------------------------
 

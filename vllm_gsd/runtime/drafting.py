@@ -174,8 +174,14 @@ class Drafter:
             nodes = frontier[np.arange(frontier.shape[1]) < frontier_len[:, None]]
             depth, survival = graphs.depth[rows, nodes], graphs.survival[rows, nodes]
             chances = self.planner.calibration.value(NATIVE, depth, survival) * trust[rows, NATIVE]
-            if not self.planner.wants_level(np.minimum(chances, 1.0)):
+            size = self.planner.level_size(np.minimum(chances, 1.0))
+            if size == 0:
                 break
+            if size < len(nodes):
+                best = np.sort(np.argsort(-chances, kind="stable")[:size])
+                rows, nodes = rows[best], nodes[best]
+                frontier_len[:] = np.bincount(rows, minlength=count)
+                frontier[rows, np.arange(size) - (np.cumsum(frontier_len) - frontier_len)[rows]] = nodes
             features = None
             if self.features is not None:  # below the root they are the draft's own
                 features = hidden[self.model.to_device(self.lines[rows, graphs.parent[rows, nodes]])]
