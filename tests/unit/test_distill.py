@@ -204,6 +204,14 @@ def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch):
     assert run._planned_answers(run.Options(target="t", answers=7), tmp_path, None, None) == 7
 
 
+@pytest.mark.parametrize(
+    ("shards", "own", "second"), [(0.5, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 2, 1), (10, 5, 3), (30, 15, 9)]
+)
+def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second):
+    size = generate.SHARD
+    assert run.later_rounds(int(shards * size)) == (own * size, second * size)
+
+
 class AskingTarget:
     """Stands in for the target's engine: it says everything twice, and ends two of three requests."""
 

@@ -169,7 +169,7 @@ def make_answers(options: Options, work: Path) -> list[Path]:
         answer(prompts.from_file(Path(options.prompts))[: options.answers], "file", options.seed)
         return sorted(answers.glob("*.parquet"))
     count = _planned_answers(options, work, llm, lambda chats: answer(chats, "first", options.seed))
-    own, second = (round(share * count / generate.SHARD) * generate.SHARD for share in (OWN, SECOND_ROUND))
+    own, second = later_rounds(count)
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
@@ -180,6 +180,17 @@ def make_answers(options: Options, work: Path) -> list[Path]:
     if second:
         answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
     return sorted(answers.glob("*.parquet"))
+
+
+def later_rounds(count: int) -> tuple[int, int]:
+    """Of ``count`` answers, those to the target's own requests and those of the second round, in whole shards.
+
+    One shard at least is the first round's: it is the measure of what there is time for.
+    """
+    shards = count // generate.SHARD
+    own = max(0, min(round(OWN * shards), shards - 1))
+    second = max(0, min(round(SECOND_ROUND * shards), shards - 1 - own))
+    return own * generate.SHARD, second * generate.SHARD
 
 
 def _planned_answers(options: Options, work: Path, llm, answer) -> int:
