@@ -7,9 +7,9 @@ from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, add_child, find_child, inser
 
 # Longest suffix of the text that is compared; beyond it a match is as sure as it gets.
 MAX_MATCH = 16
-# Chance that a copied token is right, by the number of tokens that matched before it: measured on SmolLM2-135M's answers
-# to templates, to requests of its own and about its own texts (docs/LOG.md); only the ranking of hypotheses depends on
-# it, never what is accepted. The last one is that of all longer matches together.
+# Chance that a copied token is right, by the number of tokens that matched before it: measured on answers of
+# SmolLM2-135M (docs/LOG.md); only the ranking of hypotheses depends on it, never what is accepted. The last one is that
+# of all longer matches together.
 MATCH_PROB = np.array(
     [
         *(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84),
