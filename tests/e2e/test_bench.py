@@ -26,10 +26,8 @@ def command(tiny_pair, tmp_path):
     ]  # fmt: skip
 
 
-def test_all_methods(command, tmp_path, tiny_pair, tiny_eagle):
-    methods = "plain,draft_model,eagle,ngram,suffix,gsd,gsd-tree,gsd-chain"
-    command[command.index("--draft") + 1] = str(tiny_eagle)
-    command += ["--draft-model", str(tiny_pair.draft)]
+def test_all_methods(command, tmp_path):
+    methods = "plain,draft_model,ngram,suffix,gsd,gsd-tree,gsd-chain"
     command += ["--methods", methods, "--chain-lengths", "2", "--batch-sizes", "1,3", "--repeats", "2"]
     done = subprocess.run([*command, "--gsd", '{"budget": 8}'], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -68,6 +66,20 @@ def test_all_methods(command, tmp_path, tiny_pair, tiny_eagle):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("data:image/png") == 4
     assert "draft_model K=" in page
+
+
+def test_a_draft_that_reads_hidden_states(command, tmp_path, tiny_eagle):
+    """It serves vLLM's own eagle; a draft_model has to be given apart."""
+    command[command.index("--draft") + 1] = str(tiny_eagle)
+    command += ["--methods", "draft_model,eagle", "--chain-lengths", "2", "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert list(report["skipped"]) == ["draft_model"]
+    (row,) = report["batches"]["1"].values()
+    assert row["setting"] == "eagle K=2 eager"
+    assert row["tokens_per_step"]["median"] >= 1
+    assert row["step_parts_ms"]["draft"] > 0
 
 
 def test_apart_with_a_choice_and_analyses(command, tmp_path, monkeypatch):
