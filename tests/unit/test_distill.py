@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.distill import generate, prompts, run, student
 from vllm_gsd.distill.generate import TOP
-from vllm_gsd.distill.train import Distillation, collate, count_parameters
+from vllm_gsd.distill.train import Distillation, collate, count_parameters, load_answers
 from vllm_gsd.distill.validate import agreement
 from vllm_gsd.prompt_file import PromptsError
 
@@ -202,6 +202,22 @@ def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch):
         assert planned == generate.SHARD * (1 + (480 - 140) // 60)
     assert now == [140.0]
     assert run._planned_answers(run.Options(target="t", answers=7), tmp_path, None, None) == 7
+
+
+def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monkeypatch):
+    """The second round asks about answers, so each must stay with its request."""
+
+    def output(length):
+        flat = {"token_ids": [5] * TOP * length, "logprobs": [-1.0] * TOP * length}
+        flat |= {"start_indices": range(0, TOP * length, TOP), "end_indices": range(TOP, TOP * length + 1, TOP)}
+        completion = {"token_ids": [5] * length, "text": f"{length} tokens", "logprobs": SimpleNamespace(**flat)}
+        return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[SimpleNamespace(**completion)])
+
+    monkeypatch.setattr(generate, "_generate", lambda llm, chats, *rest: [output(length) for length in (4, 1, 3)])
+    texts = generate.answer(AskingTarget("template"), [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
+    assert texts == ["4 tokens", "1 tokens", "3 tokens"]
+    data = load_answers([generate.shard_path(tmp_path, "first", 0)], 640)
+    assert [int(row["first"]) for row in data] == [0, 6 + 3]
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,14 @@ Collator = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
 
 BATCH = 8
 WARM_UP = 0.05
+# Tokens of the shortest answer that there is something to learn from.
+SHORTEST = 2
 # Steps timed before training to know how many fit into the time given.
 TIMED_STEPS = 6
 
 
 def load_answers(files: list[Path], longest: int) -> Dataset:
-    """Answers of the shards, without those longer than ``longest`` tokens.
+    """Answers of the shards, without those longer than ``longest`` tokens or of a single token.
 
     Each has its ``length``, and its place: the ``file``'s name and the ``first`` token's number in it.
     """
@@ -48,7 +50,9 @@ def load_answers(files: list[Path], longest: int) -> Dataset:
         part = part.add_column("first", np.cumsum(lengths) - lengths)
         parts.append(part.add_column("file", [file.stem] * len(part)))
     data: Any = concatenate_datasets(parts)
-    return data.filter(lambda row: row["length"] <= longest, desc="short enough").with_format("numpy")
+    return data.filter(
+        lambda row: row["prompt_len"] + SHORTEST <= row["length"] <= longest, desc="neither long nor empty"
+    ).with_format("numpy")
 
 
 class TrimmedStudent(nn.Module):
