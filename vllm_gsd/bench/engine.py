@@ -49,8 +49,9 @@ def run(
     """Answer the chats greedily, at most ``concurrency`` at a time.
 
     Returns:
-        ``seconds``, ``steps`` of the engine; per chat ``tokens``, ``latency`` and ``ttft`` (seconds); ``counters`` of
-        vLLM's metrics; ``parts``, seconds by part, if asked for; ``peak_mb`` and ``cudagraphs_captured`` so far.
+        ``seconds``; per chat ``tokens``, ``latency`` and ``ttft`` (seconds); ``counters`` of vLLM's metrics;
+        ``decode``: ``steps`` in which no prompt was read, their ``seconds``, and ``parts``, seconds by part, if asked
+        for; ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
     from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
@@ -62,17 +63,24 @@ def run(
     begun: dict[str, float] = {}
     seen = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
     before = counters_of(llm)
+    decode: dict[str, Any] = {"steps": 0, "seconds": 0.0}
     if clock is not None:
-        clock.restart(with_parts)
-    steps, start = 0, time.perf_counter()
+        clock.restart()
+    start = time.perf_counter()
     while waiting or begun:
         while waiting and len(begun) < concurrency:
             index, ids = waiting.popleft()
             begun[str(index)] = time.perf_counter()
             engine.add_request(str(index), {"prompt_token_ids": ids}, params)
+        # A prompt takes as long as many steps: mixed in, it would hide what a step of decoding takes.
+        decodes = all(seen[int(request)]["tokens"] for request in begun)
+        if clock is not None:
+            clock.on = with_parts and decodes
+        since = time.perf_counter()
         outputs = engine.step()
-        steps += 1
         now = time.perf_counter()
+        decode["steps"] += decodes
+        decode["seconds"] += decodes * (now - since)
         for output in outputs:
             row = seen[int(output.request_id)]
             waited = now - begun[output.request_id]
@@ -83,13 +91,13 @@ def run(
                 del begun[output.request_id]
     seconds = time.perf_counter() - start
     after = counters_of(llm)
-    result: dict[str, Any] = {"seconds": seconds, "steps": steps, "requests": seen, "peak_mb": peak_mb()}
+    result: dict[str, Any] = {"seconds": seconds, "requests": seen, "decode": decode, "peak_mb": peak_mb()}
     result["cudagraphs_captured"] = compilation_counter.num_cudagraph_captured
     result["counters"] = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    if with_parts and clock is not None:
-        result["parts"] = dict(clock.seconds)
     if clock is not None:
-        clock.restart(False)
+        clock.on = False
+        if with_parts:
+            decode["parts"] = dict(clock.seconds)
     return result
 
 

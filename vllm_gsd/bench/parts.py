@@ -17,7 +17,7 @@ PARTS = ("draft", "target forward", "attention", "walk", "compaction", "schedule
 
 
 class PartsClock:
-    """Seconds by part; ``attach`` it once, read ``seconds`` after ``restart``."""
+    """Seconds by part; ``attach`` it once, ``restart`` it, read ``seconds``. It runs while it is ``on``."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -45,10 +45,9 @@ class PartsClock:
                 self._wrap(layer.impl, "forward", "attention")
         return True
 
-    def restart(self, on: bool) -> None:
-        """Start again from zero, counting or not."""
+    def restart(self) -> None:
+        """Start again from zero."""
         self.seconds.clear()
-        self.on = on
 
     def _wrap(self, owner: Any, name: str, part: str) -> None:
         function: Callable[..., Any] | None = getattr(owner, name, None)

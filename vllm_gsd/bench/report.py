@@ -43,25 +43,27 @@ def _row(
     Returns:
         ``tokens_per_second``, ``ttft_ms``, ``tpot_ms``, ``ratio_to_plain`` as median, min and max over the turns;
         ``tokens_per_step`` (of one request, steps without drafts counted); ``efficiency``, the ratio over it;
-        ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the turn with the clock; ``peak_mb``;
-        ``cudagraphs`` where there are any.
+        ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the turn with the clock, means over its steps
+        without prompts; ``peak_mb``; ``cudagraphs`` where there are any.
     """
     speeds = [tokens_per_second(result) for result in results]
+    decode = with_parts["decode"]
+    steps = max(1, decode["steps"])
     row: dict[str, Any] = {
         "tokens_per_second": spread(speeds),
         "ttft_ms": spread([1e3 * median(r["ttft"] for r in result["requests"]) for result in results]),
         "tpot_ms": spread([_tpot_ms(result) for result in results]),
         "tokens_per_step": spread([tokens_per_step(result) for result in results]),
         "acceptance_by_depth": _by_depth(results),
-        "step_ms": 1e3 * with_parts["seconds"] / with_parts["steps"],
+        "step_ms": 1e3 * decode["seconds"] / steps,
         "peak_mb": max(result["peak_mb"] for result in results),
     }
     if captured := results[-1].get("cudagraphs_captured"):
         counters = results[-1]["counters"]
         hits, misses = (counters.get(f"vllm:gsd_cudagraph_{name}") for name in ("hits", "misses"))
         row["cudagraphs"] = {"captured": captured, "replayed": hits, "missed": misses}
-    parts = with_parts.get("parts")
-    row["step_parts_ms"] = parts and {part: 1e3 * parts.get(part, 0.0) / with_parts["steps"] for part in PARTS}
+    parts = decode.get("parts")
+    row["step_parts_ms"] = parts and {part: 1e3 * parts.get(part, 0.0) / steps for part in PARTS}
     if plain is not None:
         row["ratio_to_plain"] = spread(
             [speed / tokens_per_second(other) for speed, other in zip(speeds, plain, strict=True)]

@@ -35,15 +35,12 @@ class Calibration:
         """
         self.promised += (KEEP - 1) * (self.promised - PRIOR)
         self.accepted += (KEEP - 1) * (self.accepted - PRIOR)
-        cells = (source, np.minimum(depth, NUM_DEPTHS) - 1, _bins(survival))
-        np.add.at(self.promised, cells, survival)
-        np.add.at(self.accepted, cells, accepted)
+        _count(self.promised, self.accepted, source, depth, survival, accepted)
         self.factor[:] = self.accepted / self.promised
 
-    def value(self, source: int, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
-        """Chances that nodes are accepted, float [n]: ``calibrated``, for arrays."""
-        factor = self.factor[source, np.minimum(depth, NUM_DEPTHS) - 1, _bins(survival)]
-        return np.minimum(1.0, survival * factor)
+    def value(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
+        """Chances that nodes are accepted, float32 [n]; arguments as of ``observe``."""
+        return _chances(self.factor, source, depth, survival)
 
     def first_level(self) -> float:
         """Accepted over promised among all native children of the root."""
@@ -70,29 +67,50 @@ class SourceTrust:
         seen = np.array([self.seen.get(request_id, fresh) for request_id in request_ids]).reshape(-1, 2, NUM_SOURCES)
         return (seen[:, 1] / seen[:, 0]).astype(np.float32)
 
-    def observe(self, request_id: str, source: np.ndarray, chance: np.ndarray, accepted: np.ndarray) -> None:
-        """Learn from one request's verified nodes.
+    def observe(self, request_ids: list[str], row, source, chance, accepted) -> None:
+        """Learn from the verified nodes of some requests.
 
         Args:
-            source: int [n]; chance: float [n], calibrated; accepted: bool [n].
+            row: int [n], which of the requests; source: int [n]; chance: float [n], calibrated; accepted: bool [n].
         """
-        seen = self.seen.setdefault(request_id, np.full((2, NUM_SOURCES), OWN_PRIOR))
+        fresh = np.full((2, NUM_SOURCES), OWN_PRIOR)
+        seen = np.array([self.seen.get(request_id, fresh) for request_id in request_ids]).reshape(-1, 2, NUM_SOURCES)
         seen += (OWN_KEEP - 1) * (seen - OWN_PRIOR)
-        np.add.at(seen[0], source, chance)
-        np.add.at(seen[1], source, accepted)
+        np.add.at(seen[:, 0], (row, source), chance)
+        np.add.at(seen[:, 1], (row, source), accepted)
+        self.seen.update(zip(request_ids, seen, strict=True))
 
     def forget(self, request_id: str) -> None:
         """The request is finished."""
         self.seen.pop(request_id, None)
 
 
-def _bins(survival: np.ndarray) -> np.ndarray:
-    return np.clip(-np.ceil(np.log2(np.maximum(survival, 1e-9))), 0, NUM_BINS - 1).astype(np.int64)
+@numba.njit(cache=True)
+def _cell(depth, survival):
+    """A node's cell among those of its source: depth and bin."""
+    bin_of = int(-np.ceil(np.log2(max(survival, np.float32(1e-9)))))
+    return min(depth, NUM_DEPTHS) - 1, min(max(bin_of, 0), NUM_BINS - 1)
 
 
 @numba.njit(cache=True)
 def calibrated(factor, source, depth, survival):
     """Chance that a node is accepted: its survival, corrected by its cell's factor."""
-    level = min(depth, NUM_DEPTHS) - 1
-    cell = int(-np.ceil(np.log2(max(survival, np.float32(1e-9)))))
-    return min(np.float32(1.0), survival * factor[source, level, min(max(cell, 0), NUM_BINS - 1)])
+    level, bin_of = _cell(depth, survival)
+    return min(np.float32(1.0), survival * factor[source, level, bin_of])
+
+
+@numba.njit(cache=True)
+def _chances(factor, source, depth, survival):
+    chances = np.empty(len(survival), np.float32)
+    for node in range(len(survival)):
+        chances[node] = calibrated(factor, source[node], depth[node], survival[node])
+    return chances
+
+
+@numba.njit(cache=True)
+def _count(promised, taken, source, depth, survival, accepted):
+    """Add nodes to their cells, float64 [sources, depths, bins]."""
+    for node in range(len(survival)):
+        level, bin_of = _cell(depth[node], survival[node])
+        promised[source[node], level, bin_of] += survival[node]
+        taken[source[node], level, bin_of] += accepted[node]

@@ -1,8 +1,11 @@
 """What a step costs on this machine: a table measured at start-up, read between its rows by interpolation."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+
+from vllm_gsd.core.rates import read
 
 # Weight of the newest step in a learned overhead.
 LATEST = 0.05
@@ -24,13 +27,20 @@ class Costs:
     draft: np.ndarray
     attention: float
 
-    def target_ms(self, rows, attended=0.0):
-        """A target forward over ``rows`` rows that attend ``attended`` tokens of context in all; arrays go too."""
-        return _read(self.rows, self.target, rows) + self.attention * attended
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """What ``rates`` reads: ``target`` and ``draft`` by every number of rows from 0 on, and ``attention``."""
+        every = np.arange(max(3, int(self.rows[-1]) + 1))
+        target, draft = (_filled(every, self.rows, known) for known in (self.target, self.draft))
+        return target, draft, float(self.attention)
 
-    def draft_ms(self, rows):
+    def target_ms(self, rows: float, attended: float = 0.0) -> float:
+        """A target forward over ``rows`` rows that attend ``attended`` tokens of context in all."""
+        return float(read(self.tables[0], rows) + self.attention * attended)
+
+    def draft_ms(self, rows: float) -> float:
         """One draft level over ``rows`` rows."""
-        return _read(self.rows, self.draft, rows)
+        return float(read(self.tables[1], rows))
 
 
 class Overhead:
@@ -58,7 +68,7 @@ class Overhead:
             setattr(self, other, float(getattr(self, other) + step))
 
 
-def _read(at: np.ndarray, values: np.ndarray, rows):
-    """Interpolate; beyond the table go on with its last slope."""
+def _filled(every: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Interpolated between the rows measured; beyond them on with the last slope, float64 [len(every)]."""
     slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
-    return np.interp(rows, at, values) + slope * np.maximum(np.asarray(rows) - at[-1], 0)
+    return np.interp(every, at, values) + slope * np.maximum(every - at[-1], 0)

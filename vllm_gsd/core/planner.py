@@ -8,6 +8,7 @@ are worth is learned from the graphs themselves. What the present plan leaves ou
 
 import numpy as np
 
+from vllm_gsd.core import rates
 from vllm_gsd.core.calibration import Calibration
 from vllm_gsd.core.costs import Costs, Overhead
 
@@ -58,7 +59,7 @@ class Planner:
         # Rows of the coming target step and milliseconds of its forward, by the table.
         self.planned = self.num_requests, 0.0
         if self.costs is not None:
-            self.planned = self.num_requests, float(self.costs.target_ms(self.num_requests, context))
+            self.planned = self.num_requests, self.costs.target_ms(self.num_requests, context)
 
     # --- before drafting --------------------------------------------------------------------------
 
@@ -68,9 +69,10 @@ class Planner:
 
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as of ``wants_drafts``."""
+        assert self.costs is not None
+        drafts_ms = rates.drafts_ms(self.costs.tables, num_drafted * self.levels, self.level_share)
         worth = np.repeat(left * self.worth, num_drafted)
-        drafts_ms = self.overhead.draft + self.drafts_ms(num_drafted * self.levels, self.level_share)
-        return self._rate(np.concatenate([found, worth]), drafts_ms)
+        return self._rate(np.concatenate((found, worth)), self.overhead.draft + drafts_ms)
 
     def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
         """Whether to draft at all; if ``probing``, only for a few requests.
@@ -93,23 +95,18 @@ class Planner:
     def _plain_rate(self) -> float:
         """Tokens per millisecond without speculation."""
         assert self.costs is not None
-        took = float(self.costs.target_ms(self.num_requests, self.context)) + self.overhead.plain
-        return self.num_requests / took
+        return self.num_requests / (self.costs.target_ms(self.num_requests, self.context) + self.overhead.plain)
 
     def _rate(self, chances: np.ndarray, drafts_ms: float) -> float:
         """Tokens per millisecond after so much drafting, verifying the right number of the nodes."""
         assert self.costs is not None
-        nodes = np.arange(1, len(chances) + 1)
-        attended = self.context * (1 + nodes / self.num_requests)
-        took = self.overhead.graph + self.costs.target_ms(self.num_requests + nodes, attended)
-        took += drafts_ms
-        tokens = self.num_requests + np.cumsum(np.sort(chances)[::-1])
-        return float((tokens / took).max(initial=0.0))
+        spent = self.overhead.graph + drafts_ms
+        return rates.best_rate(self.costs.tables, self.num_requests, self.context, spent, chances)
 
-    def drafts_ms(self, rows, share=1.0) -> float:
-        """Milliseconds of draft levels over ``rows`` [n] rows, each run in that ``share`` of steps."""
+    def drafts_ms(self) -> float:
+        """Milliseconds of the draft levels run in this step, by the table."""
         assert self.costs is not None
-        return float(np.sum(share * self.costs.draft_ms(np.asarray(rows)))) if len(rows) else 0.0
+        return sum(self.costs.draft_ms(rows) for rows in self.rows)
 
     # --- while drafting ---------------------------------------------------------------------------
 
@@ -125,17 +122,12 @@ class Planner:
         if costs is None or len(values) == 0:
             return len(values)
         # Tokens per millisecond that the rest of the step will have; a level is to bring more.
-        spent = self.overhead.draft + self.drafts_ms(self.rows)
-        rate = max(self._plain_rate(), self._rate(np.repeat(self.worth, self.num_drafted), spent))
-        chances = np.outer(np.sort(values)[::-1], self.children * self.calibration.first_level())
-        rows, mean_context = self.num_requests, self.context / self.num_requests
-        # Verifying a child costs its row; children below that are not verified.
-        more = min(chances.size, max(1, self.num_drafted) * len(self.worth))
-        row_ms = float(costs.target_ms(rows + more) - costs.target_ms(rows)) / more + costs.attention * mean_context
-        surplus = np.maximum(chances - rate * row_ms, 0).sum(axis=1).cumsum()
-        gain = surplus - rate * costs.draft_ms(np.arange(1, len(values) + 1))
-        best = int(gain.argmax())
-        return best + 1 if gain[best] >= 0 else 0
+        worth = np.repeat(self.worth, self.num_drafted)
+        rate = max(self._plain_rate(), self._rate(worth, self.overhead.draft + self.drafts_ms()))
+        children = self.children * self.calibration.first_level()
+        most = max(1, self.num_drafted) * len(self.worth)
+        values = values.astype(np.float64)
+        return rates.level_size(costs.tables, self.num_requests, self.context, rate, most, values, children)
 
     # --- after drafting ---------------------------------------------------------------------------
 
@@ -158,20 +150,14 @@ class Planner:
             self._learn(values[pure], size[pure])
         if self.resting:
             return np.zeros_like(size)
-        row = np.repeat(np.arange(len(size)), size)
-        value = values[np.arange(values.shape[1]) < size[:, None]].astype(np.float64)
-        order = np.argsort(-value, kind="stable")
-        rows = self.num_requests + np.arange(len(value) + 1)
-        attended = self.context + np.concatenate([[0], np.cumsum(context[row[order]])])
-        tokens = self.num_requests + np.concatenate([[0.0], np.cumsum(value[order])])
-        forward = costs.target_ms(rows, attended)
-        overhead = np.where(rows > self.num_requests, self.overhead.graph, self.overhead.plain)
-        drafts_ms = self.overhead.draft + self.drafts_ms(self.rows) if self.rows else 0.0
-        best = int((tokens / (drafts_ms + forward + overhead)).argmax())
-        if best == 0 and self.steps % PROBE_EVERY == 0:
+        overhead = self.overhead
+        spent = overhead.draft + self.drafts_ms() if self.rows else 0.0
+        batch = costs.tables, self.num_requests, self.context
+        chosen, forward = rates.best_nodes(*batch, values, size, context, spent, overhead.plain, overhead.graph)
+        if not chosen.any() and self.steps % PROBE_EVERY == 0:
             return np.minimum(size, 1)  # only to learn what becomes of them
-        self.planned = int(rows[best]), float(forward[best])
-        return np.bincount(row[order[:best]], minlength=len(size)).astype(np.int32)
+        self.planned = self.num_requests + int(chosen.sum()), forward
+        return chosen
 
     def _learn(self, values: np.ndarray, size: np.ndarray) -> None:
         weight = NEWEST_TRIED if self.probing else NEWEST

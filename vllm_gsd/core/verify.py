@@ -6,6 +6,7 @@ so the output has the target's distribution (exact enumeration: tests/property/t
 """
 
 import numba
+import numpy as np
 
 from vllm_gsd.core.graph import NONE
 
@@ -33,6 +34,60 @@ def step_into(tokens, parents, starts, places, sampled, active):
                 places[tree] = line - first
                 active[tree] = True
                 break
+
+
+@numba.njit(cache=True)
+def follow(tokens, parents, starts, sampled, places, path):
+    """Walk every tree to its end where all rows are sampled already: ``step_into`` until no walk goes on.
+
+    Args:
+        tokens, parents, starts, places: as for ``step_into``.
+        sampled: int64 [num_rows], token sampled at each row.
+        path: int32 [num_trees, deepest + 1], filled with the sampled tokens of each walk, behind its end left alone.
+
+    Returns:
+        columns of ``path`` in use: the longest walk's tokens.
+    """
+    columns = 0
+    for tree in range(len(places)):
+        first, place, length = starts[tree], 0, 1
+        path[tree, 0] = sampled[first]
+        for line in range(first + 1, starts[tree + 1]):
+            if parents[line] == place and tokens[line] == path[tree, length - 1]:
+                place = line - first
+                path[tree, length] = sampled[line]
+                length += 1
+        places[tree] = place
+        columns = max(columns, length)
+    return columns
+
+
+@numba.njit(cache=True)
+def accepted_rows(parents, starts, places):
+    """Rows on the accepted paths.
+
+    Args:
+        parents, starts, places: as for ``step_into``, the places where walks have ended.
+
+    Returns:
+        bool [num_rows], roots not among them, and int64 [num_trees] twice: accepted nodes of each tree, and those of
+        them that don't lie where plain decoding would have put them.
+    """
+    accepted = np.zeros(len(parents), np.bool_)
+    length = np.zeros(len(places), np.int64)
+    astray = np.zeros(len(places), np.int64)
+    for tree in range(len(places)):
+        first = starts[tree]
+        node = places[tree]
+        while node > 0:
+            accepted[first + node] = True
+            length[tree] += 1
+            node = parents[first + node]
+        node = places[tree]
+        for depth in range(length[tree], 0, -1):
+            astray[tree] += node != depth
+            node = parents[first + node]
+    return accepted, length, astray
 
 
 @numba.njit(cache=True)

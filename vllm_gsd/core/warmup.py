@@ -2,12 +2,15 @@
 
 import numpy as np
 
+from vllm_gsd.core.calibration import Calibration
+from vllm_gsd.core.costs import Costs
 from vllm_gsd.core.draft_level import level_rows, new_draft_slots
 from vllm_gsd.core.flatten import ancestor_masks, flatten
 from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.ngram import graft_ngrams, graft_tree
-from vllm_gsd.core.verify import is_chain, path_to, step_into
+from vllm_gsd.core.planner import Planner
+from vllm_gsd.core.verify import accepted_rows, follow, is_chain, path_to, step_into
 
 
 def warm_up() -> None:
@@ -33,5 +36,20 @@ def warm_up() -> None:
     ancestor_masks(parent, starts, np.zeros((len(parent), 1), np.int64))
     places, active = np.zeros(1, np.int32), np.ones(1, np.bool_)
     step_into(line_tokens, parent, starts, places, line_tokens[1:2].copy(), active)
+    follow(line_tokens, parent, starts, line_tokens, places, np.zeros((1, len(parent)), np.int32))
+    accepted_rows(parent, starts, places)
     path_to(parent, places[0])
     is_chain(parent, starts[0], starts[1])
+    _plan(nodes, trees.value)
+    seen = np.zeros(1, np.int8), depth, probs[0, :1]
+    Calibration().value(*seen)
+    Calibration().observe(*seen, np.ones(1, np.bool_))
+
+
+def _plan(nodes: np.ndarray, values: np.ndarray) -> None:
+    planner = Planner(2, 2, 4, Costs(np.array([1, 2]), np.ones(2), np.ones(2), attention=0.1))
+    planner.begin(1, 4)
+    planner.wants_drafts(1, np.zeros(0))
+    planner.drafted(np.full((1, 2), 0.5, np.float32))
+    planner.level_size(np.ones(1))
+    planner.choose(values, nodes, nodes.astype(np.int64), np.zeros(1, np.bool_))

@@ -70,14 +70,13 @@ class Drafter:
         wanted = wanted & (known <= room)
         known = np.minimum(known, room)
         done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
-        last_hidden: dict[int, torch.Tensor] = {}
-        while True:
-            missing = np.maximum(known - done, 0)
+        # A request whose draft KV was complete already has no fresh hidden state to draft from.
+        drafted = wanted & (known > done)
+        last_hidden: list[torch.Tensor | None] = [None] * num_requests
+        while (missing := np.maximum(known - done, 0)).any():
             # Fill the forward request by request; what does not fit waits for the next one.
-            counts = np.clip(self.max_rows - (np.cumsum(missing) - missing), 0, missing)
+            counts = np.maximum(np.minimum(self.max_rows - (np.cumsum(missing) - missing), missing), 0)
             running = np.flatnonzero(counts)
-            if len(running) == 0:
-                break
             counts = counts[running]
             starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
             requests = np.repeat(running, counts)
@@ -99,13 +98,10 @@ class Drafter:
             self.stats.counts["draft_forwards"] += 1
             for index, request in enumerate(running):
                 tracker.advance(batch.request_ids[request], int(done[request]))
-                last_hidden[int(request)] = hidden[starts[index + 1] - 1]
-        # A request whose draft KV was complete already has no fresh logits to draft from.
-        drafted = wanted & np.isin(np.arange(num_requests), list(last_hidden))
+                last_hidden[request] = hidden[starts[index + 1] - 1]
         if not drafted.any():
             return drafted, None
-        rows = [last_hidden[int(request)] for request in np.flatnonzero(drafted)]
-        return drafted, torch.stack(rows)
+        return drafted, torch.stack([row for row, one in zip(last_hidden, drafted, strict=True) if one])
 
     def _features_before(self, batch: DraftBatch, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
         """Hidden states that the target had before tokens of requests."""
@@ -173,7 +169,8 @@ class Drafter:
             rows = np.repeat(np.arange(count), frontier_len)
             nodes = frontier[np.arange(frontier.shape[1]) < frontier_len[:, None]]
             depth, survival = graphs.depth[rows, nodes], graphs.survival[rows, nodes]
-            chances = self.planner.calibration.value(NATIVE, depth, survival) * trust[rows, NATIVE]
+            source = np.full(len(nodes), NATIVE)
+            chances = self.planner.calibration.value(source, depth, survival) * trust[rows, NATIVE]
             size = self.planner.level_size(np.minimum(chances, 1.0))
             if size == 0:
                 break
@@ -222,6 +219,8 @@ class Drafter:
 
 def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:
     """Physical KV slots, int64, of logical positions of the given rows of a block table, on its device."""
-    index, offset = np.stack([rows, positions // block_size]), positions % block_size
-    blocks = block_table[tuple(torch.from_numpy(index).to(block_table.device))]
+    index, offset = positions // block_size, positions % block_size
+    if block_table.device.type == "cpu":  # NumPy takes a tenth of the time for so few
+        return torch.from_numpy(block_table.numpy()[rows, index].astype(np.int64) * block_size + offset)
+    blocks = block_table[tuple(torch.from_numpy(np.stack([rows, index])).to(block_table.device))]
     return blocks.long() * block_size + torch.from_numpy(offset).to(block_table.device)

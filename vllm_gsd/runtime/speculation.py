@@ -7,10 +7,10 @@ import numpy as np
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
 from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset
 from vllm_gsd.core.ngram import graft_ngrams
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
-from vllm_gsd.core.verify import is_chain, path_to
+from vllm_gsd.core.verify import accepted_rows
 from vllm_gsd.core.warmup import warm_up as compile_core
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
@@ -127,38 +127,31 @@ class Speculation:
             places: int32 [num_requests], where each walk ended.
             emitting: bool [num_requests], whether the request got tokens.
         """
-        counts = self.stats.counts
-        starts = step.trees.starts
+        counts, starts = self.stats.counts, step.trees.starts
+        accepted, length, astray = accepted_rows(step.trees.parent, starts, places)
+        has_tree = emitting & step.has_tree
+        request = np.repeat(np.arange(len(places)), np.diff(starts))
+        node = has_tree[request] & (step.trees.parent >= 0)
+        own = node & (step.source >= 0)  # a grammar's nodes are no source's merit
         counts["target_steps"] += int(emitting.sum())
-        verified = []
-        for request in np.flatnonzero(emitting):
-            tree = step.proposed[request]
-            if tree is None:
-                continue
-            first, end = starts[request], starts[request + 1]
-            count = min(int(end - first) - 1, len(tree.token))
-            counts["nodes_verified"] += count
-            counts["chain_requests"] += int(is_chain(step.trees.parent, first, first + 1 + count))
-            path = path_to(step.trees.parent[first:end], places[request])
-            self.stats.accepted_lengths[len(path)] += 1
-            counts["kv_rows_moved"] += sum(place != depth for depth, place in enumerate(path, start=1))
-            self.stats.drafted_depths[request_ids[request]] = int(step.depth[first:end].max())
-            source = np.where(tree.via_merge, MERGED, NATIVE)
-            source[tree.origin == ORIGIN_NGRAM] = NGRAM
-            source[tree.origin == ORIGIN_SHARED] = SHARED
-            from_grammar = tree.origin[:count] == ORIGIN_GRAMMAR
-            accepted = np.zeros(count, np.bool_)
-            accepted[np.asarray(path, np.int64) - 1] = True
-            for name, index in SOURCES.items():
-                counts[f"nodes_accepted_{name}"] += int((source[:count][accepted & ~from_grammar] == index).sum())
-            counts["nodes_accepted_grammar"] += int((accepted & from_grammar).sum())
-            columns = source[:count], tree.depth[:count], tree.survival[:count], accepted
-            verified.append(tuple(column[~from_grammar] for column in columns))
-            own_source, depth, survival, taken = verified[-1]
-            chance = self.planner.calibration.value(own_source, depth, survival)
-            self.trust.observe(request_ids[request], own_source, chance, taken)
-        if verified:
-            self.planner.calibration.observe(*(np.concatenate(column) for column in zip(*verified, strict=True)))
+        counts["nodes_verified"] += int(node.sum())
+        counts["chain_requests"] += int(has_tree.sum() - has_tree[step.tree_requests].sum())
+        counts["kv_rows_moved"] += int(astray[has_tree].sum())
+        counts["nodes_accepted_grammar"] += int((accepted & node & ~own).sum())
+        by_source = np.bincount(step.source[accepted & own], minlength=len(SOURCES))
+        for name, source in SOURCES.items():
+            counts[f"nodes_accepted_{name}"] += int(by_source[source])
+        self.stats.accepted_lengths.update(length[has_tree].tolist())
+        with_tree = [request_ids[index] for index in np.flatnonzero(has_tree)]
+        if not with_tree:
+            return
+        deepest = np.maximum.reduceat(step.depth, starts[:-1])[has_tree]
+        self.stats.drafted_depths.update(zip(with_tree, deepest.tolist(), strict=True))
+        learned = step.source[own], step.depth[own], step.survival[own]
+        chance = self.planner.calibration.value(*learned)
+        row = (np.cumsum(has_tree) - 1)[request[own]]
+        self.trust.observe(with_tree, row, learned[0], chance, accepted[own])
+        self.planner.calibration.observe(*learned, accepted[own])
 
     # --- drafting ---------------------------------------------------------------------------------
 
@@ -226,8 +219,9 @@ class Speculation:
         """Choose the nodes to verify, remember them, and write them to ``proposals``."""
         batch, requests, graphs = text.batch, text.requests, self.graphs
         most = np.minimum(trees.size, self.num_nodes)
-        origin = np.take_along_axis(graphs.origin[: len(requests)], trees.node, axis=1)
-        copied = np.isin(origin, (ORIGIN_NGRAM, ORIGIN_SHARED)) & (np.arange(origin.shape[1]) < most[:, None])
+        origin = graphs.origin[np.arange(len(requests))[:, None], trees.node]
+        copied = (origin == ORIGIN_NGRAM) | (origin == ORIGIN_SHARED)
+        copied &= np.arange(origin.shape[1]) < most[:, None]
         sizes = self.planner.choose(trees.value, most, batch.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(requests):

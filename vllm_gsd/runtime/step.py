@@ -19,11 +19,15 @@ class VerifyStep:
 
     trees: WalkTrees
     depth: np.ndarray  # int32 [num_rows], 0 for roots
-    proposed: list[DraftTree | None]  # per request
+    has_tree: np.ndarray  # bool [num_requests]
+    source: np.ndarray  # int8 [num_rows], who proposed it (of ``core.calibration``); NONE: a grammar, or no node
+    survival: np.ndarray  # float32 [num_rows], as promised by its source
     first_rows: np.ndarray  # int64 [num_requests], row of each root in the batch
     tree_requests: np.ndarray  # int64 [num_tree_requests], requests that need the tree mask
     has_placeholders: bool = False  # among the scheduled tokens
-    root_positions: torch.Tensor | None = None  # int64 [num_tree_requests], once ``set_positions`` has read them
+    # Once ``set_positions`` has read them, int64 [num_tree_requests] and [rows of all those requests].
+    root_positions: torch.Tensor | None = None
+    row_positions: torch.Tensor | None = None
 
     @property
     def num_tree_requests(self) -> int:
@@ -32,8 +36,9 @@ class VerifyStep:
 
     def tree_lines(self) -> np.ndarray:
         """Rows of all requests that need the tree mask, int64."""
-        starts = self.trees.starts
-        return np.concatenate([np.arange(starts[r], starts[r + 1]) for r in self.tree_requests])
+        starts = self.trees.starts[self.tree_requests]
+        sizes = self.trees.starts[self.tree_requests + 1] - starts
+        return np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
 
     @property
     def deepest(self) -> int:
@@ -51,7 +56,8 @@ class VerifyStep:
             return
         device = positions.device
         self.root_positions = positions[torch.from_numpy(self.first_rows[self.tree_requests]).to(device)]
-        positions[torch.from_numpy(self._batch_rows()).to(device)] = self._tree_positions()
+        self.row_positions = self._tree_positions()
+        positions[torch.from_numpy(self._batch_rows()).to(device)] = self.row_positions
 
     def _batch_rows(self) -> np.ndarray:
         """Rows in the batch of all requests that need the tree mask, int64."""
@@ -74,7 +80,7 @@ class VerifyStep:
             groups: attention groups of the runner; what lies in ``draft_layers`` is left alone.
             common: upstream's ``CommonAttentionMetadata`` of the batch.
         """
-        assert self.root_positions is not None
+        assert self.root_positions is not None and self.row_positions is not None
         starts = self.trees.starts
         sizes = (starts[1:] - starts[:-1])[self.tree_requests]
         tree_starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -87,7 +93,7 @@ class VerifyStep:
             query_start_loc=torch.from_numpy(tree_starts),
             prefix_lens=self.root_positions.to(torch.int32),
             block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)],
-            positions=self._tree_positions(),
+            positions=self.row_positions,
             mask=torch.from_numpy(masks),
             rows=torch.from_numpy(rows),
         )
@@ -154,6 +160,8 @@ def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.n
     token = np.zeros(starts[-1], np.int64)
     parent = np.full(starts[-1], FOREIGN, np.int32)
     depth = np.zeros(starts[-1], np.int32)
+    source = np.full(starts[-1], NONE, np.int8)
+    survival = np.zeros(starts[-1], np.float32)
     parent[starts[:-1]] = NONE
     tree_requests = []
     for index, tree in enumerate(matched):
@@ -164,12 +172,16 @@ def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.n
         token[first : first + count] = tree.token[:count]
         parent[first : first + count] = tree.parent[:count] + 1
         depth[first : first + count] = tree.depth[:count]
+        source[first : first + count] = tree.source[:count]
+        survival[first : first + count] = tree.survival[:count]
         if not is_chain(parent, starts[index], first + count):
             tree_requests.append(index)
     return VerifyStep(
         trees=WalkTrees(token, parent, starts),
         depth=depth,
-        proposed=matched,
+        has_tree=np.array([tree is not None for tree in matched]),
+        source=source,
+        survival=survival,
         first_rows=batch_ends - sizes,
         tree_requests=np.array(tree_requests, np.int64),
     )

@@ -71,4 +71,6 @@ class TrimmedHead(torch.nn.Module):
 
     def hide(self, logits: torch.Tensor) -> torch.Tensor:
         """Make columns without a token impossible, in place."""
-        return logits.masked_fill_(self.missing, -torch.inf)
+        frequent = len(self.weight)
+        logits[:, frequent:].masked_fill_(self.missing[frequent:], -torch.inf)
+        return logits

@@ -39,6 +39,6 @@ class StepClock:
         if planner.costs is None:
             return
         self.planned = (list(request_ids), *planner.planned)
-        self.drafts_ms = planner.drafts_ms(planner.rows)
+        self.drafts_ms = planner.drafts_ms()
         self.drafting_took = 1e3 * (now - self.time)
         self.time = now

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_gsd.core.verify import step_into
+from vllm_gsd.core.verify import follow, step_into
 from vllm_gsd.ops.topk_softmax import argmax_rows
 from vllm_gsd.runtime.draft_tree import WalkTrees
 from vllm_gsd.runtime.ranks import from_first_rank
@@ -37,8 +37,6 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
     """
     num_requests = len(trees.starts) - 1
     places = np.zeros(num_requests, np.int32)
-    active = np.ones(num_requests, np.bool_)
-    columns: list[np.ndarray] = []
     logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
     original_lengths = [len(output) for output in outputs]
     starts = trees.starts[:-1]
@@ -47,23 +45,24 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         # Its rows are one per request here, as without speculation, not drafts as in upstream's rejection sampler.
         thinking.in_spec_mode = False
         metadata = replace(metadata, spec_token_ids=None)
-    best = None
     if not stateful and _takes_the_best(metadata):
         best = from_first_rank(argmax_rows(logits).cpu().numpy())
+        path = np.full((num_requests, int(np.diff(trees.starts).max())), PLACEHOLDER, np.int32)
+        longest = follow(*trees, best, places, path)
+        return SamplerOutput(torch.from_numpy(path[:, :longest].copy()), None), places
+    active = np.ones(num_requests, np.bool_)
+    columns: list[np.ndarray] = []
     while True:
         chosen = np.flatnonzero(active)
         column = np.full(num_requests, PLACEHOLDER, np.int64)
-        if best is not None:
-            column[chosen] = best[(starts + places)[chosen]]
-        else:
-            whole = len(chosen) == num_requests or stateful
-            lines = starts + places if whole else (starts + places)[chosen]
-            here = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines.astype(np.int64))]
-            sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
-            tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
-            column[chosen] = tokens[chosen] if whole else tokens
-            if sampled.logprobs_tensors is not None:
-                logprobs.append((np.arange(num_requests) if whole else chosen, sampled.logprobs_tensors))
+        whole = len(chosen) == num_requests or stateful
+        lines = starts + places if whole else (starts + places)[chosen]
+        here = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines.astype(np.int64))]
+        sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
+        tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
+        column[chosen] = tokens[chosen] if whole else tokens
+        if sampled.logprobs_tensors is not None:
+            logprobs.append((np.arange(num_requests) if whole else chosen, sampled.logprobs_tensors))
         columns.append(column)
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
         if not active.any():
@@ -78,7 +77,7 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
                 processor.update_state(None)
     for output, length in zip(outputs, original_lengths, strict=True):
         del output[length:]
-    token_ids = torch.from_numpy(np.stack(columns, axis=1)).to(torch.int32)
+    token_ids = torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
     return SamplerOutput(token_ids, _stack_logprobs(logprobs, num_requests, len(columns))), places
 
 

@@ -1,0 +1,109 @@
+"""The planner's sums, compiled: they are made several times a step, over all nodes of the batch."""
+
+import numba
+import numpy as np
+
+
+@numba.njit(cache=True)
+def read(table, rows):
+    """Milliseconds at ``rows`` (whole or not) of a table by number of rows; beyond it its last slope goes on."""
+    last = len(table) - 1
+    low = min(int(rows), last - 1)
+    return table[low] + (rows - low) * (table[low + 1] - table[low])
+
+
+@numba.njit(cache=True)
+def drafts_ms(tables, rows, share):
+    """Milliseconds of draft levels over ``rows`` float64 [n] rows, each run in that ``share`` [n] of steps."""
+    total = 0.0
+    for level in range(len(rows)):
+        total += share[level] * read(tables[1], rows[level])
+    return total
+
+
+@numba.njit(cache=True)
+def best_rate(tables, num_requests, context, spent, chances):
+    """Most tokens per millisecond over the numbers of nodes to verify, best first; 0 without nodes.
+
+    Args:
+        tables: of ``Costs``.
+        context: tokens of all requests together.
+        spent: milliseconds of the step beside the target's forward.
+        chances: float64 [n] of the nodes, in any order.
+    """
+    target, _, attention = tables
+    best, tokens = 0.0, float(num_requests)
+    falling = np.sort(chances)[::-1]
+    for count in range(1, len(falling) + 1):
+        tokens += falling[count - 1]
+        attended = context * (1.0 + count / num_requests)
+        took = spent + read(target, num_requests + count) + attention * attended
+        best = max(best, tokens / took)
+    return best
+
+
+@numba.njit(cache=True)
+def level_size(tables, num_requests, context, rate, most, values, children):
+    """How many nodes to draft from, best first; 0 if the level would bring less than ``rate`` for what it takes.
+
+    Args:
+        tables, num_requests, context: as for ``best_rate``.
+        rate: tokens per millisecond that the rest of the step has.
+        most: children there may be of all nodes together.
+        values: float64 [n], chances of the nodes; children: float64 [k], those of a node's children.
+    """
+    target, draft, attention = tables
+    falling = np.sort(values)[::-1]
+    more = min(len(values) * len(children), most)
+    # Verifying a child costs its row; children below that are not verified.
+    row_ms = (read(target, num_requests + more) - read(target, num_requests)) / more
+    row_ms += attention * context / num_requests
+    best, size, surplus = 0.0, 0, 0.0
+    for count in range(1, len(falling) + 1):
+        for child in children:
+            surplus += max(falling[count - 1] * child - rate * row_ms, 0.0)
+        gain = surplus - rate * read(draft, count)
+        if gain > best or (size == 0 and gain == best):
+            best, size = gain, count
+    return size
+
+
+@numba.njit(cache=True)
+def best_nodes(tables, num_requests, total, values, size, context, spent, plain, graph):
+    """The number of nodes of each graph that gives the most tokens per millisecond, over the whole batch.
+
+    Args:
+        tables, num_requests: as for ``best_rate``; total: tokens of all requests together.
+        values: float32 [num_graphs, max_nodes], chances, falling along a row.
+        size: int32 [num_graphs], nodes there are.
+        context: int64 [num_graphs], tokens of each graph's request.
+        spent: milliseconds of drafting; plain, graph: beyond the forwards in steps without and with nodes.
+
+    Returns:
+        int32 [num_graphs], and milliseconds of the target's forward.
+    """
+    target, _, attention = tables
+    chances = np.empty(size.sum(), np.float64)
+    owner = np.empty(len(chances), np.int64)
+    filled = 0
+    for graph_index in range(len(size)):
+        for place in range(size[graph_index]):
+            chances[filled] = values[graph_index, place]
+            owner[filled] = graph_index
+            filled += 1
+    order = np.argsort(-chances, kind="mergesort")
+    tokens, attended = float(num_requests), float(total)
+    forward = read(target, num_requests) + attention * attended
+    best, best_count, best_forward = tokens / (spent + forward + plain), 0, forward
+    for count in range(1, len(order) + 1):
+        node = order[count - 1]
+        tokens += chances[node]
+        attended += context[owner[node]]
+        forward = read(target, num_requests + count) + attention * attended
+        rate = tokens / (spent + forward + graph)
+        if rate > best:
+            best, best_count, best_forward = rate, count, forward
+    chosen = np.zeros(len(size), np.int32)
+    for node in order[:best_count]:
+        chosen[owner[node]] += 1
+    return chosen, best_forward
