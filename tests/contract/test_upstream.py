@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from vllm import _custom_ops
 from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -246,6 +247,15 @@ def test_lm_heads_of_ones_own_rows():
     assert parameters(UnquantizedEmbeddingMethod.process_weights_after_loading) == ["layer"]
     assert parameters(UnquantizedEmbeddingMethod.apply) == ["layer", "x", "bias"]
     assert "self.logits_as_input" in inspect.getsource(LogitsProcessor.forward)
+
+
+def test_int8_products():
+    """``Int8Rows`` calls these as vLLM's own W8A8 kernel for CPUs does."""
+    keys = ["weight", "weight_scales", "output_type", "dynamic_quant", "use_azp", "primitive_cache_size"]
+    assert parameters(_custom_ops.create_onednn_scaled_mm) == keys
+    assert parameters(_custom_ops.onednn_scaled_int8_quant) == ["input", "scale", "azp", "symmetric"]
+    keys = ["dnnl_handler", "x", "output", "input_scale", "input_zp", "input_zp_adj", "bias"]
+    assert parameters(_custom_ops.onednn_scaled_mm) == keys
 
 
 def test_shared_suffixes_read_these():

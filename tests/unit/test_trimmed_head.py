@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_gsd.runtime.int8_rows import Int8Rows, int8_pays
 from vllm_gsd.runtime.trimmed_head import TrimmedHead
 
 FREQUENT = np.array([1, 4, 9])
@@ -47,3 +48,24 @@ def test_more_than_there_is_room_for(whole):
     head.see(np.array([10, 11]))
     assert {10, 11} < logits_by_token(head, hidden).keys()
     assert len(logits_by_token(head, hidden)) == 7
+
+
+@pytest.mark.skipif(not int8_pays(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="this processor has no fast int8")
+def test_int8_rows_are_close_to_exact():
+    torch.manual_seed(0)
+    weight, x = torch.randn(300, 64), torch.randn(9, 64) * torch.tensor([0.01, 1, 30]).repeat(3)[:, None]
+    weight[7] = 0
+    exact = x @ weight.T
+    for rows in (slice(0, 9), slice(3, 4), slice(0, 0)):
+        ours = Int8Rows(weight.bfloat16())(x[rows].bfloat16()).float()
+        assert (ours - exact[rows]).norm() <= 0.02 * exact[rows].norm()
+    head = TrimmedHead(lambda ids: weight.bfloat16()[ids], 300, np.arange(200), torch.device("cpu"), 4)
+    head.see(np.array([250]))
+    ours = logits_by_token(head, x.bfloat16())
+    assert ours.keys() == {*range(200), 250}
+    torch.testing.assert_close(ours[250], (x.bfloat16() @ weight.bfloat16()[250]), rtol=0.02, atol=0.02)
+
+
+def test_other_types_are_multiplied_as_they_are(whole):
+    assert not int8_pays(whole)
+    assert not isinstance(make(whole, 2).multiply, Int8Rows)

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from vllm_gsd.runtime.int8_rows import Int8Rows, int8_pays
+
 # Rare tokens that are kept, of all requests together; who comes first leaves first.
 RECENT = 512
 
 
 class TrimmedHead(torch.nn.Module):
-    """Rows of an LM head; the frequent ones are multiplied as vLLM does its own: packed once on a CPU.
+    """Rows of an LM head; the frequent ones are packed once on a CPU, in int8 where that is faster.
 
     Args:
         lookup: gives the LM head's rows [n, hidden] of tokens, int64 [n] on ``device``.
@@ -35,10 +37,10 @@ class TrimmedHead(torch.nn.Module):
         super().__init__()
         self.lookup = lookup
         frequent = torch.from_numpy(token_ids).to(device)
-        self.weight = torch.nn.Parameter(lookup(frequent).contiguous(), requires_grad=False)
-        self.method = UnquantizedEmbeddingMethod()
-        self.method.process_weights_after_loading(self)
-        self.rows = torch.zeros_like(self.weight[:1]).repeat(recent, 1)
+        self.num_frequent = len(frequent)
+        weight = lookup(frequent).contiguous()
+        self.multiply = Int8Rows(weight) if int8_pays(weight) else _Packed(weight)
+        self.rows = torch.zeros_like(weight[:1]).repeat(recent, 1)
         # The token of each column; -1 where there is none yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
@@ -60,17 +62,29 @@ class TrimmedHead(torch.nn.Module):
         self.kept[places] = rare
         device = self.rows.device
         slots, ids = torch.from_numpy(places).to(device), torch.from_numpy(rare.astype(np.int64)).to(device)
-        columns = slots + len(self.weight)
+        columns = slots + self.num_frequent
         self.rows[slots] = self.lookup(ids)
         self.ids[columns] = ids
         self.missing[columns] = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, columns] of hidden states [rows, hidden]; tokens of the columns are in ``ids``."""
-        return torch.cat([self.method.apply(self, hidden), torch.nn.functional.linear(hidden, self.rows)], dim=1)
+        return torch.cat([self.multiply(hidden), torch.nn.functional.linear(hidden, self.rows)], dim=1)
 
     def hide(self, logits: torch.Tensor) -> torch.Tensor:
         """Make columns without a token impossible, in place."""
-        frequent = len(self.weight)
-        logits[:, frequent:].masked_fill_(self.missing[frequent:], -torch.inf)
+        logits[:, self.num_frequent :].masked_fill_(self.missing[self.num_frequent :], -torch.inf)
         return logits
+
+
+class _Packed(torch.nn.Module):
+    """``x @ weight.T`` as vLLM multiplies its own LM heads."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.method = UnquantizedEmbeddingMethod()
+        self.method.process_weights_after_loading(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x)
