@@ -33,10 +33,7 @@ class Calibration:
             source: int [n]; depth: int [n], children of the root are 1; survival: float [n], as promised.
             accepted: bool [n], whether the node lies on its request's accepted path.
         """
-        self.promised += (KEEP - 1) * (self.promised - PRIOR)
-        self.accepted += (KEEP - 1) * (self.accepted - PRIOR)
-        _count(self.promised, self.accepted, source, depth, survival, accepted)
-        self.factor[:] = self.accepted / self.promised
+        _learn(self.factor, self.promised, self.accepted, source, depth, survival, accepted)
 
     def value(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
         """Chances that nodes are accepted, float32 [n]; arguments as of ``observe``."""
@@ -55,6 +52,9 @@ OWN_KEEP = 0.97
 OFF_BELOW = 0.35
 
 
+_NOTHING_SEEN = np.full((2, NUM_SOURCES), OWN_PRIOR)
+
+
 class SourceTrust:
     """How far each request's own experience with the sources differs from what is true of all requests."""
 
@@ -63,9 +63,13 @@ class SourceTrust:
 
     def of(self, request_ids: list[str]) -> np.ndarray:
         """Accepted over promised by request and source, float32 [num_requests, sources]; 1 before anything was seen."""
-        fresh = np.full((2, NUM_SOURCES), OWN_PRIOR)
-        seen = np.array([self.seen.get(request_id, fresh) for request_id in request_ids]).reshape(-1, 2, NUM_SOURCES)
+        seen = self._seen(request_ids)
         return (seen[:, 1] / seen[:, 0]).astype(np.float32)
+
+    def _seen(self, request_ids: list[str]) -> np.ndarray:
+        """A copy of what is known of these requests, float64 [num_requests, 2, sources]."""
+        known = [self.seen.get(request_id, _NOTHING_SEEN) for request_id in request_ids]
+        return np.array(known).reshape(-1, 2, NUM_SOURCES)
 
     def observe(self, request_ids: list[str], row, source, chance, accepted) -> None:
         """Learn from the verified nodes of some requests.
@@ -73,11 +77,8 @@ class SourceTrust:
         Args:
             row: int [n], which of the requests; source: int [n]; chance: float [n], calibrated; accepted: bool [n].
         """
-        fresh = np.full((2, NUM_SOURCES), OWN_PRIOR)
-        seen = np.array([self.seen.get(request_id, fresh) for request_id in request_ids]).reshape(-1, 2, NUM_SOURCES)
-        seen += (OWN_KEEP - 1) * (seen - OWN_PRIOR)
-        np.add.at(seen[:, 0], (row, source), chance)
-        np.add.at(seen[:, 1], (row, source), accepted)
+        seen = self._seen(request_ids)
+        _learn_of_requests(seen, row, source, chance, accepted)
         self.seen.update(zip(request_ids, seen, strict=True))
 
     def forget(self, request_id: str) -> None:
@@ -108,9 +109,21 @@ def _chances(factor, source, depth, survival):
 
 
 @numba.njit(cache=True)
-def _count(promised, taken, source, depth, survival, accepted):
-    """Add nodes to their cells, float64 [sources, depths, bins]."""
+def _learn(factor, promised, taken, source, depth, survival, accepted):
+    """Let what was seen fade, add nodes to their cells, and set the cells' factors; float64 [sources, depths, bins]."""
+    promised += (KEEP - 1) * (promised - PRIOR)
+    taken += (KEEP - 1) * (taken - PRIOR)
     for node in range(len(survival)):
         level, bin_of = _cell(depth[node], survival[node])
         promised[source[node], level, bin_of] += survival[node]
         taken[source[node], level, bin_of] += accepted[node]
+    factor[:] = (taken / promised).astype(np.float32)
+
+
+@numba.njit(cache=True)
+def _learn_of_requests(seen, row, source, chance, accepted):
+    """Let what was seen fade, float64 [num_requests, 2, sources], and add nodes to it."""
+    seen += (OWN_KEEP - 1) * (seen - OWN_PRIOR)
+    for node in range(len(row)):
+        seen[row[node], 0, source[node]] += chance[node]
+        seen[row[node], 1, source[node]] += accepted[node]

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from vllm_gsd.core.calibration import NATIVE, calibrated
+
 
 class DraftSlots(NamedTuple):
     """Draft KV slots of the nodes of a batch of graphs. Slots are counted per request, from 0."""
@@ -17,6 +19,62 @@ def new_draft_slots(num_graphs: int, capacity: int, max_slots: int) -> DraftSlot
     """Allocate bookkeeping for ``max_slots`` draft KV slots per request."""
     words = (max_slots + 63) // 64
     return DraftSlots(np.zeros(num_graphs, np.int32), np.zeros((num_graphs, capacity, words), np.int64))
+
+
+@numba.njit(cache=True)
+def frontier_chances(graphs, frontier, frontier_len, factor, trust):
+    """Chances that the target accepts the frontier's nodes, float64 [sum(frontier_len)], graph by graph.
+
+    Args:
+        graphs, frontier, frontier_len: as of ``level_rows``.
+        factor: of a ``Calibration``; trust: of ``SourceTrust``, float32 [num_graphs, sources].
+    """
+    chances = np.empty(frontier_len.sum(), np.float64)
+    line = 0
+    for row in range(len(frontier_len)):
+        for place in range(frontier_len[row]):
+            node = frontier[row, place]
+            chance = calibrated(factor, NATIVE, graphs.depth[row, node], graphs.survival[row, node])
+            chances[line] = min(1.0, chance * trust[row, NATIVE])
+            line += 1
+    return chances
+
+
+@numba.njit(cache=True)
+def keep_best(frontier, frontier_len, chances, count):
+    """Leave only the ``count`` nodes with the best ``chances`` in the frontier; it is updated, the order stays."""
+    if count >= len(chances):
+        return
+    kept = np.zeros(len(chances), np.bool_)
+    kept[np.argsort(-chances, kind="mergesort")[:count]] = True
+    line = 0
+    for row in range(len(frontier_len)):
+        left = 0
+        for place in range(frontier_len[row]):
+            if kept[line]:
+                frontier[row, left] = frontier[row, place]
+                left += 1
+            line += 1
+        frontier_len[row] = left
+
+
+@numba.njit(cache=True)
+def parent_lines(graphs, frontier, frontier_len, lines):
+    """Where the frontier's parents were in the forwards that ran them, int64 [sum(frontier_len)].
+
+    Args:
+        graphs, frontier, frontier_len: as of ``level_rows``.
+        lines: int64 [num_graphs, capacity], each node's row in the forward that ran it; those of the frontier are set.
+    """
+    parents = np.empty(frontier_len.sum(), np.int64)
+    line = 0
+    for row in range(len(frontier_len)):
+        for place in range(frontier_len[row]):
+            node = frontier[row, place]
+            parents[line] = lines[row, graphs.parent[row, node]]
+            lines[row, node] = line
+            line += 1
+    return parents
 
 
 @numba.njit(cache=True)

@@ -69,11 +69,12 @@ def new_graphs(num_graphs: int, capacity: int) -> GraphBatch:
     )
 
 
-def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
+@numba.njit(cache=True)
+def reset(graphs, row, committed):
     """Make graph ``row`` a lone root.
 
     Args:
-        committed: int64 [n >= 1], the request's committed tokens (a tail of them suffices); the last is the root.
+        committed: int [n >= 1], the request's committed tokens (a tail of them suffices); the last is the root.
     """
     graphs.token[row, 0] = committed[-1]
     graphs.parent[row, 0] = NONE
@@ -85,9 +86,21 @@ def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
     graphs.first_child[row, 0] = NONE
     graphs.next_sibling[row, 0] = NONE
     graphs.size[row] = 1
-    before = committed[-1 - MAX_CONTEXT : -1][::-1]
-    graphs.context[row, : len(before)] = before
-    graphs.context[row, len(before) :] = NONE
+    for back in range(MAX_CONTEXT):
+        place = len(committed) - 2 - back
+        graphs.context[row, back] = committed[place] if place >= 0 else NONE
+
+
+@numba.njit(cache=True)
+def reset_all(graphs, token_ids, lines, length):
+    """Make the graphs of a batch lone roots.
+
+    Args:
+        token_ids: int32 [any, most tokens]; lines: int64 [num_graphs], each request's row of it.
+        length: int64 [num_graphs], committed tokens of each request.
+    """
+    for row in range(len(lines)):
+        reset(graphs, row, token_ids[lines[row], : length[row]])
 
 
 @numba.njit(cache=True)

@@ -82,6 +82,18 @@ def graft_ngrams(graphs, row, text, length, max_matches, max_depth, min_match):
 
 
 @numba.njit(cache=True)
+def graft_all_ngrams(graphs, token_ids, lines, length, chosen, max_matches, max_depth, min_match):
+    """``graft_ngrams`` for a batch.
+
+    Args:
+        token_ids, lines, length: as of ``reset_all``.
+        chosen: bool [num_graphs], graphs to graft to; max_depth: int64 [num_graphs].
+    """
+    for row in np.flatnonzero(chosen):
+        graft_ngrams(graphs, row, token_ids[lines[row]], length[row], max_matches, max_depth[row], min_match)
+
+
+@numba.njit(cache=True)
 def graft_tree(graphs, row, tokens, parents, shares, matched, origin):
     """Insert what a suffix tree knows to have followed the text; nodes that exist already are shared, not repeated.
 
@@ -108,4 +120,4 @@ def graft_tree(graphs, row, tokens, parents, shares, matched, origin):
             nodes[i] = child if graphs.merged[row, child] == NONE else graphs.merged[row, child]
 
 
-__all__ = ["MAX_MATCH", "NONE", "graft_ngrams", "graft_tree", "longest_matches"]
+__all__ = ["MAX_MATCH", "NONE", "graft_all_ngrams", "graft_ngrams", "graft_tree", "longest_matches"]

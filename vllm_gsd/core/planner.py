@@ -121,13 +121,12 @@ class Planner:
         costs = self.costs
         if costs is None or len(values) == 0:
             return len(values)
-        # Tokens per millisecond that the rest of the step will have; a level is to bring more.
-        worth = np.repeat(self.worth, self.num_drafted)
-        rate = max(self._plain_rate(), self._rate(worth, self.overhead.draft + self.drafts_ms()))
+        batch = costs.tables, self.num_requests, self.context
+        spent = self.overhead.graph + self.overhead.draft + self.drafts_ms()
         children = self.children * self.calibration.first_level()
-        most = max(1, self.num_drafted) * len(self.worth)
-        values = values.astype(np.float64)
-        return rates.level_size(costs.tables, self.num_requests, self.context, rate, most, values, children)
+        return rates.level_size(
+            *batch, self._plain_rate(), spent, self.worth, self.num_drafted, values.astype(np.float64), children
+        )
 
     # --- after drafting ---------------------------------------------------------------------------
 

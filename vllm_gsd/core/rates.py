@@ -43,18 +43,20 @@ def best_rate(tables, num_requests, context, spent, chances):
 
 
 @numba.njit(cache=True)
-def level_size(tables, num_requests, context, rate, most, values, children):
-    """How many nodes to draft from, best first; 0 if the level would bring less than ``rate`` for what it takes.
+def level_size(tables, num_requests, context, plain, spent, worth, num_drafted, values, children):
+    """How many nodes to draft from, best first; 0 if the level would bring less than the rest of the step for its time.
 
     Args:
-        tables, num_requests, context: as for ``best_rate``.
-        rate: tokens per millisecond that the rest of the step has.
-        most: children there may be of all nodes together.
+        tables, num_requests, context, spent: as for ``best_rate``, without the level.
+        plain: tokens per millisecond without speculation.
+        worth: float64 [num_nodes], chances of the best, second best... node of a drafted request's graph.
+        num_drafted: requests drafted for.
         values: float64 [n], chances of the nodes; children: float64 [k], those of a node's children.
     """
     target, draft, attention = tables
+    rate = max(plain, best_rate(tables, num_requests, context, spent, np.repeat(worth, num_drafted)))
     falling = np.sort(values)[::-1]
-    more = min(len(values) * len(children), most)
+    more = min(len(values) * len(children), max(1, num_drafted) * len(worth))
     # Verifying a child costs its row; children below that are not verified.
     row_ms = (read(target, num_requests + more) - read(target, num_requests)) / more
     row_ms += attention * context / num_requests

@@ -6,7 +6,6 @@ so the output has the target's distribution (exact enumeration: tests/property/t
 """
 
 import numba
-import numpy as np
 
 from vllm_gsd.core.graph import NONE
 
@@ -60,50 +59,6 @@ def follow(tokens, parents, starts, sampled, places, path):
         places[tree] = place
         columns = max(columns, length)
     return columns
-
-
-@numba.njit(cache=True)
-def accepted_rows(parents, starts, places):
-    """Rows on the accepted paths.
-
-    Args:
-        parents, starts, places: as for ``step_into``, the places where walks have ended.
-
-    Returns:
-        bool [num_rows], roots not among them, and int64 [num_trees] twice: accepted nodes of each tree, and those of
-        them that don't lie where plain decoding would have put them.
-    """
-    accepted = np.zeros(len(parents), np.bool_)
-    length = np.zeros(len(places), np.int64)
-    astray = np.zeros(len(places), np.int64)
-    for tree in range(len(places)):
-        first = starts[tree]
-        node = places[tree]
-        while node > 0:
-            accepted[first + node] = True
-            length[tree] += 1
-            node = parents[first + node]
-        node = places[tree]
-        for depth in range(length[tree], 0, -1):
-            astray[tree] += node != depth
-            node = parents[first + node]
-    return accepted, length, astray
-
-
-@numba.njit(cache=True)
-def path_to(parents, place):
-    """Places from below the root to ``place``, for the rows of one tree (root at place 0)."""
-    length = 0
-    node = place
-    while node > 0:
-        length += 1
-        node = parents[node]
-    path = [0] * length
-    node = place
-    for i in range(length - 1, -1, -1):
-        path[i] = node
-        node = parents[node]
-    return path
 
 
 @numba.njit(cache=True)

@@ -4,8 +4,15 @@ import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import MERGED, NATIVE, OFF_BELOW
-from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
+from vllm_gsd.core.calibration import MERGED, OFF_BELOW
+from vllm_gsd.core.draft_level import (
+    DraftSlots,
+    frontier_chances,
+    keep_best,
+    level_rows,
+    new_draft_slots,
+    parent_lines,
+)
 from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.planner import Planner
@@ -166,23 +173,14 @@ class Drafter:
                 break
             room_now = np.where(drafted & (deepest > level), room - slots.used, 0).astype(np.int32)
             next_frontier(graphs, first_new, num_nodes, room_now, np.float32(config.theta_prob), frontier, frontier_len)
-            rows = np.repeat(np.arange(count), frontier_len)
-            nodes = frontier[np.arange(frontier.shape[1]) < frontier_len[:, None]]
-            depth, survival = graphs.depth[rows, nodes], graphs.survival[rows, nodes]
-            source = np.full(len(nodes), NATIVE)
-            chances = self.planner.calibration.value(source, depth, survival) * trust[rows, NATIVE]
-            size = self.planner.level_size(np.minimum(chances, 1.0))
+            chances = frontier_chances(graphs, frontier, frontier_len, self.planner.calibration.factor, trust)
+            size = self.planner.level_size(chances)
             if size == 0:
                 break
-            if size < len(nodes):
-                best = np.sort(np.argsort(-chances, kind="stable")[:size])
-                rows, nodes = rows[best], nodes[best]
-                frontier_len[:] = np.bincount(rows, minlength=count)
-                frontier[rows, np.arange(size) - (np.cumsum(frontier_len) - frontier_len)[rows]] = nodes
+            keep_best(frontier, frontier_len, chances, size)
             features = None
             if self.features is not None:  # below the root they are the draft's own
-                features = hidden[self.model.to_device(self.lines[rows, graphs.parent[rows, nodes]])]
-                self.lines[rows, nodes] = np.arange(len(nodes))
+                features = hidden[self.model.to_device(parent_lines(graphs, frontier, frontier_len, self.lines))]
             hidden = self._run_level(
                 graphs, slots, frontier, frontier_len, length, block_rows, batch.block_size, features
             )

@@ -7,10 +7,10 @@ import numpy as np
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
 from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset
-from vllm_gsd.core.ngram import graft_ngrams
+from vllm_gsd.core.graph import ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset_all
+from vllm_gsd.core.ngram import graft_all_ngrams
+from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, tally
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
-from vllm_gsd.core.verify import accepted_rows
 from vllm_gsd.core.warmup import warm_up as compile_core
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
@@ -27,8 +27,6 @@ from vllm_gsd.runtime.step import VerifyStep
 MIN_NGRAM_MATCH = 2
 # A grammar may forbid most of what was drafted: so many times the nodes that will be verified are proposed for it.
 GRAMMAR_CHOICE = 4
-# Committed tokens that merging may look back on, root included.
-CONTEXT = 32
 # Sources that metrics tell apart, besides grammars.
 SOURCES = {"native": NATIVE, "merged": MERGED, "ngram": NGRAM, "shared": SHARED}
 
@@ -127,31 +125,24 @@ class Speculation:
             places: int32 [num_requests], where each walk ended.
             emitting: bool [num_requests], whether the request got tokens.
         """
-        counts, starts = self.stats.counts, step.trees.starts
-        accepted, length, astray = accepted_rows(step.trees.parent, starts, places)
         has_tree = emitting & step.has_tree
-        request = np.repeat(np.arange(len(places)), np.diff(starts))
-        node = has_tree[request] & (step.trees.parent >= 0)
-        own = node & (step.source >= 0)  # a grammar's nodes are no source's merit
+        rows = step.trees.parent, step.trees.starts, places, has_tree, step.depth, step.source, step.survival
+        seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
+        counts = self.stats.counts
         counts["target_steps"] += int(emitting.sum())
-        counts["nodes_verified"] += int(node.sum())
+        counts["nodes_verified"] += int(seen[VERIFIED])
         counts["chain_requests"] += int(has_tree.sum() - has_tree[step.tree_requests].sum())
-        counts["kv_rows_moved"] += int(astray[has_tree].sum())
-        counts["nodes_accepted_grammar"] += int((accepted & node & ~own).sum())
-        by_source = np.bincount(step.source[accepted & own], minlength=len(SOURCES))
-        for name, source in SOURCES.items():
-            counts[f"nodes_accepted_{name}"] += int(by_source[source])
+        counts["kv_rows_moved"] += int(seen[MOVED])
+        counts["nodes_accepted_grammar"] += int(seen[GRAMMAR])
+        for name, index in SOURCES.items():
+            counts[f"nodes_accepted_{name}"] += int(seen[ACCEPTED + index])
         self.stats.accepted_lengths.update(length[has_tree].tolist())
-        with_tree = [request_ids[index] for index in np.flatnonzero(has_tree)]
-        if not with_tree:
-            return
-        deepest = np.maximum.reduceat(step.depth, starts[:-1])[has_tree]
-        self.stats.drafted_depths.update(zip(with_tree, deepest.tolist(), strict=True))
-        learned = step.source[own], step.depth[own], step.survival[own]
-        chance = self.planner.calibration.value(*learned)
-        row = (np.cumsum(has_tree) - 1)[request[own]]
-        self.trust.observe(with_tree, row, learned[0], chance, accepted[own])
-        self.planner.calibration.observe(*learned, accepted[own])
+        with_tree = [request_ids[request] for request in np.flatnonzero(has_tree)]
+        self.stats.drafted_depths.update(zip(with_tree, deepest[has_tree].tolist(), strict=True))
+        if with_tree:
+            chance = self.planner.calibration.value(source, depth, survival)
+            self.trust.observe(with_tree, tree, source, chance, accepted)
+            self.planner.calibration.observe(source, depth, survival, accepted)
 
     # --- drafting ---------------------------------------------------------------------------------
 
@@ -263,28 +254,24 @@ class Speculation:
         batch = text.batch
         graphs = GraphBatch(*(array[: len(text.requests)] for array in self.graphs))
         length, max_depth = batch.length[text.requests], text.max_depth[text.requests].astype(np.int32)
-        for row, line in enumerate(batch.token_rows[text.requests]):
-            latest = batch.token_ids[line, max(0, length[row] - CONTEXT) : length[row]]
-            reset(graphs, row, latest.astype(np.int64))
+        lines = batch.token_rows[text.requests]
+        reset_all(graphs, batch.token_ids, lines, length)
         choice = np.where(text.grammar[text.requests], GRAMMAR_CHOICE, 1).astype(np.int32)
         num_nodes = self.num_nodes * choice
         trust = self.trust.of([batch.request_ids[request] for request in text.requests])
         if self.drafter is not None and drafted is not None:
             self.drafter.grow(graphs, drafted, text.requests, hidden, num_nodes, max_depth, trust, batch)
-        if self.copies:
+        if "ngram" in self.config.sources:
+            chosen = trust[:, NGRAM] >= OFF_BELOW
             deepest = np.minimum(max_depth, self.num_nodes)  # grammars roll back no further
-            for row, request in enumerate(text.requests):
-                self._copy(graphs, row, batch, request, int(deepest[row]), trust[row])
+            limits = self.config.top_k, deepest, MIN_NGRAM_MATCH
+            graft_all_ngrams(graphs, batch.token_ids, lines, length, chosen, *limits)
+        if self.shared is not None:
+            for row in np.flatnonzero(trust[:, SHARED] >= OFF_BELOW):
+                request, tokens = text.requests[row], batch.token_ids[lines[row], : length[row]]
+                owner = batch.request_ids[request], batch.requests[request].lora_request
+                self.shared.graft(graphs, row, *owner, tokens, self.num_nodes)
         return flatten(graphs, num_nodes, max_depth, self.planner.calibration.factor, trust)
-
-    def _copy(self, graphs: GraphBatch, row: int, batch: DraftBatch, request: int, deepest: int, trust) -> None:
-        """Graft what followed the end of a request's text earlier in it, and in other responses."""
-        text = batch.token_ids[batch.token_rows[request], : batch.length[request]]
-        if "ngram" in self.config.sources and trust[NGRAM] >= OFF_BELOW:
-            graft_ngrams(graphs, row, text, len(text), self.config.top_k, deepest, MIN_NGRAM_MATCH)
-        if self.shared is not None and trust[SHARED] >= OFF_BELOW:
-            record = batch.requests[request]
-            self.shared.graft(graphs, row, batch.request_ids[request], record.lora_request, text, self.num_nodes)
 
     def take_grammar_trees(self) -> dict[str, ProposedTree]:
         """Graphs proposed for requests with structured output since the last call."""

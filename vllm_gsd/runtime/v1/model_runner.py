@@ -14,7 +14,7 @@ from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
-from vllm_gsd.core.verify import path_to
+from vllm_gsd.core.outcome import kv_moves
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import check_kv_groups
@@ -146,21 +146,14 @@ class GraphModelRunner(CPUModelRunner):
 
     def _compact(self, step: VerifyStep, places: np.ndarray) -> None:
         """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        rows = kv_moves(step.trees.parent, step.trees.starts, places, step.first_rows)
+        if len(rows[0]) == 0:
+            return
         slots = self.input_batch.block_table[0].slot_mapping.np
-        sources: list[int] = []
-        destinations: list[int] = []
-        for request in np.flatnonzero(places):
-            first = step.first_rows[request]
-            tree = step.trees.parent[step.trees.starts[request] : step.trees.starts[request + 1]]
-            for depth, place in enumerate(path_to(tree, places[request]), start=1):
-                if place != depth:
-                    sources.append(slots[first + place])
-                    destinations.append(slots[first + depth])
-        if sources:
-            moves = torch.tensor(sources, dtype=torch.int64), torch.tensor(destinations, dtype=torch.int64)
-            self.target_kv.move(*moves)
-            if self.drafter.features is not None:
-                self.drafter.features.move(*moves)
+        sources, destinations = (torch.from_numpy(slots[those].astype(np.int64)) for those in rows)
+        self.target_kv.move(sources, destinations)
+        if self.drafter.features is not None:
+            self.drafter.features.move(sources, destinations)
 
     def _input_fits_in_drafter(self, common_attn_metadata) -> bool:
         # Upstream gives up drafting for the whole batch when one request nears max_model_len;
