@@ -29,6 +29,7 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker import cpu_worker, gpu_model_runner
@@ -262,6 +263,10 @@ def test_shared_suffixes_read_these():
     assert "output_token_ids" in field_names(CachedRequestState)
     assert "lora_request" in field_names(CachedRequestState)
     assert "cache_salt" in parameters(Request)
+
+
+def test_the_bench_finds_what_suffix_decoding_remembers():
+    assert "self.suffix_cache = SuffixDecodingCache(" in inspect.getsource(SuffixDecodingProposer.__init__)
 
 
 def test_block_table_attributes():

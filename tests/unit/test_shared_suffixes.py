@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vllm_gsd.bench.engine import forget_responses
 from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset
 from vllm_gsd.core.ngram import MATCH_PROB, graft_tree
@@ -49,6 +50,27 @@ def test_finds_what_followed():
     assert set(found) == {(4,), (4, 5), (4, 6)}
     assert found[(4,)] == pytest.approx(MATCH_PROB[2])
     assert found[(4, 5)] == pytest.approx(MATCH_PROB[2] * MATCH_PROB[3] / 2)
+
+
+def test_the_bench_drops_what_methods_remember():
+    """Or a turn would copy what the turn before had answered."""
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+    shared, upstreams = SharedSuffixes(10), SuffixDecodingCache(8, 10)
+    finish(shared, "a", [1, 2, 3, 4, 5])
+    for request_id in ("ended", "running"):
+        upstreams.start_request(request_id, [1, 2])
+        upstreams.add_active_response(request_id, [1, 2, 3, 4, 5])
+    upstreams.stop_request("ended")
+    forget_responses(SimpleNamespace(drafter=SimpleNamespace(suffix_cache=upstreams)))
+    forget_responses(SimpleNamespace(drafter=SimpleNamespace(shared=shared)))
+    forget_responses(SimpleNamespace())
+    forget_responses(None)
+    assert not upstreams.cached_requests
+    assert grafted(shared, [7, 2, 3]) == {}
+    upstreams.add_active_response("running", [6])  # goes on, for itself
+    finish(shared, "b", [2, 3, 8])
+    assert set(grafted(shared, [7, 2, 3])) == {(8,)}
 
 
 def test_finds_nothing_that_never_followed():

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import Any
 
-from vllm_gsd.bench.parts import PartsClock
+from vllm_gsd.bench.parts import PartsClock, runner_of
 from vllm_gsd.prompt_file import token_ids_of
 
 
@@ -63,6 +63,7 @@ def run(
     begun: dict[str, float] = {}
     seen = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
     before = counters_of(llm)
+    forget_responses(runner_of(llm))
     decode: dict[str, Any] = {"steps": 0, "seconds": 0.0}
     if clock is not None:
         clock.restart()
@@ -99,6 +100,17 @@ def run(
         if with_parts:
             decode["parts"] = dict(clock.seconds)
     return result
+
+
+def forget_responses(runner: Any) -> None:
+    """Drop finished responses that a method copies from: with the same prompts again it would copy the answers."""
+    drafter = getattr(runner, "drafter", None)
+    if (cache := getattr(drafter, "suffix_cache", None)) is not None:  # vLLM's
+        for request_id in list(cache.cached_requests):
+            cache.evict_cached_response(request_id)
+    ours = getattr(getattr(runner, "speculator", None), "speculation", drafter)  # on Model Runner V2, and on V1
+    if (shared := getattr(ours, "shared", None)) is not None:
+        shared.clear()
 
 
 def counters_of(llm: Any) -> dict[str, float]:

@@ -16,6 +16,13 @@ import torch
 PARTS = ("draft", "target forward", "attention", "walk", "compaction", "scheduler", "other")
 
 
+def runner_of(llm: Any) -> Any:
+    """An engine's model runner; None where it is in another process."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
+    return getattr(getattr(worker, "worker", None), "model_runner", None)
+
+
 class PartsClock:
     """Seconds by part; ``attach`` it once, ``restart`` it, read ``seconds``. It runs while it is ``on``."""
 
@@ -27,11 +34,10 @@ class PartsClock:
 
     def attach(self, llm: Any) -> bool:
         """Wrap the parts of this engine's step; False where they run in other processes."""
-        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-        worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
-        runner = getattr(getattr(worker, "worker", None), "model_runner", None)
-        if core is None or runner is None:
+        runner = runner_of(llm)
+        if runner is None:
             return False
+        core = llm.llm_engine.engine_core.engine_core
         self._wrap(llm.llm_engine, "step", "other")
         for name in ("schedule", "update_from_output", "get_grammar_bitmask", "update_draft_token_ids"):
             self._wrap(core.scheduler, name, "scheduler")

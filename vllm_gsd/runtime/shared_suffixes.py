@@ -86,6 +86,11 @@ class SharedSuffixes:
         matched = max(LEAST_MATCH, found.match_len)
         graft_tree(graphs, row, tokens, parents, shares, matched, ORIGIN_SHARED)
 
+    def clear(self) -> None:
+        """Forget all responses."""
+        while self.kept:
+            self._drop_oldest()
+
     def _reader(self, request_id: str, lora: Any) -> tuple[Any, str | None]:
         """Who may see a request's response: whoever runs the same adapter with the same salt."""
         adapter = None if lora is None else (lora.lora_int_id, lora.lora_name, lora.lora_path)
