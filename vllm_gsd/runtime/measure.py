@@ -20,6 +20,8 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 MOST_SECONDS = 6.0
 # Rows and context at which the target's attention is timed.
 TREE_SIZE, CONTEXT = 9, 1024
+# Draft levels that are timed together: the first of a step finds none of the draft's weights in the caches.
+LEVELS = 2
 
 
 def measure_costs(runner, drafter) -> Costs:
@@ -35,8 +37,14 @@ def measure_costs(runner, drafter) -> Costs:
     draft: list[float] = []
     started = time.perf_counter()
     for count in rows:
-        target.append(_median_ms(partial(runner.run_idle, count), count))
-        draft.append(0.0 if drafter is None else _median_ms(partial(_draft_level, drafter, count), count))
+        # In turns, as a step runs them: levels find the caches full of the target's weights, and a machine whose speed
+        # drifts is at one speed for both.
+        runs: list[Callable[[], object]] = [partial(runner.run_idle, count)]
+        if drafter is not None:
+            runs.append(partial(_draft_levels, drafter, count))
+        took_target, *took_levels = _usual_ms(runs, count)
+        target.append(took_target)
+        draft.append(took_levels[0] / LEVELS if took_levels else 0.0)
         took = from_first_rank(np.array([time.perf_counter() - started]))[0]
         if len(target) > 1 and took > MOST_SECONDS:
             rows = rows[: len(target)]  # beyond them ``Costs`` goes on with the last slope
@@ -57,8 +65,9 @@ def measure_costs(runner, drafter) -> Costs:
     return costs
 
 
-def _draft_level(drafter, num_rows: int) -> None:
-    drafter.model.candidates(drafter.model.run_idle(num_rows), drafter.config.top_k)
+def _draft_levels(drafter, num_rows: int) -> None:
+    for _ in range(LEVELS):
+        drafter.model.candidates(drafter.model.run_idle(num_rows), drafter.config.top_k)
 
 
 def _attention_ms(runner) -> float:
@@ -83,15 +92,17 @@ def _attention_ms(runner) -> float:
         query = torch.zeros((num_rows, layer.num_heads, layer.head_size), dtype=layer.kv_cache.dtype)
         layer.impl._tree(layer, query, layer.kv_cache, tree, torch.empty_like(query))
 
-    more = _median_ms(lambda: run(TREE_SIZE)) - _median_ms(lambda: run(1))
-    return max(0.0, more) * len(runner.target_kv.layers) / ((TREE_SIZE - 1) * context)
+    one, tree = _usual_ms([partial(run, 1), partial(run, TREE_SIZE)])
+    return max(0.0, tree - one) * len(runner.target_kv.layers) / ((TREE_SIZE - 1) * context)
 
 
-def _median_ms(run: Callable[[], object], rows: int = 1) -> float:
-    times = 7 if rows <= 32 else 3
-    seconds = []
-    for _ in range(times + 1):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * float(np.median(seconds[1:]))  # the first warms caches
+def _usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:
+    """Milliseconds that each takes, in turns: the lower quartile, as whatever else runs on a machine only adds."""
+    times = 8 if rows <= 32 else 4
+    seconds = np.empty((times + 1, len(runs)))
+    for turn in seconds:
+        for index, run in enumerate(runs):
+            start = time.perf_counter()
+            run()
+            turn[index] = time.perf_counter() - start
+    return [1e3 * float(value) for value in np.quantile(seconds[1:], 0.25, axis=0)]  # the first warms caches
