@@ -50,7 +50,7 @@ def test_all_methods(command, tmp_path):
             assert parts["target forward"] > 0
             assert parts["attention"] > 0
             assert parts["scheduler"] > 0
-            if method in ("plain", "ngram"):
+            if method in ("plain", "ngram", "suffix"):  # these prompts repeat nothing
                 assert row["tokens_per_step"]["median"] >= 1
             else:
                 assert row["tokens_per_step"]["median"] > 1.1
