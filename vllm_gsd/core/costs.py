@@ -9,6 +9,10 @@ from vllm_gsd.core.rates import read
 
 # Weight of the newest step in a learned overhead.
 LATEST = 0.05
+# ... and of the newest one that verified graphs, from which two numbers are learned.
+LATEST_GRAPH = 0.02
+# Weight of "a node takes what the table says", as variance of the number of nodes.
+RIDGE = 1.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Costs:
 
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """What ``rates`` reads: ``target`` and ``draft`` by every number of rows from 0 on, and ``attention``."""
+        """``target`` and ``draft`` by every number of rows from 0 on, and ``attention``, for ``rates``."""
         every = np.arange(max(3, int(self.rows[-1]) + 1))
         target, draft = (_filled(every, self.rows, known) for known in (self.target, self.draft))
         return target, draft, float(self.attention)
@@ -44,28 +48,50 @@ class Costs:
 
 
 class Overhead:
-    """Milliseconds of a step beyond its forwards (scheduling, preparation, sampling, talk between processes).
+    """Milliseconds of a step beyond its forwards by the table (scheduling, preparation, sampling, what the table lacks).
 
     Learned from the clock while running, as only there all of it shows. One number each for steps with nothing to
-    verify (``plain``), steps that verify graphs (``graph``), and drafting (``draft``).
+    verify (``plain``), steps that verify graphs (``graph``), and drafting (``draft``); and what every node verified takes
+    beyond the table (``node``), by a regression over the steps that verified graphs.
     """
 
     def __init__(self) -> None:
-        self.plain, self.graph, self.draft = 2.0, 3.0, 0.5
+        self.plain, self.graph, self.draft, self.node = 2.0, 3.0, 0.5, 0.0
         self.seen = dict.fromkeys(("plain", "graph", "draft"), 0)
+        self.nodes, self.took = 0.0, self.graph  # means of the steps that verified graphs
+        self.variance, self.covariance = 0.0, 0.0
 
-    def observe(self, kind: str, took: float, forwards: float) -> None:
-        """Learn from a step's part of that ``kind``: milliseconds it took, and those of its forwards by the table."""
+    def observe(self, kind: str, took: float, forwards: float, nodes: int = 0) -> None:
+        """Learn from a step's part of that ``kind``.
+
+        Args:
+            took: milliseconds it took; forwards: those of its forwards by the table.
+            nodes: verified in a step of kind ``graph``.
+        """
         self.seen[kind] += 1
         known = getattr(self, kind)
         # An average over the latest steps that one slow step (another process, a page fault) hardly moves.
         most = 0.3 * forwards + 1.0
-        step = np.clip(took - forwards - known, -most, most) * max(LATEST, 1 / self.seen[kind])
-        setattr(self, kind, float(known + step))
+        wrong = float(np.clip(took - forwards - known - self.node * nodes, -most, most))
+        if kind == "graph":
+            self._learn_graph(nodes, known + self.node * nodes + wrong)
+        else:
+            setattr(self, kind, known + wrong * max(LATEST, 1 / self.seen[kind]))
         if kind != "draft" and not all(self.seen[other] for other in ("plain", "graph")):
             # Most of it is the same for both: until the other one is seen, what is learned goes for it too.
             other = "graph" if kind == "plain" else "plain"
-            setattr(self, other, float(getattr(self, other) + step))
+            setattr(self, other, getattr(self, other) + getattr(self, kind) - known)
+
+    def _learn_graph(self, nodes: int, took: float) -> None:
+        """Follow a step that verified so many nodes and took so long beyond the table."""
+        weight = max(LATEST_GRAPH, 1 / self.seen["graph"])
+        more, longer = nodes - self.nodes, took - self.took
+        self.nodes += weight * more
+        self.took += weight * longer
+        self.variance += weight * (more * more - self.variance)
+        self.covariance += weight * (more * longer - self.covariance)
+        self.node = self.covariance / (self.variance + RIDGE)
+        self.graph = self.took - self.node * self.nodes
 
 
 def _filled(every: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -56,9 +56,10 @@ class Planner:
         self.rows: list[int] = []  # of the draft levels run
         self.num_drafted = 0
         self.probing = self.resting = False
-        # Rows of the coming target step and milliseconds of its forward, by the table.
+        # Rows of the coming target step and milliseconds of its forward, by the table as it was measured.
         self.planned = self.num_requests, 0.0
         if self.costs is not None:
+            self.tables = *self.costs.tables, self.overhead.node
             self.planned = self.num_requests, self.costs.target_ms(self.num_requests, context)
 
     # --- before drafting --------------------------------------------------------------------------
@@ -70,7 +71,7 @@ class Planner:
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as of ``wants_drafts``."""
         assert self.costs is not None
-        drafts_ms = rates.drafts_ms(self.costs.tables, num_drafted * self.levels, self.level_share)
+        drafts_ms = rates.drafts_ms(self.tables, num_drafted * self.levels, self.level_share)
         worth = np.repeat(left * self.worth, num_drafted)
         return self._rate(np.concatenate((found, worth)), self.overhead.draft + drafts_ms)
 
@@ -101,7 +102,7 @@ class Planner:
         """Tokens per millisecond after so much drafting, verifying the right number of the nodes."""
         assert self.costs is not None
         spent = self.overhead.graph + drafts_ms
-        return rates.best_rate(self.costs.tables, self.num_requests, self.context, spent, chances)
+        return rates.best_rate(self.tables, self.num_requests, self.context, spent, chances)
 
     def drafts_ms(self) -> float:
         """Milliseconds of the draft levels run in this step, by the table."""
@@ -121,7 +122,7 @@ class Planner:
         costs = self.costs
         if costs is None or len(values) == 0:
             return len(values)
-        batch = costs.tables, self.num_requests, self.context
+        batch = self.tables, self.num_requests, self.context
         spent = self.overhead.graph + self.overhead.draft + self.drafts_ms()
         children = self.children * self.calibration.first_level()
         return rates.level_size(
@@ -151,11 +152,12 @@ class Planner:
             return np.zeros_like(size)
         overhead = self.overhead
         spent = overhead.draft + self.drafts_ms() if self.rows else 0.0
-        batch = costs.tables, self.num_requests, self.context
-        chosen, forward = rates.best_nodes(*batch, values, size, context, spent, overhead.plain, overhead.graph)
+        batch = self.tables, self.num_requests, self.context
+        chosen = rates.best_nodes(*batch, values, size, context, spent, overhead.plain, overhead.graph)
         if not chosen.any() and self.steps % PROBE_EVERY == 0:
             return np.minimum(size, 1)  # only to learn what becomes of them
-        self.planned = self.num_requests + int(chosen.sum()), forward
+        rows = self.num_requests + int(chosen.sum())
+        self.planned = rows, costs.target_ms(rows, self.context + float(chosen @ context))
         return chosen
 
     def _learn(self, values: np.ndarray, size: np.ndarray) -> None:

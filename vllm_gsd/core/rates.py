@@ -26,18 +26,18 @@ def best_rate(tables, num_requests, context, spent, chances):
     """Most tokens per millisecond over the numbers of nodes to verify, best first; 0 without nodes.
 
     Args:
-        tables: of ``Costs``.
+        tables: of ``Costs``, and what a node takes beyond them, milliseconds.
         context: tokens of all requests together.
         spent: milliseconds of the step beside the target's forward.
         chances: float64 [n] of the nodes, in any order.
     """
-    target, _, attention = tables
+    target, _, attention, node_ms = tables
     best, tokens = 0.0, float(num_requests)
     falling = np.sort(chances)[::-1]
     for count in range(1, len(falling) + 1):
         tokens += falling[count - 1]
         attended = context * (1.0 + count / num_requests)
-        took = spent + read(target, num_requests + count) + attention * attended
+        took = spent + read(target, num_requests + count) + node_ms * count + attention * attended
         best = max(best, tokens / took)
     return best
 
@@ -53,13 +53,13 @@ def level_size(tables, num_requests, context, plain, spent, worth, num_drafted, 
         num_drafted: requests drafted for.
         values: float64 [n], chances of the nodes; children: float64 [k], those of a node's children.
     """
-    target, draft, attention = tables
+    target, draft, attention, node_ms = tables
     rate = max(plain, best_rate(tables, num_requests, context, spent, np.repeat(worth, num_drafted)))
     falling = np.sort(values)[::-1]
     more = min(len(values) * len(children), max(1, num_drafted) * len(worth))
     # Verifying a child costs its row; children below that are not verified.
     row_ms = (read(target, num_requests + more) - read(target, num_requests)) / more
-    row_ms += attention * context / num_requests
+    row_ms += node_ms + attention * context / num_requests
     best, size, surplus = 0.0, 0, 0.0
     for count in range(1, len(falling) + 1):
         for child in children:
@@ -82,9 +82,9 @@ def best_nodes(tables, num_requests, total, values, size, context, spent, plain,
         spent: milliseconds of drafting; plain, graph: beyond the forwards in steps without and with nodes.
 
     Returns:
-        int32 [num_graphs], and milliseconds of the target's forward.
+        int32 [num_graphs].
     """
-    target, _, attention = tables
+    target, _, attention, node_ms = tables
     chances = np.empty(size.sum(), np.float64)
     owner = np.empty(len(chances), np.int64)
     filled = 0
@@ -96,16 +96,16 @@ def best_nodes(tables, num_requests, total, values, size, context, spent, plain,
     order = np.argsort(-chances, kind="mergesort")
     tokens, attended = float(num_requests), float(total)
     forward = read(target, num_requests) + attention * attended
-    best, best_count, best_forward = tokens / (spent + forward + plain), 0, forward
+    best, best_count = tokens / (spent + forward + plain), 0
     for count in range(1, len(order) + 1):
         node = order[count - 1]
         tokens += chances[node]
         attended += context[owner[node]]
-        forward = read(target, num_requests + count) + attention * attended
+        forward = read(target, num_requests + count) + node_ms * count + attention * attended
         rate = tokens / (spent + forward + graph)
         if rate > best:
-            best, best_count, best_forward = rate, count, forward
+            best, best_count = rate, count
     chosen = np.zeros(len(size), np.int32)
     for node in order[:best_count]:
         chosen[owner[node]] += 1
-    return chosen, best_forward
+    return chosen

@@ -18,8 +18,8 @@ logger = init_logger("vllm.gsd")
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 # The table is cut short on a machine that takes longer for it.
 MOST_SECONDS = 6.0
-# Rows and context at which the target's attention is timed.
-TREE_SIZE, CONTEXT = 9, 1024
+# Rows at which the target's attention is timed, and a short and a long context.
+TREE_SIZE, CONTEXTS = 9, (32, 1024)
 # Draft levels that are timed together: the first of a step finds none of the draft's weights in the caches.
 LEVELS = 2
 
@@ -39,7 +39,7 @@ def measure_costs(runner, drafter) -> Costs:
     for count in rows:
         # In turns, as a step runs them: levels find the caches full of the target's weights, and a machine whose speed
         # drifts is at one speed for both.
-        runs: list[Callable[[], object]] = [partial(runner.run_idle, count)]
+        runs: list[Callable[[], object]] = [partial(_target_forward, runner, count)]
         if drafter is not None:
             runs.append(partial(_draft_levels, drafter, count))
         took_target, *took_levels = _usual_ms(runs, count)
@@ -51,9 +51,8 @@ def measure_costs(runner, drafter) -> Costs:
             break
     costs = Costs(
         rows=np.array(rows, np.int64),
-        # More rows never cost less: what says so is noise.
-        target=from_first_rank(np.maximum.accumulate(target)),
-        draft=from_first_rank(np.maximum.accumulate(draft)),
+        target=from_first_rank(rising(np.array(target))),
+        draft=from_first_rank(rising(np.array(draft))),
         attention=float(from_first_rank(np.array([_attention_ms(runner)]))[0]),
     )
     last = len(rows) - 1
@@ -70,30 +69,46 @@ def _draft_levels(drafter, num_rows: int) -> None:
         drafter.model.candidates(drafter.model.run_idle(num_rows), drafter.config.top_k)
 
 
+def rising(times: np.ndarray) -> np.ndarray:
+    """Times float64 [n] as they are where they rise; more rows never cost less, so what says so is evened out."""
+    return (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
+
+
+def _target_forward(runner, num_rows: int) -> None:
+    """What a step runs of the target: the idle run has no attention."""
+    runner.run_idle(num_rows)
+    attend = _attention(runner, min(num_rows, runner.drafter.num_nodes + 1), CONTEXTS[0])
+    # Requests of a batch attend apart, and take about as long as many.
+    for _ in range(len(runner.target_kv.layers) * -(-num_rows // (runner.drafter.num_nodes + 1))):
+        attend()
+
+
 def _attention_ms(runner) -> float:
-    """Milliseconds that one row's attention to one token of context takes, over all target layers."""
+    """Milliseconds that one row's attention to one further token of context takes, over all target layers."""
+    layer = runner.target_kv.layers[0]
+    room = layer.kv_cache.shape[2] * layer.kv_cache.shape[0]
+    short, long = (min(context, room - TREE_SIZE, runner.max_model_len - TREE_SIZE) for context in CONTEXTS)
+    if long <= short:
+        return 0.0
+    times = _usual_ms([_attention(runner, TREE_SIZE, context) for context in (short, long)])
+    return max(0.0, times[1] - times[0]) * len(runner.target_kv.layers) / (TREE_SIZE * (long - short))
+
+
+def _attention(runner, num_rows: int, context: int) -> Callable[[], None]:
+    """One layer's attention of ``num_rows`` rows of a request to ``context`` tokens, to be run."""
     layer = runner.target_kv.layers[0]
     block_size = layer.kv_cache.shape[2]
-    context = min(CONTEXT, block_size * layer.kv_cache.shape[0], runner.max_model_len) - TREE_SIZE
-    if context < TREE_SIZE:
-        return 0.0
-    num_blocks = -(-(context + TREE_SIZE) // block_size)
-    block_table = (torch.arange(num_blocks, dtype=torch.int32) % layer.kv_cache.shape[0])[None]
-
-    def run(num_rows: int) -> None:
-        tree = TreeRows(
-            query_start_loc=torch.tensor([0, num_rows], dtype=torch.int32),
-            prefix_lens=torch.tensor([context], dtype=torch.int32),
-            block_table=block_table,
-            positions=torch.full((num_rows,), context, dtype=torch.int64),
-            mask=torch.ones((num_rows, 1), dtype=torch.int64),
-            rows=None,
-        )
-        query = torch.zeros((num_rows, layer.num_heads, layer.head_size), dtype=layer.kv_cache.dtype)
-        layer.impl._tree(layer, query, layer.kv_cache, tree, torch.empty_like(query))
-
-    one, tree = _usual_ms([partial(run, 1), partial(run, TREE_SIZE)])
-    return max(0.0, tree - one) * len(runner.target_kv.layers) / ((TREE_SIZE - 1) * context)
+    num_blocks = -(-(context + num_rows) // block_size)
+    tree = TreeRows(
+        query_start_loc=torch.tensor([0, num_rows], dtype=torch.int32),
+        prefix_lens=torch.tensor([context], dtype=torch.int32),
+        block_table=(torch.arange(num_blocks, dtype=torch.int32) % layer.kv_cache.shape[0])[None],
+        positions=torch.full((num_rows,), context, dtype=torch.int64),
+        mask=torch.ones((num_rows, -(-num_rows // 64)), dtype=torch.int64),
+        rows=None,
+    )
+    query = torch.zeros((num_rows, layer.num_heads, layer.head_size), dtype=layer.kv_cache.dtype)
+    return partial(layer.impl._tree, layer, query, layer.kv_cache, tree, torch.empty_like(query))
 
 
 def _usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:

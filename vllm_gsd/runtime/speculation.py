@@ -131,7 +131,7 @@ class Speculation:
         counts = self.stats.counts
         counts["target_steps"] += int(emitting.sum())
         counts["nodes_verified"] += int(seen[VERIFIED])
-        counts["chain_requests"] += int(has_tree.sum() - has_tree[step.tree_requests].sum())
+        counts["chain_requests"] += int((has_tree & step.chains).sum())
         counts["kv_rows_moved"] += int(seen[MOVED])
         counts["nodes_accepted_grammar"] += int(seen[GRAMMAR])
         for name, index in SOURCES.items():

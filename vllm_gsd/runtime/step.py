@@ -23,7 +23,8 @@ class VerifyStep:
     source: np.ndarray  # int8 [num_rows], who proposed it (of ``core.calibration``); NONE: a grammar, or no node
     survival: np.ndarray  # float32 [num_rows], as promised by its source
     first_rows: np.ndarray  # int64 [num_requests], row of each root in the batch
-    tree_requests: np.ndarray  # int64 [num_tree_requests], requests that need the tree mask
+    chains: np.ndarray  # bool [num_requests], whether its graph is a chain
+    tree_requests: np.ndarray  # int64 [num_tree_requests], requests whose rows attend by the tree mask
     has_placeholders: bool = False  # among the scheduled tokens
     # Once ``set_positions`` has read them, int64 [num_tree_requests] and [rows of all those requests].
     root_positions: torch.Tensor | None = None
@@ -31,8 +32,12 @@ class VerifyStep:
 
     @property
     def num_tree_requests(self) -> int:
-        """Requests whose graph is not a chain."""
+        """Requests whose rows attend by the tree mask: at least those whose graph is not a chain."""
         return len(self.tree_requests)
+
+    def mask_all(self) -> None:
+        """Let all requests attend by the tree mask; all their rows in the batch must be rows to verify."""
+        self.tree_requests = np.arange(len(self.has_tree))
 
     def tree_lines(self) -> np.ndarray:
         """Rows of all requests that need the tree mask, int64."""
@@ -163,7 +168,7 @@ def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.n
     source = np.full(starts[-1], NONE, np.int8)
     survival = np.zeros(starts[-1], np.float32)
     parent[starts[:-1]] = NONE
-    tree_requests = []
+    chains = np.zeros(len(matched), np.bool_)
     for index, tree in enumerate(matched):
         if tree is None:
             continue
@@ -174,14 +179,15 @@ def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.n
         depth[first : first + count] = tree.depth[:count]
         source[first : first + count] = tree.source[:count]
         survival[first : first + count] = tree.survival[:count]
-        if not is_chain(parent, starts[index], first + count):
-            tree_requests.append(index)
+        chains[index] = is_chain(parent, starts[index], first + count)
+    has_tree = np.array([tree is not None for tree in matched])
     return VerifyStep(
         trees=WalkTrees(token, parent, starts),
         depth=depth,
-        has_tree=np.array([tree is not None for tree in matched]),
+        has_tree=has_tree,
         source=source,
         survival=survival,
         first_rows=batch_ends - sizes,
-        tree_requests=np.array(tree_requests, np.int64),
+        chains=chains,
+        tree_requests=np.flatnonzero(has_tree & ~chains),
     )

@@ -1,10 +1,15 @@
 """Which of the scheduled draft tokens are a graph of ours."""
 
 import numpy as np
+import torch
 
 from vllm_gsd.runtime.draft_tree import DraftTree
 from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE
 from vllm_gsd.runtime.step import VerifyStep, lay_out
+
+# Where our kernel is faster than upstream's for rows without branches too, so that a batch need not be split
+# (kernels/README.md); a lone request that verifies nothing gains nothing.
+MASKED_DTYPES = {torch.bfloat16}
 
 
 def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep:
@@ -35,4 +40,6 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     step.has_placeholders = has_placeholders
+    if runner.dtype in MASKED_DTYPES and (num_requests > 1 or matched[0] is not None) and sizes.sum() == batch_ends[-1]:
+        step.mask_all()
     return step

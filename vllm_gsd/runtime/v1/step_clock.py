@@ -28,7 +28,8 @@ class StepClock:
             overhead = self.planner.overhead
             # The clock of one rank, so that all ranks plan the same.
             took, drafting = from_first_rank(np.array([1e3 * (now - self.time), self.drafting_took]))
-            overhead.observe("plain" if rows == len(request_ids) else "graph", took, self.planned[2])
+            nodes = rows - len(request_ids)
+            overhead.observe("graph" if nodes else "plain", took, self.planned[2], nodes)
             if self.drafts_ms:
                 overhead.observe("draft", drafting, self.drafts_ms)
         self.time = now
