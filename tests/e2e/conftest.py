@@ -43,18 +43,18 @@ def text_pair(tmp_path_factory):
 def start_engine(tiny_pair):
     """Starts engines of the tiny pair and shuts them down after the module's tests.
 
-    ``start_engine(gsd, **options)``: ``gsd`` is None for plain vLLM, else a dict of keys beside method and model.
-    Equal arguments give the same engine again.
+    ``start_engine(gsd, setup=(), **options)``: ``gsd`` is None for plain vLLM, else a dict of keys beside method and
+    model; ``setup`` are functions that the engine's process calls first. Equal arguments give the same engine again.
     """
     engines: dict[str, Engine] = {}
 
-    def start(gsd: dict | None = None, **options) -> Engine:
-        key = repr((gsd, sorted(options.items())))
+    def start(gsd: dict | None = None, setup: tuple = (), **options) -> Engine:
+        key = repr((gsd, setup, sorted(options.items())))
         if key not in engines:
             config = None if gsd is None else {"method": "gsd", "model": str(tiny_pair.draft), **gsd}
             options.setdefault("skip_tokenizer_init", True)
-            setup = [draft_every_level] if gsd is not None else []
-            engines[key] = Engine(tiny_pair.target, config, setup, **options)
+            calls = [*setup, draft_every_level] if gsd is not None else [*setup]
+            engines[key] = Engine(tiny_pair.target, config, calls, **options)
         return engines[key]
 
     yield start

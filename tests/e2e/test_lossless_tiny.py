@@ -86,6 +86,23 @@ def test_equals_plain_vllm(start_engine, workloads, plain, config, workload):
     assert [run(engine, batch, params) for batch in batches] == plain[workload]
 
 
+def mask_float32(_llm):
+    """Let our kernel attend for chains and plain rows too, as it does in bfloat16."""
+    import torch
+
+    from vllm_gsd.runtime.v1 import plan
+
+    plan.MASKED_DTYPES.add(torch.float32)
+
+
+@pytest.mark.parametrize("workload", ["greedy-1", "seeded-8", "mixed-32"])
+@pytest.mark.parametrize("config", ["default", "chain", "budget"], indirect=True)
+def test_equals_plain_vllm_when_all_rows_are_masked(start_engine, workloads, plain, config, workload):
+    engine = start_engine(CONFIGS[config], setup=(mask_float32,))
+    batches, params = workloads[workload]
+    assert [run(engine, batch, params) for batch in batches] == plain[workload]
+
+
 def counters_of_a_run(start_engine, config, prompts, params):
     """Differences of all counters over one run, and the tokens it generated."""
     engine = start_engine(CONFIGS[config])
@@ -106,7 +123,7 @@ class TestTheGraphIsUsed:
         assert counts["gsd_nodes_accepted_merged"] > 0
         assert counts["gsd_kv_rows_moved"] > 0
         assert counts["spec_decode_num_accepted_tokens"] == sum(
-            counts[f"gsd_nodes_accepted_{origin}"] for origin in ("native", "merged", "ngram", "grammar")
+            counts[f"gsd_nodes_accepted_{origin}"] for origin in ("native", "merged", "ngram", "agreed", "grammar")
         )
         # Every step emits its accepted nodes and one token more, save where max_tokens cuts nothing here.
         assert tokens == counts["gsd_target_steps"] + counts["spec_decode_num_accepted_tokens"]

@@ -20,6 +20,7 @@ from vllm_gsd.core.flatten import ancestor_masks, flatten
 from vllm_gsd.core.graph import (
     MAX_CONTEXT,
     NONE,
+    ORIGIN_AGREED,
     ORIGIN_DRAFT,
     ORIGIN_NGRAM,
     ORIGIN_SHARED,
@@ -245,7 +246,7 @@ def random_graphs(random, count, capacity):
             nodes = read_graph(graphs, row)
             targets = [n for n in natives[1:] if not can_reach(nodes[n], nodes[parent])]
             prob = np.float32(random.choice([0.0, 0.25, 0.5, 1.0, random.random()]))
-            origin = int(random.choice([ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED]))
+            origin = int(random.choice([ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED]))
             index = add_child(graphs, row, parent, token, prob, origin)
             if targets and random.random() < 0.3:
                 graphs.merged[row, index] = random.choice(targets)

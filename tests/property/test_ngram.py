@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference_graph import Limits, grow, has_cycle, random_draft, read_graph, unrolled
 
-from vllm_gsd.core.graph import ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
+from vllm_gsd.core.graph import ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
 from vllm_gsd.core.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
@@ -74,10 +74,14 @@ def test_grafts_are_what_followed(text, count, max_depth, min_match):
     hypotheses = list(continuations(text, count, max_depth, min_match))
     assert used == len(hypotheses)
 
-    expected: dict[tuple[int, ...], float] = {}
+    expected: dict[tuple[int, ...], np.float32] = {}
     for copied, probs in hypotheses:
         for end in range(1, len(copied) + 1):
-            expected.setdefault(copied[:end], probs[end - 1])  # the longest match says how likely
+            if copied[:end] in expected:  # the longest match says how likely
+                continue
+            siblings = [prob for path, prob in expected.items() if len(path) == end and path[:-1] == copied[: end - 1]]
+            surest = max(siblings, default=np.float32(0))
+            expected[copied[:end]] = probs[end - 1] * (np.float32(1) - surest)
     nodes = read_graph(graphs, 0)
     # As many nodes as different beginnings: duplicates are shared.
     assert len(nodes) - 1 == len(expected)
@@ -101,10 +105,13 @@ def test_grafts_on_a_grown_graph(text, seed, merge_ngram, max_depth):
     after = read_graph(graphs, 0)
 
     def facts(node):
-        return node.path, node.prob, node.merged.path if node.merged else None
+        return node.path, node.merged.path if node.merged else None
 
     assert [facts(node) for node in after[: len(before)]] == [facts(node) for node in before]
-    assert set(graphs.origin[0, 1 : len(before)].tolist()) <= {ORIGIN_DRAFT}
+    for old, new in zip(before, after, strict=False):  # a copy only makes what was drafted surer
+        agreed = graphs.origin[0, old.index] == ORIGIN_AGREED
+        assert old.prob < new.prob <= 1 or old.prob == 1 if agreed else new.prob == old.prob
+    assert set(graphs.origin[0, 1 : len(before)].tolist()) <= {ORIGIN_DRAFT, ORIGIN_AGREED}
     assert set(graphs.origin[0, len(before) : len(after)].tolist()) <= {ORIGIN_NGRAM}
     for node in after:
         tokens = [child.token for child in node.children]
@@ -142,6 +149,9 @@ def test_grafts_go_through_merged_edges():
     nodes = read_graph(graphs, 0)
     assert [node.path for node in nodes[4:]] == [(2, 3, 4)]
     assert (1, 3, 4) in {place.tokens for place in unrolled(nodes[0], 3)}
+    # Both say 1, and then 3: each is wrong only where draft and copy are.
+    assert graphs.origin[0, : len(nodes)].tolist()[1:] == [ORIGIN_DRAFT, ORIGIN_AGREED, ORIGIN_AGREED, ORIGIN_NGRAM]
+    assert [node.prob for node in nodes[2:4]] == pytest.approx([1 - 0.5 * (1 - MATCH_PROB[i]) for i in (2, 1)])
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.core.calibration import NATIVE, NGRAM, NUM_SOURCES, SHARED
+from vllm_gsd.core.calibration import AGREED, NATIVE, NGRAM, NUM_SOURCES, SHARED
 from vllm_gsd.core.graph import NONE
 from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, kv_moves, tally
 from vllm_gsd.core.verify import follow, step_into
@@ -12,7 +12,7 @@ from vllm_gsd.core.verify import follow, step_into
 FOREIGN = -2
 
 # Rows of a tree behind its root: a parent among the rows before it, or no node at all; its token and its source.
-node = st.tuples(st.integers(-1, 8), st.integers(0, 3), st.sampled_from([NONE, NATIVE, NGRAM, SHARED]))
+node = st.tuples(st.integers(-1, 8), st.integers(0, 3), st.sampled_from([NONE, NATIVE, NGRAM, SHARED, AGREED]))
 batches = st.lists(st.tuples(st.lists(node, max_size=9), st.booleans()), min_size=1, max_size=4)
 
 

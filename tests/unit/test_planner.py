@@ -14,7 +14,7 @@ from vllm_gsd.core.calibration import (
     Calibration,
     SourceTrust,
 )
-from vllm_gsd.core.costs import Costs, Overhead
+from vllm_gsd.core.costs import Costs, Overhead, rising
 from vllm_gsd.core.flatten import flatten
 from vllm_gsd.core.graph import ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
 from vllm_gsd.core.planner import PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
@@ -189,6 +189,34 @@ def test_overheads_are_learned_and_outliers_are_not():
     assert overhead.plain == pytest.approx(12, abs=0.7)
     overhead.observe("plain", 5000, 20)
     assert overhead.plain < 13
+
+
+def test_what_a_node_takes_beyond_the_table_is_learned():
+    overhead, random = Overhead(), np.random.default_rng(0)
+    for _ in range(600):
+        nodes = int(random.integers(1, 17))
+        overhead.observe("graph", 20 + 5 + 0.4 * nodes + random.normal(), 20, nodes)
+    assert overhead.node == pytest.approx(0.4, abs=0.1)
+    assert overhead.graph == pytest.approx(5, abs=1.0)
+    for _ in range(600):  # always as many: there is nothing to tell them by
+        overhead.observe("graph", 25 + random.normal(), 20, 8)
+    assert overhead.graph + 8 * overhead.node == pytest.approx(5, abs=0.7)
+
+
+def test_dear_nodes_are_left_out():
+    values, size, context = np.array([[0.9, 0.3, 0.2, 0.1]], np.float32), np.array([4], np.int32), np.array([100])
+    planner, dear = new_planner(), new_planner()
+    dear.overhead.node = 5.0
+    counts = []
+    for one in (planner, dear):
+        one.begin(1, 100)
+        counts.append(int(one.choose(values, size, context, np.zeros(1, np.bool_))[0]))
+    assert 0 < counts[1] < counts[0]
+
+
+def test_times_that_fall_are_evened_out():
+    assert rising(np.array([1.0, 2.0, 3.0])).tolist() == [1.0, 2.0, 3.0]
+    assert rising(np.array([1.0, 4.0, 2.0, 3.0, 5.0])).tolist() == [1.0, 3.0, 3.0, 3.5, 5.0]
 
 
 def test_learned_overhead_decides():

@@ -49,6 +49,16 @@ def test_positions_by_depth_start_from_the_device_positions():
     assert positions.tolist() == [40, 41, 41, 42, 40, 9, 10, 11]  # the row without a node stays at the root
 
 
+def test_all_requests_can_attend_by_the_mask():
+    step = lay_out([None, tree_of([NONE, NONE]), tree_of([NONE, 0])], np.array([1, 3, 3]), np.array([1, 4, 7]))
+    assert step.tree_requests.tolist() == [1] and step.chains.tolist() == [False, False, True]
+    step.mask_all()
+    positions = torch.tensor([7, 40, 41, 42, 9, 10, 11])
+    step.set_positions(positions)
+    assert positions.tolist() == [7, 40, 41, 41, 9, 10, 11]
+    assert step.chains.tolist() == [False, False, True]
+
+
 def test_texts_follow_what_was_sampled():
     texts = Texts(3, 6)
     texts.begin(2, [5, 6, 7], prompt_length=3)

@@ -7,8 +7,8 @@ source, depth and survival; a cell's factor is what was accepted in it over what
 import numba
 import numpy as np
 
-NATIVE, MERGED, NGRAM, SHARED = 0, 1, 2, 3  # sources
-NUM_SOURCES = 4
+NATIVE, MERGED, NGRAM, SHARED, AGREED = 0, 1, 2, 3, 4  # sources
+NUM_SOURCES = 5
 NUM_DEPTHS = 3  # 1, 2, deeper
 NUM_BINS = 8  # survival above 1/2, above 1/4, ... and all below 1/128
 # Weight of "survival is right" against observations, in promised nodes.

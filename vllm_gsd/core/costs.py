@@ -48,11 +48,11 @@ class Costs:
 
 
 class Overhead:
-    """Milliseconds of a step beyond its forwards by the table (scheduling, preparation, sampling, what the table lacks).
+    """Milliseconds of a step beyond its forwards by the table: scheduling, preparation, sampling, what the table lacks.
 
     Learned from the clock while running, as only there all of it shows. One number each for steps with nothing to
-    verify (``plain``), steps that verify graphs (``graph``), and drafting (``draft``); and what every node verified takes
-    beyond the table (``node``), by a regression over the steps that verified graphs.
+    verify (``plain``), steps that verify graphs (``graph``), and drafting (``draft``); and what each node takes that is
+    verified (``node``), by a regression over the steps with graphs.
     """
 
     def __init__(self) -> None:
@@ -92,6 +92,11 @@ class Overhead:
         self.covariance += weight * (more * longer - self.covariance)
         self.node = self.covariance / (self.variance + RIDGE)
         self.graph = self.took - self.node * self.nodes
+
+
+def rising(times: np.ndarray) -> np.ndarray:
+    """Times float64 [n] as they are where they rise; more rows never cost less, so what says so is evened out."""
+    return (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
 
 
 def _filled(every: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:

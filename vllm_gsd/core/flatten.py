@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, NUM_SOURCES, SHARED, Calibration, calibrated
-from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch
+from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, NUM_SOURCES, SHARED, Calibration, calibrated
+from vllm_gsd.core.graph import NONE, ORIGIN_AGREED, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch
 
 
 class FlatTrees(NamedTuple):
@@ -63,6 +63,8 @@ def _flatten(
                         kind = NGRAM
                     elif graphs.origin[row, child] == ORIGIN_SHARED:
                         kind = SHARED
+                    elif graphs.origin[row, child] == ORIGIN_AGREED:
+                        kind = AGREED
                     elif crossed or graphs.merged[row, child] != NONE:
                         kind = MERGED
                     worth = min(chance, trust[row, kind] * calibrated(factor, kind, level + 1, below))

@@ -19,7 +19,8 @@ ORIGIN_DRAFT = 1
 ORIGIN_NGRAM = 2
 ORIGIN_GRAMMAR = 3
 ORIGIN_SHARED = 4
-NUM_ORIGINS = 5
+ORIGIN_AGREED = 5  # drafted by the model and copied from a text
+NUM_ORIGINS = 6
 
 NONE = -1
 
@@ -139,18 +140,48 @@ def find_child(graphs, row, parent, token):
 
 
 @numba.njit(cache=True)
+def copied_child(graphs, row, parent, token, prob, origin):
+    """The child of ``parent`` that carries a token which a text suggests, added if missing; NONE if there is no room.
+
+    If the draft model has proposed it too, the two are taken for independent: it is wrong only where both are.
+    (Survival, which growing needed, stays as it was.)
+    """
+    child = find_child(graphs, row, parent, token)
+    if child == NONE:
+        return add_child(graphs, row, parent, token, prob, origin)
+    if graphs.origin[row, child] == ORIGIN_DRAFT:
+        before = graphs.prob[row, child]
+        graphs.prob[row, child] = before + prob * (np.float32(1.0) - before)
+        graphs.origin[row, child] = ORIGIN_AGREED
+    return child
+
+
+@numba.njit(cache=True)
+def left_by_copies(graphs, row, parent):
+    """Chance that the surest child copied from a text leaves to others."""
+    left = np.float32(1.0)
+    child = graphs.first_child[row, parent]
+    while child != NONE:
+        if graphs.origin[row, child] != ORIGIN_DRAFT:
+            left = min(left, np.float32(1.0) - graphs.prob[row, child])
+        child = graphs.next_sibling[row, child]
+    return left
+
+
+@numba.njit(cache=True)
 def insert_path(graphs, row, tokens, probs, origin):
-    """Add the path ``tokens`` below the root; nodes that exist already are shared, not repeated.
+    """Add the path ``tokens``, copied from a text, below the root.
 
     Args:
-        tokens, probs: int64 / float32 [n], token and conditional probability of each step.
+        tokens, probs: int64 / float32 [n], token and conditional probability of each step where no other copy is known.
     """
     node = 0
     for i in range(len(tokens)):
-        child = find_child(graphs, row, node, tokens[i])
+        prob = probs[i]
+        if find_child(graphs, row, node, tokens[i]) == NONE:
+            prob *= left_by_copies(graphs, row, node)
+        child = copied_child(graphs, row, node, tokens[i], prob, origin)
         if child == NONE:
-            child = add_child(graphs, row, node, tokens[i], probs[i], origin)
-            if child == NONE:
-                return
+            return
         # A merged edge continues as the node it points to.
         node = child if graphs.merged[row, child] == NONE else graphs.merged[row, child]

@@ -61,7 +61,9 @@ def graft_kernel(
     match_probs,
     num_matches,
     capacity,
-    ORIGIN: tl.constexpr,
+    NGRAM: tl.constexpr,
+    DRAFT: tl.constexpr,
+    AGREED: tl.constexpr,
     MAX_MATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -75,6 +77,8 @@ def graft_kernel(
     depths = tl.load(depth + row + lane, mask=inside, other=0)
     survivals = tl.load(survival + row + lane, mask=inside, other=0.0)
     targets = tl.load(merged + row + lane, mask=inside, other=-1)
+    probs = tl.load(prob + row + lane, mask=inside, other=0.0)
+    origins = tl.load(origin + row + lane, mask=inside, other=0)
     count = tl.load(size + graph)
     text_length = tl.load(length + graph)
     most = tl.load(max_depth + graph)
@@ -91,6 +95,11 @@ def graft_kernel(
             adds = walking & missing & (count < capacity)
             walking = walking & ((child < BLOCK) | adds)
             chance = tl.load(match_probs + tl.minimum(agreeing + i, MAX_MATCH))
+            # Drafted too: wrong only where both are. New: what the surest of its copied siblings leaves.
+            agreed = walking & (lane == child) & (origins == DRAFT)
+            chance *= 1.0 - tl.max(tl.where((parents == node) & (origins != DRAFT) & missing, probs, 0.0), 0)
+            probs = tl.where(agreed, probs + chance * (1.0 - probs), probs)
+            origins = tl.where(agreed, AGREED, origins)
             likely = tl.sum(tl.where(lane == node, survivals, 0.0), 0) * chance
             level = tl.sum(tl.where(lane == node, depths, 0), 0) + 1
             new = adds & (lane == count)
@@ -98,8 +107,8 @@ def graft_kernel(
             parents = tl.where(new, node, parents)
             depths = tl.where(new, level, depths)
             survivals = tl.where(new, likely, survivals)
-            tl.store(prob + row + count, chance, mask=adds)
-            tl.store(origin + row + count, ORIGIN, mask=adds)
+            probs = tl.where(new, chance, probs)
+            origins = tl.where(new, NGRAM, origins)
             child = tl.where(missing, count, child)
             count = count + adds.to(tl.int64)
             # A merged edge continues as the node it points to.
@@ -110,6 +119,8 @@ def graft_kernel(
     tl.store(parent + row + lane, parents, mask=inside)
     tl.store(depth + row + lane, depths, mask=inside)
     tl.store(survival + row + lane, survivals, mask=inside)
+    tl.store(prob + row + lane, probs, mask=inside)
+    tl.store(origin + row + lane, origins, mask=inside)
     tl.store(size + graph, count)
 
 
@@ -153,8 +164,10 @@ def flatten_kernel(
     capacity,
     NGRAM: tl.constexpr,
     SHARED: tl.constexpr,
+    AGREED: tl.constexpr,
     NGRAM_KIND: tl.constexpr,
     SHARED_KIND: tl.constexpr,
+    AGREED_KIND: tl.constexpr,
     DEPTHS: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -170,6 +183,7 @@ def flatten_kernel(
     targets = tl.load(merged + row + lane, mask=real, other=-1)
     origins = tl.load(origin + row + lane, mask=real, other=0)
     kinds = tl.where(origins == NGRAM, NGRAM_KIND, tl.where(origins == SHARED, SHARED_KIND, -1))
+    kinds = tl.where(origins == AGREED, AGREED_KIND, kinds)
     most = tl.load(num_nodes + graph)
     deepest = tl.load(max_depth + graph)
     trust += graph * trust_row

@@ -7,14 +7,22 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.ops.graph_state import NONE, ORIGIN_NGRAM, WORD, DeviceGraphs, one_bit, rows_of
+from vllm_gsd.ops.graph_state import (
+    NONE,
+    ORIGIN_AGREED,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    WORD,
+    DeviceGraphs,
+    one_bit,
+    rows_of,
+)
 from vllm_gsd.ops.tree_masks import tree_masks
 from vllm_gsd.ops.triton import check_tensor, use_triton
 
 # As in ``core.calibration`` and ``core.graph``.
-NATIVE, MERGED, NGRAM, SHARED = 0, 1, 2, 3
+NATIVE, MERGED, NGRAM, SHARED, AGREED = 0, 1, 2, 3, 4
 NUM_DEPTHS, NUM_BINS = 3, 8
-ORIGIN_SHARED = 4
 
 
 class DeviceTrees(NamedTuple):
@@ -76,7 +84,8 @@ def flatten_graphs(
     flatten_kernel[(count,)](
         *trees, graphs.token, graphs.parent, graphs.prob, graphs.origin, graphs.merged, graphs.size, num_nodes,
         max_depth, factor.contiguous(), trust, trust.stride(0), num_places, graphs.capacity, NGRAM=ORIGIN_NGRAM,
-        SHARED=ORIGIN_SHARED, NGRAM_KIND=NGRAM, SHARED_KIND=SHARED, DEPTHS=NUM_DEPTHS,
+        SHARED=ORIGIN_SHARED, AGREED=ORIGIN_AGREED, NGRAM_KIND=NGRAM, SHARED_KIND=SHARED, AGREED_KIND=AGREED,
+        DEPTHS=NUM_DEPTHS,
         PLACES=triton.next_power_of_2(1 + num_places), BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4,
     )  # fmt: skip
     return trees
@@ -92,7 +101,9 @@ def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, tr
     token, parent, depth, node = whole.clone(), torch.full_like(whole, NONE), whole.clone(), whole.clone()
     crossed = torch.zeros_like(whole, dtype=torch.bool)
     likely, chance = (torch.ones(whole.shape, device=device) for _ in range(2))
-    kind = torch.where(graphs.origin == ORIGIN_NGRAM, NGRAM, torch.where(graphs.origin == ORIGIN_SHARED, SHARED, NONE))
+    kind = torch.full_like(graphs.origin, NONE)
+    for origin, source in ((ORIGIN_NGRAM, NGRAM), (ORIGIN_SHARED, SHARED), (ORIGIN_AGREED, AGREED)):
+        kind[graphs.origin == origin] = source
     kind, merged, prob = (values[:, :capacity] for values in (kind, graphs.merged, graphs.prob))
     size = torch.zeros_like(graphs.size)
     going = torch.ones_like(size, dtype=torch.bool)

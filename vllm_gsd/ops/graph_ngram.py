@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gsd.ops.graph_state import NONE, ORIGIN_NGRAM, DeviceGraphs, append, find_child
+from vllm_gsd.ops.graph_state import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM, DeviceGraphs, append, find_child
 from vllm_gsd.ops.triton import check_tensor, use_triton
 
 MAX_MATCH = 16
@@ -82,8 +82,9 @@ def graft_ngrams(
     graft_kernel[(len(length),)](
         graphs.token, graphs.parent, graphs.depth, graphs.prob, graphs.survival, graphs.origin, graphs.merged,
         graphs.size, texts, texts.stride(0), length, starts.contiguous(), matched.contiguous(),
-        max_depth.clamp(max=deepest), _match_probs(length.device), max_matches, graphs.capacity, ORIGIN=ORIGIN_NGRAM,
-        MAX_MATCH=MAX_MATCH, BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4,
+        max_depth.clamp(max=deepest), _match_probs(length.device), max_matches, graphs.capacity, NGRAM=ORIGIN_NGRAM,
+        DRAFT=ORIGIN_DRAFT, AGREED=ORIGIN_AGREED, MAX_MATCH=MAX_MATCH, BLOCK=triton.next_power_of_2(graphs.capacity),
+        num_warps=4, enable_fp_fusion=False,  # to the last bit as on the host
     )  # fmt: skip
     return (matched > 0).sum(1)
 
@@ -103,7 +104,15 @@ def _graft_reference(graphs, texts, length, starts, matched, max_depth, deepest:
             child = find_child(graphs, node, token)
             prob = prob_of[(matched[:, j] + i).clamp(max=MAX_MATCH)][:, None]
             missing = (child == NONE) & walking[:, None]
-            child = torch.where(missing, append(graphs, node, token, prob, missing, ORIGIN_NGRAM), child)
+            copied = (graphs.parent == node) & (graphs.origin != ORIGIN_DRAFT)
+            left = 1.0 - torch.where(copied, graphs.prob, 0.0)[:, :capacity].amax(1, keepdim=True)
+            known = torch.where(child == NONE, capacity, child)
+            agreed = walking[:, None] & (graphs.origin.gather(1, known) == ORIGIN_DRAFT)
+            before = graphs.prob.gather(1, known)
+            graphs.prob.scatter_(1, known, torch.where(agreed, before + prob * (1.0 - before), before))
+            origin = graphs.origin.gather(1, known)
+            graphs.origin.scatter_(1, known, torch.where(agreed, ORIGIN_AGREED, origin))
+            child = torch.where(missing, append(graphs, node, token, prob * left, missing, ORIGIN_NGRAM), child)
             walking = walking & (child < capacity).squeeze(1)
             # A merged edge continues as the node it points to; a walk that has ended stands at the root.
             target = graphs.merged.gather(1, child.clamp(min=0))

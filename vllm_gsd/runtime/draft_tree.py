@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, SHARED
-from vllm_gsd.core.graph import NONE, NUM_ORIGINS, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
+from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
+from vllm_gsd.core.graph import NONE, NUM_ORIGINS, ORIGIN_AGREED, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
 from vllm_gsd.runtime.grammar import KeptTree
 
 # Parent of a row that belongs to no tree of ours: no walk ever steps into it.
@@ -15,7 +15,7 @@ FOREIGN = -2
 
 # Source of nodes by their origin; of nodes over merged edges it is another where the origin says native.
 _SOURCES = np.full(NUM_ORIGINS, NATIVE, np.int8)
-_SOURCES[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_GRAMMAR]] = NGRAM, SHARED, NONE
+_SOURCES[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]] = NGRAM, SHARED, AGREED, NONE
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_gsd.core.costs import Costs
+from vllm_gsd.core.costs import Costs, rising
 from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TreeRows
 
@@ -67,11 +67,6 @@ def measure_costs(runner, drafter) -> Costs:
 def _draft_levels(drafter, num_rows: int) -> None:
     for _ in range(LEVELS):
         drafter.model.candidates(drafter.model.run_idle(num_rows), drafter.config.top_k)
-
-
-def rising(times: np.ndarray) -> np.ndarray:
-    """Times float64 [n] as they are where they rise; more rows never cost less, so what says so is evened out."""
-    return (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
 
 
 def _target_forward(runner, num_rows: int) -> None:

@@ -25,6 +25,7 @@ COUNTERS = {
     "nodes_accepted_merged": "Accepted nodes reached over a merged edge.",
     "nodes_accepted_ngram": "Accepted nodes copied from the request's own text.",
     "nodes_accepted_shared": "Accepted nodes copied from responses to earlier requests.",
+    "nodes_accepted_agreed": "Accepted nodes that were drafted and copied alike.",
     "nodes_accepted_grammar": "Accepted nodes that the request's grammar left little choice about.",
     "kv_rows_moved": "KV rows moved to contiguous slots after acceptance.",
     "chain_requests": "Request-steps whose graph was a chain, verified with plain causal attention.",

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
+from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
 from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset_all
+from vllm_gsd.core.graph import ORIGIN_AGREED, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset_all
 from vllm_gsd.core.ngram import graft_all_ngrams
 from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, tally
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
@@ -28,7 +28,7 @@ MIN_NGRAM_MATCH = 2
 # A grammar may forbid most of what was drafted: so many times the nodes that will be verified are proposed for it.
 GRAMMAR_CHOICE = 4
 # Sources that metrics tell apart, besides grammars.
-SOURCES = {"native": NATIVE, "merged": MERGED, "ngram": NGRAM, "shared": SHARED}
+SOURCES = {"native": NATIVE, "merged": MERGED, "ngram": NGRAM, "shared": SHARED, "agreed": AGREED}
 
 
 class Committed(NamedTuple):
@@ -211,7 +211,7 @@ class Speculation:
         batch, requests, graphs = text.batch, text.requests, self.graphs
         most = np.minimum(trees.size, self.num_nodes)
         origin = graphs.origin[np.arange(len(requests))[:, None], trees.node]
-        copied = (origin == ORIGIN_NGRAM) | (origin == ORIGIN_SHARED)
+        copied = (origin == ORIGIN_NGRAM) | (origin == ORIGIN_SHARED) | (origin == ORIGIN_AGREED)
         copied &= np.arange(origin.shape[1]) < most[:, None]
         sizes = self.planner.choose(trees.value, most, batch.length[requests], (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
