@@ -28,7 +28,7 @@ COUNTERS = {
     "nodes_accepted_agreed": "Accepted nodes that were drafted and copied alike.",
     "nodes_accepted_grammar": "Accepted nodes that the request's grammar left little choice about.",
     "kv_rows_moved": "KV rows moved to contiguous slots after acceptance.",
-    "chain_requests": "Request-steps whose graph was a chain, verified with plain causal attention.",
+    "chain_requests": "Request-steps whose graph was a chain.",
     "cudagraphs_captured": "CUDA graphs captured at start, the target's full ones and the draft's.",
     "cudagraph_hits": "Forward passes of target and draft that replayed CUDA graphs.",
     "cudagraph_misses": "Forward passes of target and draft that no CUDA graph fitted.",
