@@ -5,7 +5,7 @@ import numpy as np
 
 from vllm_gsd.core.calibration import NUM_SOURCES
 
-# Places of ``tally``'s counts; accepted nodes of source s are at ACCEPTED + s.
+# Places of ``tally``'s counts; accepted nodes of source s are at ACCEPTED + s, sources as of ``calibration``.
 VERIFIED, MOVED, GRAMMAR, ACCEPTED = 0, 1, 2, 3
 
 
