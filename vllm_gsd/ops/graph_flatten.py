@@ -103,7 +103,7 @@ def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, tr
     likely, chance = (torch.ones(whole.shape, device=device) for _ in range(2))
     kind = torch.full_like(graphs.origin, NONE)
     for origin, source in ((ORIGIN_NGRAM, NGRAM), (ORIGIN_SHARED, SHARED), (ORIGIN_AGREED, AGREED)):
-        kind[graphs.origin == origin] = source
+        kind = torch.where(graphs.origin == origin, source, kind)
     kind, merged, prob = (values[:, :capacity] for values in (kind, graphs.merged, graphs.prob))
     size = torch.zeros_like(graphs.size)
     going = torch.ones_like(size, dtype=torch.bool)
