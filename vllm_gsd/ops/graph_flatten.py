@@ -22,7 +22,7 @@ from vllm_gsd.ops.triton import check_tensor, use_triton
 
 # As in ``core.calibration`` and ``core.graph``.
 NATIVE, MERGED, NGRAM, SHARED, AGREED = 0, 1, 2, 3, 4
-NUM_DEPTHS, NUM_BINS = 3, 8
+NUM_SOURCES, NUM_DEPTHS, NUM_BINS = 5, 3, 8
 
 
 class DeviceTrees(NamedTuple):
@@ -65,6 +65,8 @@ def flatten_graphs(
     check_tensor("max_depth", max_depth, device, 1, torch.int64, rows=count)
     check_tensor("factor", factor, device, 3, torch.float32)
     check_tensor("trust", trust, device, 2, torch.float32, rows=count)
+    if factor.shape != (NUM_SOURCES, NUM_DEPTHS, NUM_BINS) or trust.shape[1] != NUM_SOURCES:
+        raise ValueError(f"factor and trust must be of {NUM_SOURCES} sources, not {factor.shape} and {trust.shape}")
     if not use_triton(num_nodes, node_by_node=True):
         return _flatten_reference(graphs, num_places, num_nodes, max_depth, factor, trust)
     from vllm_gsd.kernels.graph_growth import flatten_kernel, triton

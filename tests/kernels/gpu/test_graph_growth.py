@@ -60,7 +60,8 @@ class Case:
 
     def flatten(self, places: int):
         nodes, depth = self.draw(places + 1, self.count), self.draw(7, self.count)
-        factor, trust = 0.2 + self.probs(4, 3, 8), 0.2 + self.probs(self.count, 4)
+        sources = graph_flatten.NUM_SOURCES
+        factor, trust = 0.2 + self.probs(sources, 3, 8), 0.2 + self.probs(self.count, sources)
         return graph_flatten.flatten_graphs(self.graphs, places, nodes, depth, factor, trust)
 
 
@@ -121,7 +122,7 @@ def test_bins_begin_where_the_plain_code_has_them(device, monkeypatch):
         length = torch.ones(len(probs), dtype=torch.int64, device=device)
         graphs = start_graphs(torch.ones(len(probs), 1, dtype=torch.int64, device=device), length, 2, merging=False)
         graphs.prob[:, 1], graphs.survival[:, 1], graphs.parent[:, 1], graphs.size[:] = probs, probs, 0, 2
-        factor = (1 + torch.arange(96.0, device=device) / 128).view(4, 3, 8) / 2
-        trust = torch.ones(len(probs), 4, device=device)
+        factor = (1 + torch.arange(120.0, device=device) / 128).view(5, 3, 8) / 2
+        trust = torch.ones(len(probs), 5, device=device)
         trees.append(graph_flatten.flatten_graphs(graphs, 1, length, length, factor, trust))
     assert torch.equal(trees[0].value, trees[1].value)
