@@ -342,7 +342,7 @@ def test_nothing_is_read_from_the_device(monkeypatch):
             frontier, frontier_len = graph_growth.next_frontier(graphs, first_new, budgets, budgets, 0.1, width)
             rows = graph_growth.level_rows(graphs, used, masks, frontier, frontier_len)
         found = graph_ngram.graft_ngrams(graphs, texts, length, top_k, budgets, 5, min_match=2)
-        factor, trust = torch.ones(4, 3, 8), torch.ones(count, 4)
+        factor, trust = torch.ones(5, 3, 8), torch.ones(count, 5)
         trees = graph_flatten.flatten_graphs(graphs, width, budgets, budgets, factor, trust)
         row_masks = graph_flatten.row_masks(trees.parent)
     assert {value.device.type for value in (*graphs, *rows, *trees, counts, found, row_masks)} == {"meta"}

@@ -119,7 +119,7 @@ def grow() -> None:
     frontier = torch.zeros(3, 16, dtype=torch.int64)
     graph_growth.add_candidates(graphs, frontier, ones, tokens, tokens.float(), ones, 0.1, ones, longest_ngram=2)
     graph_ngram.graft_ngrams(graphs, texts, ones, 4, ones, 16, min_match=2)
-    graph_flatten.flatten_graphs(graphs, 16, ones, ones, torch.ones(4, 3, 8), torch.ones(3, 4))
+    graph_flatten.flatten_graphs(graphs, 16, ones, ones, torch.ones(5, 3, 8), torch.ones(3, 5))
 
 
 def describe(done, capability: int) -> dict:
