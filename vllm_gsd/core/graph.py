@@ -140,20 +140,16 @@ def find_child(graphs, row, parent, token):
 
 
 @numba.njit(cache=True)
-def copied_child(graphs, row, parent, token, prob, origin):
-    """The child of ``parent`` that carries a token which a text suggests, added if missing; NONE if there is no room.
+def agree(graphs, row, node, prob):
+    """A text suggests, with that chance, a node that is there already.
 
-    If the draft model has proposed it too, the two are taken for independent: it is wrong only where both are.
-    (Survival, which growing needed, stays as it was.)
+    If the draft model has proposed it, the two are taken for independent: it is wrong only where both are. (Survival,
+    which growing needed, stays as it was.)
     """
-    child = find_child(graphs, row, parent, token)
-    if child == NONE:
-        return add_child(graphs, row, parent, token, prob, origin)
-    if graphs.origin[row, child] == ORIGIN_DRAFT:
-        before = graphs.prob[row, child]
-        graphs.prob[row, child] = before + prob * (np.float32(1.0) - before)
-        graphs.origin[row, child] = ORIGIN_AGREED
-    return child
+    if graphs.origin[row, node] == ORIGIN_DRAFT:
+        before = graphs.prob[row, node]
+        graphs.prob[row, node] = before + prob * (np.float32(1.0) - before)
+        graphs.origin[row, node] = ORIGIN_AGREED
 
 
 @numba.njit(cache=True)
@@ -177,11 +173,12 @@ def insert_path(graphs, row, tokens, probs, origin):
     """
     node = 0
     for i in range(len(tokens)):
-        prob = probs[i]
-        if find_child(graphs, row, node, tokens[i]) == NONE:
-            prob *= left_by_copies(graphs, row, node)
-        child = copied_child(graphs, row, node, tokens[i], prob, origin)
+        child = find_child(graphs, row, node, tokens[i])
         if child == NONE:
-            return
+            child = add_child(graphs, row, node, tokens[i], probs[i] * left_by_copies(graphs, row, node), origin)
+            if child == NONE:
+                return
+        else:
+            agree(graphs, row, child, probs[i])
         # A merged edge continues as the node it points to.
         node = child if graphs.merged[row, child] == NONE else graphs.merged[row, child]

@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, copied_child, insert_path
+from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, add_child, agree, find_child, insert_path
 
 # Longest suffix of the text that is compared; beyond it a match is as sure as it gets.
 MAX_MATCH = 16
@@ -113,7 +113,12 @@ def graft_tree(graphs, row, tokens, parents, shares, matched, origin):
         if above == NONE:
             continue  # the graph was full
         sure = MATCH_PROB[min(MAX_MATCH, matched + graphs.depth[row, above])]
-        child = copied_child(graphs, row, above, tokens[i], sure * shares[i] / before, origin)
+        prob = sure * shares[i] / before
+        child = find_child(graphs, row, above, tokens[i])
+        if child == NONE:
+            child = add_child(graphs, row, above, tokens[i], prob, origin)
+        else:
+            agree(graphs, row, child, prob)
         if child != NONE:
             nodes[i] = child if graphs.merged[row, child] == NONE else graphs.merged[row, child]
 

@@ -3,13 +3,14 @@
 import numpy as np
 import torch
 
+from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.runtime.draft_tree import DraftTree
 from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE
 from vllm_gsd.runtime.step import VerifyStep, lay_out
 
-# Where our kernel is faster than upstream's for rows without branches too, so that a batch need not be split
+# Where our compiled kernel is faster than upstream's for rows without branches too, so that a batch need not be split
 # (kernels/README.md); a lone request that verifies nothing gains nothing.
-MASKED_DTYPES = {torch.bfloat16}
+MASKED_DTYPES = {torch.bfloat16} if HAVE_EXTENSION else set()
 
 
 def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep:
