@@ -14,9 +14,10 @@ from vllm_gsd.core.calibration import (
     Calibration,
     SourceTrust,
 )
-from vllm_gsd.core.costs import Costs, Overhead, rising
+from vllm_gsd.core.costs import Costs, rising
 from vllm_gsd.core.flatten import flatten
 from vllm_gsd.core.graph import ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
+from vllm_gsd.core.overhead import Overhead
 from vllm_gsd.core.planner import PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
 
 # Up to 8 rows cost little more than one, beyond them each adds a millisecond; as measured on a CPU.
@@ -85,9 +86,11 @@ def test_the_choice_is_the_best_of_all(rows, others):
     def rate(sizes):
         tokens = planner.num_requests + sum(float(values[i, :n].sum()) for i, n in enumerate(sizes))
         extra = int(sum(sizes))
-        overhead = planner.overhead.draft + (planner.overhead.graph if extra else planner.overhead.plain)
+        known = planner.overhead
+        overhead = known.plain_ms(planner.num_requests, planner.context) + (known.graph_ms if extra else 0)
+        drafting = known.draft_ms + known.level_ms + COSTS.draft_ms(1)
         forward = COSTS.target_ms(planner.num_requests + extra, planner.context + 100 * extra)
-        return tokens / (overhead + COSTS.draft_ms(1) + forward)
+        return tokens / (overhead + drafting + forward)
 
     best = max(rate(sizes) for sizes in np.ndindex(*(size + 1)))
     assert rate(chosen) == pytest.approx(best, rel=1e-6)
@@ -177,36 +180,67 @@ def test_a_full_batch_is_tried_with_few_requests():
     assert tried == [PROBE_REQUESTS] * 4
 
 
+def observe_steps(overhead, steps, true_ms, seed=0):
+    """``steps``: (requests, context, nodes) of each; ``true_ms`` of the same is what they take beyond 20 ms."""
+    random = np.random.default_rng(seed)
+    for parts in steps:
+        overhead.observe_step(20 + true_ms(*parts) + random.normal(), 20, *parts)
+
+
 def test_overheads_are_learned_and_outliers_are_not():
-    overhead, random = Overhead(), np.random.default_rng(0)
-    for _ in range(300):
-        overhead.observe("plain", 20 + 12 + random.normal(), 20)
-    assert overhead.plain == pytest.approx(12, abs=0.7)
-    assert overhead.graph == pytest.approx(13, abs=0.7)  # not seen yet: as much more than the other as before
-    for _ in range(300):
-        overhead.observe("graph", 25 + 10 + random.normal(), 25)
-    assert overhead.graph == pytest.approx(10, abs=0.7)
-    assert overhead.plain == pytest.approx(12, abs=0.7)
-    overhead.observe("plain", 5000, 20)
-    assert overhead.plain < 13
+    overhead = Overhead()
+    observe_steps(overhead, [(1, 100, 0)] * 300, lambda *_: 12.0)
+    assert overhead.plain_ms(1, 100) == pytest.approx(12, abs=0.7)
+    assert overhead.graph_ms == Overhead().graph_ms  # not seen yet: what is believed
+    overhead.observe_step(5000, 20, 1, 100, 0)
+    assert overhead.plain_ms(1, 100) < 13
 
 
-def test_what_a_node_takes_beyond_the_table_is_learned():
+def test_what_requests_context_and_nodes_take_beyond_the_table_is_learned():
     overhead, random = Overhead(), np.random.default_rng(0)
-    for _ in range(600):
-        nodes = int(random.integers(1, 17))
-        overhead.observe("graph", 20 + 5 + 0.4 * nodes + random.normal(), 20, nodes)
-    assert overhead.node == pytest.approx(0.4, abs=0.1)
-    assert overhead.graph == pytest.approx(5, abs=1.0)
-    for _ in range(600):  # always as many: there is nothing to tell them by
-        overhead.observe("graph", 25 + random.normal(), 20, 8)
-    assert overhead.graph + 8 * overhead.node == pytest.approx(5, abs=0.7)
+    steps = [(n := int(random.integers(1, 65)), 300 * n, int(random.integers(0, 17)) * (i % 2)) for i in range(900)]
+    observe_steps(overhead, steps, lambda n, context, nodes: 3 + 0.2 * n + context / 2000 + 2 * (nodes > 0) + 0.4 * nodes)
+    assert overhead.plain_ms(8, 2400) == pytest.approx(3 + 1.6 + 1.2, abs=0.7)
+    assert overhead.plain_ms(64, 19200) == pytest.approx(3 + 12.8 + 9.6, abs=1.5)
+    assert overhead.node_ms == pytest.approx(0.4, abs=0.1)
+    assert overhead.graph_ms == pytest.approx(2, abs=0.8)
+
+
+def test_always_as_many_nodes_are_no_reason_to_think_plain_steps_slow():
+    overhead = Overhead()
+    observe_steps(overhead, [(1, 100, 8)] * 600, lambda *_: 6.0)
+    assert overhead.plain_ms(1, 100) + overhead.graph_ms + 8 * overhead.node_ms == pytest.approx(6, abs=0.7)
+    assert overhead.plain_ms(1, 100) > 3
+    observe_steps(overhead, [(1, 100, 0)] * 20, lambda *_: 3.0)
+    assert overhead.plain_ms(1, 100) == pytest.approx(3, abs=1.0)
+    assert overhead.graph_ms + 8 * overhead.node_ms == pytest.approx(3, abs=1.0)
+
+
+def test_what_drafting_takes_beyond_its_forwards_is_learned():
+    overhead, random = Overhead(), np.random.default_rng(0)
+    for _ in range(400):
+        levels = int(random.integers(1, 6))
+        overhead.observe_drafts(2 * levels + 1.0 + 0.5 * levels + 0.3 * random.normal(), 2 * levels, levels)
+    assert overhead.draft_ms == pytest.approx(1, abs=0.3)
+    assert overhead.level_ms == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_text_that_the_draft_had_missed_is_made_up_for_once():
+    planner = planned(COSTS, 2)
+    planner.caught_up(200)
+    planner.drafted(np.full((2, 4), 0.3))
+    usual = COSTS.draft_ms(2 * 7) + planner.overhead.draft_ms + planner.overhead.level_ms
+    assert planner.drafting_ms() == pytest.approx(usual)
+    assert planner.forwards_ms() == pytest.approx(COSTS.draft_ms(200))
+    planner.drafted(np.full((3, 4), 0.3))
+    assert planner.drafting_ms() == pytest.approx(usual + COSTS.draft_ms(3) + planner.overhead.level_ms)
+    assert planner.forwards_ms() == pytest.approx(COSTS.draft_ms(200) + COSTS.draft_ms(3))
 
 
 def test_dear_nodes_are_left_out():
     values, size, context = np.array([[0.9, 0.3, 0.2, 0.1]], np.float32), np.array([4], np.int32), np.array([100])
     planner, dear = new_planner(), new_planner()
-    dear.overhead.node = 5.0
+    dear.overhead.step.weights[4] = 5.0
     counts = []
     for one in (planner, dear):
         one.begin(1, 100)
@@ -223,9 +257,7 @@ def test_learned_overhead_decides():
     """Where steps take long whatever they verify, drafts pay that would not otherwise."""
     values = np.array([0.08, 0.04])
     planner, slow = new_planner(), new_planner()
-    for _ in range(400):
-        slow.overhead.observe("plain", 100, 20)
-        slow.overhead.observe("graph", 101, 21)
+    observe_steps(slow.overhead, [(1, 100, i % 2) for i in range(800)], lambda *_: 80.0)
     for _ in range(150):
         step(planner, 1, values)
         step(slow, 1, values)

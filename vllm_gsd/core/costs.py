@@ -7,13 +7,6 @@ import numpy as np
 
 from vllm_gsd.core.rates import read
 
-# Weight of the newest step in a learned overhead.
-LATEST = 0.05
-# ... and of the newest one that verified graphs, from which two numbers are learned.
-LATEST_GRAPH = 0.02
-# Weight of "a node takes what the table says", as variance of the number of nodes.
-RIDGE = 1.0
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -45,53 +38,6 @@ class Costs:
     def draft_ms(self, rows: float) -> float:
         """One draft level over ``rows`` rows."""
         return float(read(self.tables[1], rows))
-
-
-class Overhead:
-    """Milliseconds of a step beyond its forwards by the table: scheduling, preparation, sampling, what the table lacks.
-
-    Learned from the clock while running, as only there all of it shows. One number each for steps with nothing to
-    verify (``plain``), steps that verify graphs (``graph``), and drafting (``draft``); and what each node takes that is
-    verified (``node``), by a regression over the steps with graphs.
-    """
-
-    def __init__(self) -> None:
-        self.plain, self.graph, self.draft, self.node = 2.0, 3.0, 0.5, 0.0
-        self.seen = dict.fromkeys(("plain", "graph", "draft"), 0)
-        self.nodes, self.took = 0.0, self.graph  # means of the steps that verified graphs
-        self.variance, self.covariance = 0.0, 0.0
-
-    def observe(self, kind: str, took: float, forwards: float, nodes: int = 0) -> None:
-        """Learn from a step's part of that ``kind``.
-
-        Args:
-            took: milliseconds it took; forwards: those of its forwards by the table.
-            nodes: verified in a step of kind ``graph``.
-        """
-        self.seen[kind] += 1
-        known = getattr(self, kind)
-        # An average over the latest steps that one slow step (another process, a page fault) hardly moves.
-        most = 0.3 * forwards + 1.0
-        wrong = float(np.clip(took - forwards - known - self.node * nodes, -most, most))
-        if kind == "graph":
-            self._learn_graph(nodes, known + self.node * nodes + wrong)
-        else:
-            setattr(self, kind, known + wrong * max(LATEST, 1 / self.seen[kind]))
-        if kind != "draft" and not all(self.seen[other] for other in ("plain", "graph")):
-            # Most of it is the same for both: until the other one is seen, what is learned goes for it too.
-            other = "graph" if kind == "plain" else "plain"
-            setattr(self, other, getattr(self, other) + getattr(self, kind) - known)
-
-    def _learn_graph(self, nodes: int, took: float) -> None:
-        """Follow a step that verified so many nodes and took so long beyond the table."""
-        weight = max(LATEST_GRAPH, 1 / self.seen["graph"])
-        more, longer = nodes - self.nodes, took - self.took
-        self.nodes += weight * more
-        self.took += weight * longer
-        self.variance += weight * (more * more - self.variance)
-        self.covariance += weight * (more * longer - self.covariance)
-        self.node = self.covariance / (self.variance + RIDGE)
-        self.graph = self.took - self.node * self.nodes
 
 
 def rising(times: np.ndarray) -> np.ndarray:

@@ -10,7 +10,8 @@ import numpy as np
 
 from vllm_gsd.core import rates
 from vllm_gsd.core.calibration import Calibration
-from vllm_gsd.core.costs import Costs, Overhead
+from vllm_gsd.core.costs import Costs
+from vllm_gsd.core.overhead import Overhead
 
 # Weight of the newest graphs in the running average of what graphs are worth: about the last 25 steps count.
 NEWEST = 0.04
@@ -55,11 +56,13 @@ class Planner:
         self.steps += 1
         self.rows: list[int] = []  # of the draft levels run
         self.num_drafted = 0
+        self.caught_up_rows, self.caught_up_ms = 0, 0.0  # of forwards over committed text: the first level is one
         self.probing = self.resting = False
         # Rows of the coming target step and milliseconds of its forward, by the table as it was measured.
         self.planned = self.num_requests, 0.0
         if self.costs is not None:
-            self.tables = *self.costs.tables, self.overhead.node
+            self.tables = *self.costs.tables, self.overhead.node_ms, self.overhead.level_ms
+            self.plain_ms = self.overhead.plain_ms(num_requests, context)
             self.planned = self.num_requests, self.costs.target_ms(self.num_requests, context)
 
     # --- before drafting --------------------------------------------------------------------------
@@ -73,7 +76,7 @@ class Planner:
         assert self.costs is not None
         drafts_ms = rates.drafts_ms(self.tables, num_drafted * self.levels, self.level_share)
         worth = np.repeat(left * self.worth, num_drafted)
-        return self._rate(np.concatenate((found, worth)), self.overhead.draft + drafts_ms)
+        return self._rate(np.concatenate((found, worth)), self.overhead.draft_ms + drafts_ms)
 
     def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
         """Whether to draft at all; if ``probing``, only for a few requests.
@@ -96,26 +99,43 @@ class Planner:
     def _plain_rate(self) -> float:
         """Tokens per millisecond without speculation."""
         assert self.costs is not None
-        return self.num_requests / (self.costs.target_ms(self.num_requests, self.context) + self.overhead.plain)
+        return self.num_requests / (self.costs.target_ms(self.num_requests, self.context) + self.plain_ms)
 
     def _rate(self, chances: np.ndarray, drafts_ms: float) -> float:
         """Tokens per millisecond after so much drafting, verifying the right number of the nodes."""
         assert self.costs is not None
-        spent = self.overhead.graph + drafts_ms
+        spent = self.plain_ms + self.overhead.graph_ms + drafts_ms
         return rates.best_rate(self.tables, self.num_requests, self.context, spent, chances)
 
-    def drafts_ms(self) -> float:
-        """Milliseconds of the draft levels run in this step, by the table."""
+    def forwards_ms(self) -> float:
+        """Milliseconds of this step's draft forwards, by the table."""
         assert self.costs is not None
-        return sum(self.costs.draft_ms(rows) for rows in self.rows)
+        return self.caught_up_ms + sum(self.costs.draft_ms(rows) for rows in self.rows[1:])
+
+    def drafting_ms(self) -> float:
+        """Milliseconds that this step's drafting so far takes in the long run, 0 without any."""
+        if self.costs is None or not self.rows:
+            return 0.0
+        levels = sum(self.costs.draft_ms(rows) + self.overhead.level_ms for rows in self.rows)
+        return self.overhead.draft_ms + levels
 
     # --- while drafting ---------------------------------------------------------------------------
+
+    def caught_up(self, rows: int) -> None:
+        """The draft ran over so many rows of committed text."""
+        self.caught_up_rows += rows
+        if self.costs is not None:
+            self.caught_up_ms += self.costs.draft_ms(rows)
 
     def drafted(self, probs: np.ndarray) -> None:
         """A level was drafted: candidates' probabilities, float [rows, top_k], best first."""
         self.children += NEWEST * (probs.mean(axis=0) - self.children)
-        self.num_drafted = self.num_drafted or len(probs)  # the first level has a row of each
-        self.rows.append(len(probs))
+        rows = len(probs)
+        if not self.rows:
+            # The first level runs over what was accepted last; a text that the draft had missed is made up for once.
+            self.num_drafted = rows
+            rows = min(max(self.caught_up_rows, rows), rows * (len(self.levels) + 1))
+        self.rows.append(rows)
 
     def level_size(self, values: np.ndarray) -> int:
         """From how many nodes to draft, best first, whose calibrated chances are ``values`` [n]; 0: no such level."""
@@ -123,7 +143,7 @@ class Planner:
         if costs is None or len(values) == 0:
             return len(values)
         batch = self.tables, self.num_requests, self.context
-        spent = self.overhead.graph + self.overhead.draft + self.drafts_ms()
+        spent = self.plain_ms + self.overhead.graph_ms + self.drafting_ms()
         children = self.children * self.calibration.first_level()
         return rates.level_size(
             *batch, self._plain_rate(), spent, self.worth, self.num_drafted, values.astype(np.float64), children
@@ -150,10 +170,9 @@ class Planner:
             self._learn(values[pure], size[pure])
         if self.resting:
             return np.zeros_like(size)
-        overhead = self.overhead
-        spent = overhead.draft + self.drafts_ms() if self.rows else 0.0
+        spent = self.plain_ms + self.drafting_ms()
         batch = self.tables, self.num_requests, self.context
-        chosen = rates.best_nodes(*batch, values, size, context, spent, overhead.plain, overhead.graph)
+        chosen = rates.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
         if not chosen.any() and self.steps % PROBE_EVERY == 0:
             return np.minimum(size, 1)  # only to learn what becomes of them
         rows = self.num_requests + int(chosen.sum())

@@ -17,7 +17,7 @@ def drafts_ms(tables, rows, share):
     """Milliseconds of draft levels over ``rows`` float64 [n] rows, each run in that ``share`` [n] of steps."""
     total = 0.0
     for level in range(len(rows)):
-        total += share[level] * read(tables[1], rows[level])
+        total += share[level] * (read(tables[1], rows[level]) + tables[4])
     return total
 
 
@@ -26,12 +26,12 @@ def best_rate(tables, num_requests, context, spent, chances):
     """Most tokens per millisecond over the numbers of nodes to verify, best first; 0 without nodes.
 
     Args:
-        tables: of ``Costs``, and what a node takes beyond them, milliseconds.
+        tables: of ``Costs``, and what a node and a draft level take beyond them, milliseconds.
         context: tokens of all requests together.
         spent: milliseconds of the step beside the target's forward.
         chances: float64 [n] of the nodes, in any order.
     """
-    target, _, attention, node_ms = tables
+    target, _, attention, node_ms, _ = tables
     best, tokens = 0.0, float(num_requests)
     falling = np.sort(chances)[::-1]
     for count in range(1, len(falling) + 1):
@@ -53,7 +53,7 @@ def level_size(tables, num_requests, context, plain, spent, worth, num_drafted, 
         num_drafted: requests drafted for.
         values: float64 [n], chances of the nodes; children: float64 [k], those of a node's children.
     """
-    target, draft, attention, node_ms = tables
+    target, draft, attention, node_ms, level_ms = tables
     rate = max(plain, best_rate(tables, num_requests, context, spent, np.repeat(worth, num_drafted)))
     falling = np.sort(values)[::-1]
     more = min(len(values) * len(children), max(1, num_drafted) * len(worth))
@@ -64,14 +64,14 @@ def level_size(tables, num_requests, context, plain, spent, worth, num_drafted, 
     for count in range(1, len(falling) + 1):
         for child in children:
             surplus += max(falling[count - 1] * child - rate * row_ms, 0.0)
-        gain = surplus - rate * read(draft, count)
+        gain = surplus - rate * (read(draft, count) + level_ms)
         if gain > best or (size == 0 and gain == best):
             best, size = gain, count
     return size
 
 
 @numba.njit(cache=True)
-def best_nodes(tables, num_requests, total, values, size, context, spent, plain, graph):
+def best_nodes(tables, num_requests, total, values, size, context, spent, graph):
     """The number of nodes of each graph that gives the most tokens per millisecond, over the whole batch.
 
     Args:
@@ -79,12 +79,12 @@ def best_nodes(tables, num_requests, total, values, size, context, spent, plain,
         values: float32 [num_graphs, max_nodes], chances, falling along a row.
         size: int32 [num_graphs], nodes there are.
         context: int64 [num_graphs], tokens of each graph's request.
-        spent: milliseconds of drafting; plain, graph: beyond the forwards in steps without and with nodes.
+        spent: milliseconds of the step beside the target's forward; graph: more of them with nodes.
 
     Returns:
         int32 [num_graphs].
     """
-    target, _, attention, node_ms = tables
+    target, _, attention, node_ms, _ = tables
     chances = np.empty(size.sum(), np.float64)
     owner = np.empty(len(chances), np.int64)
     filled = 0
@@ -96,7 +96,7 @@ def best_nodes(tables, num_requests, total, values, size, context, spent, plain,
     order = np.argsort(-chances, kind="mergesort")
     tokens, attended = float(num_requests), float(total)
     forward = read(target, num_requests) + attention * attended
-    best, best_count = tokens / (spent + forward + plain), 0
+    best, best_count = tokens / (spent + forward), 0
     for count in range(1, len(order) + 1):
         node = order[count - 1]
         tokens += chances[node]

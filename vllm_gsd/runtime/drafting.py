@@ -101,6 +101,7 @@ class Drafter:
                 batch.block_table[self.model.to_device(running)],
                 self._features_before(batch, requests, positions),
             )
+            self.planner.caught_up(int(starts[-1]))
             self.stats.counts["draft_rows"] += int(starts[-1])
             self.stats.counts["draft_forwards"] += 1
             for index, request in enumerate(running):

@@ -1,6 +1,7 @@
 """Times steps for the planner, which learns what they take beyond their forwards."""
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,22 +17,22 @@ class StepClock:
 
     def __init__(self, planner: Planner):
         self.planner = planner
-        self.planned: tuple[list[str], int, float] | None = None  # requests, rows, milliseconds of the forward
-        self.drafts_ms = 0.0  # of the draft levels before it
+        self.planned: _Planned | None = None
         self.time = 0.0
         self.drafting_took = 0.0
 
     def proposing(self, request_ids: list[str], rows: int) -> None:
         """A target step over ``rows`` rows of these requests is done, proposing begins."""
         now = time.perf_counter()
-        if self.planned is not None and self.planned[:2] == (request_ids, rows):
+        planned = self.planned
+        if planned is not None and (planned.request_ids, planned.rows) == (request_ids, rows):
             overhead = self.planner.overhead
             # The clock of one rank, so that all ranks plan the same.
             took, drafting = from_first_rank(np.array([1e3 * (now - self.time), self.drafting_took]))
             nodes = rows - len(request_ids)
-            overhead.observe("graph" if nodes else "plain", took, self.planned[2], nodes)
-            if self.drafts_ms:
-                overhead.observe("draft", drafting, self.drafts_ms)
+            overhead.observe_step(took, planned.forward_ms, len(request_ids), planned.context, nodes)
+            if planned.levels:
+                overhead.observe_drafts(drafting, planned.drafts_ms, planned.levels)
         self.time = now
 
     def proposed(self, request_ids: list[str]) -> None:
@@ -39,7 +40,20 @@ class StepClock:
         now, planner = time.perf_counter(), self.planner
         if planner.costs is None:
             return
-        self.planned = (list(request_ids), *planner.planned)
-        self.drafts_ms = planner.drafts_ms()
+        rows, forward_ms = planner.planned
+        self.planned = _Planned(
+            list(request_ids), rows, forward_ms, planner.context, len(planner.rows), planner.forwards_ms()
+        )
         self.drafting_took = 1e3 * (now - self.time)
         self.time = now
+
+
+class _Planned(NamedTuple):
+    """A step to come, and the drafting before it."""
+
+    request_ids: list[str]
+    rows: int
+    forward_ms: float
+    context: int
+    levels: int
+    drafts_ms: float
