@@ -310,6 +310,7 @@ class TaskRun {
         continue;
       }
       const int32_t bits = allowed(row, t);
+      if (bits == 0xffff) continue;
       for (int v = 0; v < 16; v += kLanes) {
         float* at = score + (t - begin) + v;
         const vi seen = ((vi{} + (bits >> v)) >> lane) & 1;

@@ -1,11 +1,14 @@
 """What Model Runner V2 needs beyond V1: rows without a node, and texts by slot."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
 from vllm_gsd.core.graph import NONE
 from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES, DraftTree
 from vllm_gsd.runtime.step import lay_out
+from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.texts import Texts
 
 
@@ -49,14 +52,27 @@ def test_positions_by_depth_start_from_the_device_positions():
     assert positions.tolist() == [40, 41, 41, 42, 40, 9, 10, 11]  # the row without a node stays at the root
 
 
-def test_all_requests_can_attend_by_the_mask():
-    step = lay_out([None, tree_of([NONE, NONE]), tree_of([NONE, 0])], np.array([1, 3, 3]), np.array([1, 4, 7]))
-    assert step.tree_requests.tolist() == [1] and step.chains.tolist() == [False, False, True]
-    step.mask_all()
-    positions = torch.tensor([7, 40, 41, 42, 9, 10, 11])
+def test_a_whole_batch_can_attend_by_the_mask():
+    """A prompt's three rows, one lone row, a graph, a prompt's end with a graph behind it."""
+    trees = [None, None, tree_of([NONE, NONE]), tree_of([NONE, 0])]
+    step = lay_out(trees, np.array([1, 1, 4, 3]), np.array([3, 4, 8, 13]))
+    assert step.tree_requests.tolist() == [2] and step.chains.tolist() == [False, False, False, True]
+    step.mask_all(np.array([0, 3, 4, 8, 13], np.int32))
+    positions = torch.tensor([10, 11, 12, 7, 40, 41, 42, 43, 5, 6, 7, 8, 9])
     step.set_positions(positions)
-    assert positions.tolist() == [7, 40, 41, 41, 9, 10, 11]
-    assert step.chains.tolist() == [False, False, True]
+    # The third request's last row has no node.
+    assert positions.tolist() == [10, 11, 12, 7, 40, 41, 41, 40, 5, 6, 7, 8, 9]
+    metadata, common = {"layer": SimpleNamespace()}, SimpleNamespace(
+        num_actual_tokens=13, block_table_tensor=torch.arange(5, dtype=torch.int32)[:, None]
+    )
+    step.attach_tree_rows([SimpleNamespace(layer_names=["layer", "draft"])], {"draft"}, metadata, common)
+    tree = getattr(metadata["layer"], TREE_ROWS)
+    assert tree.rows is None
+    assert tree.query_start_loc.tolist() == [0, 3, 4, 8, 13]
+    assert tree.prefix_lens.tolist() == [10, 7, 40, 5]
+    assert tree.block_table.tolist() == [[0], [1], [2], [3]]
+    assert tree.positions.tolist() == positions.tolist()
+    assert tree.mask[:, 0].tolist() == [1, 3, 7, 1, 1, 3, 5, 8, 1, 3, 7, 15, 31]
 
 
 def test_texts_follow_what_was_sampled():

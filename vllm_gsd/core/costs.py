@@ -40,9 +40,25 @@ class Costs:
         return float(read(self.tables[1], rows))
 
 
-def rising(times: np.ndarray) -> np.ndarray:
-    """Times float64 [n] as they are where they rise; more rows never cost less, so what says so is evened out."""
-    return (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
+def convex(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Measured times without the noise that would make one further row look free and the next one dear.
+
+    A pass first waits for memory and then for arithmetic, so what a row adds never falls as rows get more; neighbours
+    that say otherwise are pooled (isotonic regression of the slopes). The last time stays as it was measured.
+
+    Args:
+        rows: int64 [n >= 2], ascending; times: float64 [n].
+    """
+    gaps = np.diff(rows).astype(np.float64)
+    pools: list[list[float]] = []  # what is added in all, rows, measurements
+    for gap, added in zip(gaps, np.diff(times), strict=True):
+        pools.append([added, gap, 1])
+        while len(pools) > 1 and pools[-2][0] * pools[-1][1] > pools[-1][0] * pools[-2][1]:
+            last = pools.pop()
+            pools[-1] = [a + b for a, b in zip(pools[-1], last, strict=True)]
+    slopes = np.concatenate([np.full(int(count), max(0.0, added / gap)) for added, gap, count in pools])
+    before_last = np.cumsum((slopes * gaps)[::-1])[::-1]
+    return times[-1] - np.append(before_last, 0.0)
 
 
 def _filled(every: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -56,7 +56,7 @@ class Planner:
         self.steps += 1
         self.rows: list[int] = []  # of the draft levels run
         self.num_drafted = 0
-        self.caught_up_rows, self.caught_up_ms = 0, 0.0  # of forwards over committed text: the first level is one
+        self.caught_up_rows = 0  # of forwards over committed text: the first level is one
         self.probing = self.resting = False
         # Rows of the coming target step and milliseconds of its forward, by the table as it was measured.
         self.planned = self.num_requests, 0.0
@@ -107,25 +107,27 @@ class Planner:
         spent = self.plain_ms + self.overhead.graph_ms + drafts_ms
         return rates.best_rate(self.tables, self.num_requests, self.context, spent, chances)
 
+    @property
+    def as_usual(self) -> bool:
+        """Whether this step's drafting was of what was accepted last alone, without prompts or a text missed so far."""
+        return bool(self.rows) and self.caught_up_rows <= self.rows[0]
+
     def forwards_ms(self) -> float:
-        """Milliseconds of this step's draft forwards, by the table."""
+        """Milliseconds of this step's draft forwards as far as they are usual, by the table."""
         assert self.costs is not None
-        return self.caught_up_ms + sum(self.costs.draft_ms(rows) for rows in self.rows[1:])
+        return sum(self.costs.draft_ms(rows) for rows in self.rows)
 
     def drafting_ms(self) -> float:
         """Milliseconds that this step's drafting so far takes in the long run, 0 without any."""
         if self.costs is None or not self.rows:
             return 0.0
-        levels = sum(self.costs.draft_ms(rows) + self.overhead.level_ms for rows in self.rows)
-        return self.overhead.draft_ms + levels
+        return self.forwards_ms() + self.overhead.draft_ms + len(self.rows) * self.overhead.level_ms
 
     # --- while drafting ---------------------------------------------------------------------------
 
     def caught_up(self, rows: int) -> None:
         """The draft ran over so many rows of committed text."""
         self.caught_up_rows += rows
-        if self.costs is not None:
-            self.caught_up_ms += self.costs.draft_ms(rows)
 
     def drafted(self, probs: np.ndarray) -> None:
         """A level was drafted: candidates' probabilities, float [rows, top_k], best first."""

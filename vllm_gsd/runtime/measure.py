@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_gsd.core.costs import Costs, rising
+from vllm_gsd.core.costs import Costs, convex
 from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TreeRows
 
@@ -51,8 +51,8 @@ def measure_costs(runner, drafter) -> Costs:
             break
     costs = Costs(
         rows=np.array(rows, np.int64),
-        target=from_first_rank(rising(np.array(target))),
-        draft=from_first_rank(rising(np.array(draft))),
+        target=from_first_rank(convex(np.array(rows), np.array(target))),
+        draft=from_first_rank(convex(np.array(rows), np.array(draft))),
         attention=float(from_first_rank(np.array([_attention_ms(runner)]))[0]),
     )
     last = len(rows) - 1

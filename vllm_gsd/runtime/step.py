@@ -26,18 +26,30 @@ class VerifyStep:
     chains: np.ndarray  # bool [num_requests], whether its graph is a chain
     tree_requests: np.ndarray  # int64 [num_tree_requests], requests whose rows attend by the tree mask
     has_placeholders: bool = False  # among the scheduled tokens
-    # Once ``set_positions`` has read them, int64 [num_tree_requests] and [rows of all those requests].
+    # int32 [num_requests + 1], where requests begin in the batch, if all its rows attend by the mask: see ``mask_all``.
+    batch_starts: np.ndarray | None = None
+    # Once ``set_positions`` has read them, int64 [num_tree_requests], [rows of all those requests], [rows of the batch].
     root_positions: torch.Tensor | None = None
     row_positions: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     @property
     def num_tree_requests(self) -> int:
         """Requests whose rows attend by the tree mask: at least those whose graph is not a chain."""
         return len(self.tree_requests)
 
-    def mask_all(self) -> None:
-        """Let all requests attend by the tree mask; all their rows in the batch must be rows to verify."""
-        self.tree_requests = np.arange(len(self.has_tree))
+    @property
+    def masked(self) -> bool:
+        """Whether any row of the batch attends by the tree mask."""
+        return self.batch_starts is not None or self.num_tree_requests > 0
+
+    def mask_all(self, batch_starts: np.ndarray) -> None:
+        """Let all rows of the batch attend by the tree mask, prompts as well: each such row sees those before it.
+
+        Args:
+            batch_starts: int32 [num_requests + 1], where requests begin in the batch.
+        """
+        self.batch_starts = batch_starts
 
     def tree_lines(self) -> np.ndarray:
         """Rows of all requests that need the tree mask, int64."""
@@ -57,6 +69,7 @@ class VerifyStep:
             positions: int64 [>= num_rows of the batch], by place so far. They are the truth about how long texts are,
                 which a host that runs ahead of its device only guesses.
         """
+        self.positions = positions
         if not self.num_tree_requests:
             return
         device = positions.device
@@ -85,24 +98,51 @@ class VerifyStep:
             groups: attention groups of the runner; what lies in ``draft_layers`` is left alone.
             common: upstream's ``CommonAttentionMetadata`` of the batch.
         """
+        if self.batch_starts is not None:
+            tree_rows, rows = self._whole_batch(self.batch_starts, common), np.arange(common.num_actual_tokens)
+        else:
+            tree_rows, rows = self._tree_requests(common)
+        self.attach(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
+
+    def _tree_requests(self, common) -> tuple[TreeRows, np.ndarray]:
+        """The rows of those requests alone that need the mask, and where they are in the batch."""
         assert self.root_positions is not None and self.row_positions is not None
         starts = self.trees.starts
         sizes = (starts[1:] - starts[:-1])[self.tree_requests]
         tree_starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         lines = self.tree_lines()
-        masks = np.zeros((len(lines), (int(sizes.max()) + 63) // 64), np.int64)
-        # Rows without a node see nothing but themselves.
-        ancestor_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts, masks)
         rows = self._batch_rows()
         tree_rows = TreeRows(
             query_start_loc=torch.from_numpy(tree_starts),
             prefix_lens=self.root_positions.to(torch.int32),
             block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)],
             positions=self.row_positions,
-            mask=torch.from_numpy(masks),
+            # Rows without a node see nothing but themselves.
+            mask=_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts),
             rows=torch.from_numpy(rows),
         )
-        self.attach(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
+        return tree_rows, rows
+
+    def _whole_batch(self, starts: np.ndarray, common) -> TreeRows:
+        """All rows of the batch, those before a request's root as a chain."""
+        assert self.positions is not None
+        num_rows = int(starts[-1])
+        parent = np.arange(-1, num_rows - 1, dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))
+        if self.has_tree.any():
+            lines = np.flatnonzero(np.repeat(self.has_tree, np.diff(self.trees.starts)))
+            request = np.repeat(np.arange(len(self.has_tree)), np.diff(self.trees.starts))[lines]
+            own = self.trees.parent[lines]
+            root = (self.first_rows - starts[:-1])[request]  # its place among the request's rows
+            rows = self.first_rows[request] + lines - self.trees.starts[request]
+            parent[rows] = np.where(own == NONE, root - 1, np.where(own < 0, NONE, own + root))
+        return TreeRows(
+            query_start_loc=torch.from_numpy(starts),
+            prefix_lens=self.positions[torch.from_numpy(starts[:-1].astype(np.int64))].to(torch.int32),
+            block_table=common.block_table_tensor[: len(starts) - 1],
+            positions=self.positions[:num_rows],
+            mask=_masks(parent, starts),
+            rows=None,
+        )
 
     @staticmethod
     def attach(tree_rows: TreeRows, rows: np.ndarray, tree_requests, groups, draft_layers, attn_metadata, common):
@@ -150,6 +190,13 @@ class VerifyStep:
         )
         metadata = group.get_metadata_builder(0).build(0, plain_common)
         return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
+
+
+def _masks(parent: np.ndarray, starts: np.ndarray) -> torch.Tensor:
+    """``ancestor_masks``, int64 [num_rows, words of the largest tree]."""
+    masks = np.zeros((len(parent), (int(np.diff(starts).max()) + 63) // 64), np.int64)
+    ancestor_masks(parent, starts, masks)
+    return torch.from_numpy(masks)
 
 
 def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.ndarray) -> VerifyStep:

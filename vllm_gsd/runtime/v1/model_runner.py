@@ -86,7 +86,7 @@ class GraphModelRunner(CPUModelRunner):
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any):
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
-        if self.step is not None and self.step.num_tree_requests > 0:
+        if self.step is not None and self.step.masked:
             draft_layers = set(self.drafter.layer_names)
             self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
         return attn_metadata, common

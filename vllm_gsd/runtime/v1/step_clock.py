@@ -41,8 +41,9 @@ class StepClock:
         if planner.costs is None:
             return
         rows, forward_ms = planner.planned
+        levels = len(planner.rows) if planner.as_usual else 0
         self.planned = _Planned(
-            list(request_ids), rows, forward_ms, planner.context, len(planner.rows), planner.forwards_ms()
+            list(request_ids), rows, forward_ms, planner.context, levels, planner.forwards_ms()
         )
         self.drafting_took = 1e3 * (now - self.time)
         self.time = now
@@ -55,5 +56,5 @@ class _Planned(NamedTuple):
     rows: int
     forward_ms: float
     context: int
-    levels: int
+    levels: int  # 0: none, or none to learn from
     drafts_ms: float
