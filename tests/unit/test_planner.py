@@ -199,7 +199,9 @@ def test_overheads_are_learned_and_outliers_are_not():
 def test_what_requests_context_and_nodes_take_beyond_the_table_is_learned():
     overhead, random = Overhead(), np.random.default_rng(0)
     steps = [(n := int(random.integers(1, 65)), 300 * n, int(random.integers(0, 17)) * (i % 2)) for i in range(900)]
-    observe_steps(overhead, steps, lambda n, context, nodes: 3 + 0.2 * n + context / 2000 + 2 * (nodes > 0) + 0.4 * nodes)
+    observe_steps(
+        overhead, steps, lambda n, context, nodes: 3 + 0.2 * n + context / 2000 + 2 * (nodes > 0) + 0.4 * nodes
+    )
     assert overhead.plain_ms(8, 2400) == pytest.approx(3 + 1.6 + 1.2, abs=0.7)
     assert overhead.plain_ms(64, 19200) == pytest.approx(3 + 12.8 + 9.6, abs=1.5)
     assert overhead.node_ms == pytest.approx(0.4, abs=0.1)

@@ -62,8 +62,9 @@ def test_a_whole_batch_can_attend_by_the_mask():
     step.set_positions(positions)
     # The third request's last row has no node.
     assert positions.tolist() == [10, 11, 12, 7, 40, 41, 41, 40, 5, 6, 7, 8, 9]
-    metadata, common = {"layer": SimpleNamespace()}, SimpleNamespace(
-        num_actual_tokens=13, block_table_tensor=torch.arange(5, dtype=torch.int32)[:, None]
+    metadata, common = (
+        {"layer": SimpleNamespace()},
+        SimpleNamespace(num_actual_tokens=13, block_table_tensor=torch.arange(5, dtype=torch.int32)[:, None]),
     )
     step.attach_tree_rows([SimpleNamespace(layer_names=["layer", "draft"])], {"draft"}, metadata, common)
     tree = getattr(metadata["layer"], TREE_ROWS)

@@ -16,13 +16,14 @@ from vllm_gsd.core.draft_level import (
 from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.planner import Planner
+from vllm_gsd.core.text_rows import kv_slots, text_rows
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_model import DraftModel
 from vllm_gsd.runtime.features import Features
 from vllm_gsd.runtime.limits import draft_kv_slots
 from vllm_gsd.runtime.stats import GraphStats
-from vllm_gsd.runtime.tree_rows import TreeRows
+from vllm_gsd.runtime.tree_rows import TreeRows, serves_chains
 
 
 class Drafter:
@@ -79,43 +80,63 @@ class Drafter:
         done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
         # A request whose draft KV was complete already has no fresh hidden state to draft from.
         drafted = wanted & (known > done)
-        last_hidden: list[torch.Tensor | None] = [None] * num_requests
+        last_hidden = None
         while (missing := np.maximum(known - done, 0)).any():
             # Fill the forward request by request; what does not fit waits for the next one.
-            counts = np.maximum(np.minimum(self.max_rows - (np.cumsum(missing) - missing), missing), 0)
+            counts = np.clip(self.max_rows - (np.cumsum(missing) - missing), 0, missing)
+            hidden = self._run_text(batch, done, counts)
+            done += counts
             running = np.flatnonzero(counts)
-            counts = counts[running]
-            starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-            requests = np.repeat(running, counts)
-            positions = done[requests] + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-            done[running] += counts
-            tokens = batch.token_ids[batch.token_rows[requests], positions]
-            if self.model.head is not None:
-                self.model.head.see(tokens)
-            hidden = self.model.run_causal(
-                tokens,
-                positions,
-                slots_of(batch.block_table, requests, positions, batch.block_size),
-                starts,
-                done[running].astype(np.int32),
-                batch.block_table[self.model.to_device(running)],
-                self._features_before(batch, requests, positions),
-            )
-            self.planner.caught_up(int(starts[-1]))
-            self.stats.counts["draft_rows"] += int(starts[-1])
-            self.stats.counts["draft_forwards"] += 1
-            for index, request in enumerate(running):
+            for request in running:
                 tracker.advance(batch.request_ids[request], int(done[request]))
-                last_hidden[request] = hidden[starts[index + 1] - 1]
-        if not drafted.any():
+            last_lines = np.cumsum(counts) - 1
+            if last_hidden is None and (counts[drafted] > 0).all():
+                last_hidden = hidden[self.model.to_device(last_lines)]  # nearly always one forward is enough
+                continue
+            if last_hidden is None:
+                last_hidden = hidden.new_zeros(num_requests, hidden.shape[1])
+            last_hidden[self.model.to_device(running)] = hidden[self.model.to_device(last_lines[running])]
+        if last_hidden is None or not drafted.any():
             return drafted, None
-        return drafted, torch.stack([row for row, one in zip(last_hidden, drafted, strict=True) if one])
+        return drafted, last_hidden if drafted.all() else last_hidden[self.model.to_device(np.flatnonzero(drafted))]
+
+    def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        """Run the draft over each request's next ``counts`` tokens behind ``done``; returns [rows, hidden]."""
+        num_rows = int(counts.sum())
+        tokens, positions, requests = (np.empty(num_rows, np.int64) for _ in range(3))
+        masks = np.empty((num_rows, (int(counts.max()) + 63) // 64), np.int64)
+        text_rows(done, counts, batch.token_ids, batch.token_rows, tokens, positions, requests, masks)
+        if self.model.head is not None:
+            self.model.head.see(tokens)
+        self.planner.caught_up(num_rows)
+        self.stats.counts["draft_rows"] += num_rows
+        self.stats.counts["draft_forwards"] += 1
+        to_device = self.model.to_device
+        slots = slots_of(batch.block_table, requests, positions, batch.block_size)
+        features = self._features_before(batch, requests, positions)
+        running = np.flatnonzero(counts)
+        starts = np.concatenate([[0], np.cumsum(counts[running])]).astype(np.int32)
+        block_table = batch.block_table
+        if len(running) < len(counts):
+            block_table = block_table[to_device(running)]
+        if not serves_chains(self.model.device, self.model.model_config.dtype):
+            lengths = (done + counts)[running].astype(np.int32)
+            return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
+        tree = TreeRows(
+            query_start_loc=to_device(starts),
+            prefix_lens=to_device(done[running].astype(np.int32)),
+            block_table=block_table,
+            positions=to_device(positions),
+            mask=to_device(masks),
+            rows=None,
+        )
+        return self.model.run_level(tokens, tree, slots, features)
 
     def _features_before(self, batch: DraftBatch, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
         """Hidden states that the target had before tokens of requests."""
         if self.features is None:
             return None
-        before = slots_of(batch.block_table, requests, np.maximum(positions - 1, 0), batch.block_size)
+        before = slots_of(batch.block_table, requests, positions - 1, batch.block_size)
         return self.features.read(before, self.model.to_device(positions == 0))
 
     def grow(
@@ -217,9 +238,9 @@ class Drafter:
 
 
 def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:
-    """Physical KV slots, int64, of logical positions of the given rows of a block table, on its device."""
-    index, offset = positions // block_size, positions % block_size
-    if block_table.device.type == "cpu":  # NumPy takes a tenth of the time for so few
-        return torch.from_numpy(block_table.numpy()[rows, index].astype(np.int64) * block_size + offset)
+    """Physical KV slots, int64, on the block table's device; arguments as of ``kv_slots``."""
+    if block_table.device.type == "cpu":
+        return torch.from_numpy(kv_slots(block_table.numpy(), rows, positions, block_size))
+    index, offset = np.divmod(np.maximum(positions, 0), block_size)
     blocks = block_table[tuple(torch.from_numpy(np.stack([rows, index])).to(block_table.device))]
     return blocks.long() * block_size + torch.from_numpy(offset).to(block_table.device)

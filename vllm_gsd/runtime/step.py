@@ -26,9 +26,9 @@ class VerifyStep:
     chains: np.ndarray  # bool [num_requests], whether its graph is a chain
     tree_requests: np.ndarray  # int64 [num_tree_requests], requests whose rows attend by the tree mask
     has_placeholders: bool = False  # among the scheduled tokens
-    # int32 [num_requests + 1], where requests begin in the batch, if all its rows attend by the mask: see ``mask_all``.
+    # int32 [num_requests + 1], where requests begin in the batch, if all its rows attend by the mask (``mask_all``).
     batch_starts: np.ndarray | None = None
-    # Once ``set_positions`` has read them, int64 [num_tree_requests], [rows of all those requests], [rows of the batch].
+    # Once ``set_positions`` has read them, int64: of those requests' roots, of all their rows, of the batch's rows.
     root_positions: torch.Tensor | None = None
     row_positions: torch.Tensor | None = None
     positions: torch.Tensor | None = None

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from vllm_gsd.ops import HAVE_EXTENSION
+
 # Metadata attribute that carries the TreeRows of a forward pass; absent means there are none.
 TREE_ROWS = "gsd_tree_rows"
 
@@ -30,3 +32,8 @@ class TreeRows:
     max_rows: int | None = None
     # int64 [num_tree_requests, slots], for models with sliding windows that slots may leave; None: not windowed.
     slot_positions: torch.Tensor | None = None
+
+
+def serves_chains(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernel is faster than upstream's for rows without branches and prompts too (kernels/README.md)."""
+    return HAVE_EXTENSION and device.type == "cpu" and dtype == torch.bfloat16

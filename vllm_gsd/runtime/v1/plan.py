@@ -1,16 +1,11 @@
 """Which of the scheduled draft tokens are a graph of ours."""
 
 import numpy as np
-import torch
 
-from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.runtime.draft_tree import DraftTree
 from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE
 from vllm_gsd.runtime.step import VerifyStep, lay_out
-
-# Where our compiled kernel is faster than upstream's for rows without branches and prompts too, so that it serves whole
-# batches (kernels/README.md); a lone row gains nothing.
-MASKED_DTYPES = {torch.bfloat16} if HAVE_EXTENSION else set()
+from vllm_gsd.runtime.tree_rows import serves_chains
 
 
 def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep:
@@ -41,6 +36,6 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     step.has_placeholders = has_placeholders
-    if runner.dtype in MASKED_DTYPES and batch_ends[-1] > 1:
+    if batch_ends[-1] > 1 and serves_chains(runner.device, runner.dtype):  # a lone row gains nothing
         step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
     return step

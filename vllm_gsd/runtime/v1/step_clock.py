@@ -42,9 +42,7 @@ class StepClock:
             return
         rows, forward_ms = planner.planned
         levels = len(planner.rows) if planner.as_usual else 0
-        self.planned = _Planned(
-            list(request_ids), rows, forward_ms, planner.context, levels, planner.forwards_ms()
-        )
+        self.planned = _Planned(list(request_ids), rows, forward_ms, planner.context, levels, planner.forwards_ms())
         self.drafting_took = 1e3 * (now - self.time)
         self.time = now
 
