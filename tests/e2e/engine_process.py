@@ -286,7 +286,7 @@ def gsd_request_state(llm) -> dict[str, int]:
     return {
         "requests": len(runner.requests),
         "trees": len(runner.drafter.trees),
-        "reasons": len(runner.drafter.reasons),
+        "known": len(runner.drafter.known),
         "draft_kv_blocks": len(runner.drafter.draft_kv.blocks),
         "draft_kv_length": len(runner.drafter.draft_kv.length),
     }

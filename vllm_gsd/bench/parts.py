@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("draft", "target forward", "attention", "walk", "compaction", "scheduler", "other")
+PARTS = ("draft forward", "draft", "target forward", "attention", "walk", "compaction", "scheduler", "other")
 
 
 def runner_of(llm: Any) -> Any:
@@ -44,6 +44,10 @@ class PartsClock:
         self._wrap(runner, "_model_forward", "target forward")
         self._wrap(runner.model, "compute_logits", "target forward")
         self._wrap(runner, "propose_draft_token_ids", "draft")
+        # Of our own drafting, what the draft model takes; upstream's proposers are "draft" as a whole.
+        draft_model = getattr(getattr(getattr(runner, "drafter", None), "drafter", None), "model", None)
+        self._wrap(draft_model, "_call", "draft forward")
+        self._wrap(draft_model, "most_probable", "draft forward")
         self._wrap(runner, "_sample", "walk")
         self._wrap(runner, "_compact", "compaction")
         for layer in runner.compilation_config.static_forward_context.values():
@@ -62,7 +66,7 @@ class PartsClock:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             # The draft's own attention is drafting.
-            if not self.on or (self.running and self.running[-1] == "draft"):
+            if not self.on or (self.running and self.running[-1].startswith("draft") and part != "draft forward"):
                 return function(*args, **kwargs)
             self._enter(part)
             try:

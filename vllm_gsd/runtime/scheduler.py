@@ -1,5 +1,8 @@
 """vLLM's scheduler with grammars along graphs and truthful statistics."""
 
+import time
+from collections import Counter
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,6 +28,9 @@ from vllm_gsd.runtime.metrics import STATS_KEY
 SALTS_ATTRIBUTE = "gsd_cache_salts"
 # Attribute of ModelRunnerOutput under which the worker sends GraphStats.take().
 OUTPUT_ATTRIBUTE = "gsd_stats"
+# What of them goes to the front end, and seconds between two times: some thirty metrics a step take as long as a walk.
+COUNTED = ("counts", "fallbacks", "accepted_lengths")
+TELL_EVERY = 0.25
 
 
 class GraphScheduling(Scheduler):
@@ -32,7 +38,9 @@ class GraphScheduling(Scheduler):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.graph_stats: dict | None = None
+        self.graph_stats: dict | None = None  # of this step
+        self.untold: dict[str, Counter] = {name: Counter() for name in COUNTED}  # of steps that nobody heard of yet
+        self.told = 0.0  # when somebody did
         self.kept: dict[str, KeptTree | JudgedTree] = {}  # of requests with structured output
         self.nodes_invalid = 0  # not told yet
         self.grammar_tokens = GrammarTokens(self.structured_output_manager)
@@ -136,10 +144,17 @@ class GraphScheduling(Scheduler):
         return spec_decoding_stats
 
     def make_stats(self, *args, **kwargs):
-        """See upstream; adds ours."""
+        """See upstream; adds ours now and then, and with the last step while there is work."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self.graph_stats is not None:
-            stats.kv_connector_stats = {STATS_KEY: self.graph_stats}
+            for name, counter in self.untold.items():
+                counter.update(self.graph_stats[name])
+            now = time.monotonic()
+            if now - self.told >= TELL_EVERY or not self.running:
+                stats.kv_connector_stats = {STATS_KEY: {name: dict(counts) for name, counts in self.untold.items()}}
+                for counter in self.untold.values():
+                    counter.clear()
+                self.told = now
         self.graph_stats = None
         return stats
 

@@ -56,7 +56,7 @@ class Speculation:
         self.draft_kv: DraftKVTracker | None = None
         self.trees: dict[str, DraftTree] = {}  # proposed, not verified yet
         self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not taken yet
-        self.reasons: dict[str, str | None] = {}  # why a request has no graph
+        self.known: dict[str, tuple[bool, bool, int]] = {}  # of each request, what never changes
         self.max_model_len = vllm_config.model_config.max_model_len
         self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         nodes = self.config.num_speculative_tokens
@@ -109,7 +109,7 @@ class Speculation:
         """Requests are finished."""
         self.drop(request_ids)
         for request_id in request_ids:
-            self.reasons.pop(request_id, None)
+            self.known.pop(request_id, None)
             self.trust.forget(request_id)
 
     def drop(self, request_ids) -> None:
@@ -156,11 +156,9 @@ class Speculation:
         num_requests = len(request_ids)
         self.drop(request_ids)
         self.grammar_trees = {}  # only one rank's are ever taken
-        max_depth = self._max_depth(batch)
-        speculates = self.speculates(batch)
+        speculates, grammar, max_depth = self._facts(batch)
         wanted = speculates & sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        grammar = np.array([self.asks_grammar and has_grammar(request) for request in batch.requests])
         text = Committed(np.flatnonzero(wanted), max_depth, grammar, batch)
         trees = self._grow(text) if self.copies else None
         if self.drafter is not None:
@@ -280,23 +278,30 @@ class Speculation:
 
     def speculates(self, batch: DraftBatch) -> np.ndarray:
         """Which requests go on the graph, bool [num_requests]; counts those that do not."""
-        return np.array([self._speculates(batch, request) for request in range(len(batch.request_ids))])
+        return self._facts(batch)[0]
 
-    def _speculates(self, batch: DraftBatch, request: int) -> bool:
-        request_id = batch.request_ids[request]
-        if request_id not in self.reasons:
-            reason = fallback_reason(batch.requests[request])
-            self.reasons[request_id] = reason
-            if reason is not None:
-                self.stats.fallbacks[reason] += 1
-        return self.reasons[request_id] is None
+    def _facts(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Whether each request goes on the graph, whether a grammar chooses its nodes, how deep these may be.
 
-    def _max_depth(self, batch: DraftBatch) -> np.ndarray:
-        """Deepest node worth verifying for each request, int64: max_tokens and max_model_len end its text."""
-        most = (request.sampling_params.max_tokens for request in batch.requests)
-        limits = np.array([self.max_model_len if limit is None else limit for limit in most], np.int64)
-        # The bonus token takes the last place.
-        return np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
+        Returns:
+            bool, bool, int64 [num_requests]; max_tokens and max_model_len end a text, the bonus token takes the last
+            place.
+        """
+        requests = zip(batch.request_ids, batch.requests, strict=True)
+        rows = [self.known.get(i) or self._know(i, request) for i, request in requests]
+        speculates, grammar, limits = np.array(rows, np.int64).reshape(-1, 3).T
+        max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
+        return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
+
+    def _know(self, request_id: str, request) -> tuple[bool, bool, int]:
+        """What never changes of a request: whether it goes on the graph, has a grammar, and its most tokens."""
+        reason = fallback_reason(request)
+        if reason is not None:
+            self.stats.fallbacks[reason] += 1
+        most = None if request.sampling_params is None else request.sampling_params.max_tokens
+        grammar = reason is None and self.asks_grammar and has_grammar(request)
+        self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
+        return known
 
 
 def check_kv_groups(kv_cache_config) -> None:
