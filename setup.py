@@ -1,21 +1,21 @@
-"""Build script: package metadata and the compiled CPU kernels in ``kernels/``."""
+"""Build script: package metadata and what is compiled of ``kernels/``."""
 
 import os
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 VERSION = "0.1.0"
 
 
-def kernel_extension():
-    """The C++ extension, or nothing where torch or a compiler is missing.
+def extensions():
+    """The C++ extensions, or nothing where torch or a compiler is missing.
 
-    Without it the package still works: ``vllm_gsd.ops`` falls back to plain PyTorch.
+    Without them the package still works: ``vllm_gsd.ops`` falls back to plain PyTorch, ``vllm_gsd.core`` to numba.
     """
     if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
         return [], {}
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
     except ImportError:
         print("vllm-gsd: no torch at build time, kernels not built (install with --no-build-isolation)")
         return [], {}
@@ -26,9 +26,9 @@ def kernel_extension():
             try:
                 super().run()
             except Exception as error:  # any compiler trouble: the fallback still serves
-                print(f"vllm-gsd: kernels not built ({error}); the PyTorch fallback is used")
+                print(f"vllm-gsd: kernels not built ({error}); PyTorch and numba are used instead")
 
-    extension = CppExtension(
+    kernels = CppExtension(
         "vllm_gsd._C",
         sorted(glob("kernels/cpu/*.cpp")),
         depends=sorted(glob("kernels/cpu/*.h")),
@@ -36,10 +36,20 @@ def kernel_extension():
         extra_link_args=["-fopenmp"],
         optional=True,
     )
-    return [extension], {"build_ext": OptionalBuild}
+    # Of torch it takes only the headers of pybind11. Its sums are numba's to the last bit, so nothing is contracted.
+    core = Extension(
+        "vllm_gsd._core",
+        sorted(glob("kernels/cpu/core/*.cpp")),
+        depends=sorted(glob("kernels/cpu/core/*.h")),
+        include_dirs=include_paths(),
+        extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off"],
+        language="c++",
+        optional=True,
+    )
+    return [kernels, core], {"build_ext": OptionalBuild}
 
 
-ext_modules, cmdclass = kernel_extension()
+ext_modules, cmdclass = extensions()
 
 setup(
     name="vllm-gsd",

@@ -4,8 +4,9 @@ Draft probabilities are over-confident, n-gram probabilities a rule of thumb. No
 source, depth and survival; a cell's factor is what was accepted in it over what had been promised.
 """
 
-import numba
 import numpy as np
+
+from vllm_gsd.core.compiled import compiled, compiled_helper
 
 NATIVE, MERGED, NGRAM, SHARED, AGREED = 0, 1, 2, 3, 4  # sources
 NUM_SOURCES = 5
@@ -86,21 +87,21 @@ class SourceTrust:
         self.seen.pop(request_id, None)
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def _cell(depth, survival):
     """A node's cell among those of its source: depth and bin."""
     bin_of = int(-np.ceil(np.log2(max(survival, np.float32(1e-9)))))
     return min(depth, NUM_DEPTHS) - 1, min(max(bin_of, 0), NUM_BINS - 1)
 
 
-@numba.njit(cache=True)
+@compiled
 def calibrated(factor, source, depth, survival):
     """Chance that a node is accepted: its survival, corrected by its cell's factor."""
     level, bin_of = _cell(depth, survival)
     return min(np.float32(1.0), survival * factor[source, level, bin_of])
 
 
-@numba.njit(cache=True)
+@compiled
 def _chances(factor, source, depth, survival):
     chances = np.empty(len(survival), np.float32)
     for node in range(len(survival)):
@@ -108,7 +109,7 @@ def _chances(factor, source, depth, survival):
     return chances
 
 
-@numba.njit(cache=True)
+@compiled
 def _learn(factor, promised, taken, source, depth, survival, accepted):
     """Let what was seen fade, add nodes to their cells, and set the cells' factors; float64 [sources, depths, bins]."""
     promised += (KEEP - 1) * (promised - PRIOR)
@@ -120,7 +121,7 @@ def _learn(factor, promised, taken, source, depth, survival, accepted):
     factor[:] = (taken / promised).astype(np.float32)
 
 
-@numba.njit(cache=True)
+@compiled
 def _learn_of_requests(seen, row, source, chance, accepted):
     """Let what was seen fade, float64 [num_requests, 2, sources], and add nodes to it."""
     seen += (OWN_KEEP - 1) * (seen - OWN_PRIOR)

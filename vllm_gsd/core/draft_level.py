@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from vllm_gsd.core.calibration import NATIVE, calibrated
+from vllm_gsd.core.compiled import compiled
 
 
 class DraftSlots(NamedTuple):
@@ -21,7 +21,7 @@ def new_draft_slots(num_graphs: int, capacity: int, max_slots: int) -> DraftSlot
     return DraftSlots(np.zeros(num_graphs, np.int32), np.zeros((num_graphs, capacity, words), np.int64))
 
 
-@numba.njit(cache=True)
+@compiled
 def frontier_chances(graphs, frontier, frontier_len, factor, trust):
     """Chances that the target accepts the frontier's nodes, float64 [sum(frontier_len)], graph by graph.
 
@@ -40,7 +40,7 @@ def frontier_chances(graphs, frontier, frontier_len, factor, trust):
     return chances
 
 
-@numba.njit(cache=True)
+@compiled
 def keep_best(frontier, frontier_len, chances, count):
     """Leave only the ``count`` nodes with the best ``chances`` in the frontier; it is updated, the order stays."""
     if count >= len(chances):
@@ -58,7 +58,7 @@ def keep_best(frontier, frontier_len, chances, count):
         frontier_len[row] = left
 
 
-@numba.njit(cache=True)
+@compiled
 def parent_lines(graphs, frontier, frontier_len, lines):
     """Where the frontier's parents were in the forwards that ran them, int64 [sum(frontier_len)].
 
@@ -77,7 +77,7 @@ def parent_lines(graphs, frontier, frontier_len, lines):
     return parents
 
 
-@numba.njit(cache=True)
+@compiled
 def level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask):
     """Give every frontier node a slot and write its row of the draft model's next forward.
 

@@ -8,10 +8,10 @@ children and every prefix of the list is itself a valid tree (the scheduler may 
 import heapq
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, NUM_SOURCES, SHARED, Calibration, calibrated
+from vllm_gsd.core.compiled import compiled
 from vllm_gsd.core.graph import NONE, ORIGIN_AGREED, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch
 
 
@@ -39,7 +39,7 @@ class FlatTrees(NamedTuple):
         return path[::-1]
 
 
-@numba.njit(cache=True)
+@compiled
 def _flatten(
     graphs, num_nodes, max_depth, factor, trust, token, parent, depth, node_of, via_merge, survival, value, size
 ):
@@ -106,10 +106,12 @@ def flatten(
         factor: of a ``Calibration``.
         trust: of ``SourceTrust``, float32 [num_graphs, sources]; None: none is trusted more or less than calibrated.
     """
-    shape = (len(num_nodes), max(1, int(num_nodes.max(initial=1))))
+    shape = (len(num_nodes), max(1, max(num_nodes.tolist(), default=1)))
+    parent = np.empty(shape, np.int32)
+    parent.fill(NONE)
     trees = FlatTrees(
         token=np.zeros(shape, np.int64),
-        parent=np.full(shape, NONE, np.int32),
+        parent=parent,
         depth=np.zeros(shape, np.int32),
         node=np.zeros(shape, np.int32),
         via_merge=np.zeros(shape, np.bool_),
@@ -123,7 +125,7 @@ def flatten(
     return trees
 
 
-@numba.njit(cache=True)
+@compiled
 def ancestor_masks(parent, starts, masks):
     """Attention mask among the rows of each tree: a row sees itself and its ancestors.
 

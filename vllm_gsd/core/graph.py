@@ -10,8 +10,9 @@ Vocabulary (paper section 3; design in the README):
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
+
+from vllm_gsd.core.compiled import compiled, compiled_helper
 
 # Where a node comes from. Metrics report acceptance by origin.
 ORIGIN_ROOT = 0
@@ -70,7 +71,7 @@ def new_graphs(num_graphs: int, capacity: int) -> GraphBatch:
     )
 
 
-@numba.njit(cache=True)
+@compiled
 def reset(graphs, row, committed):
     """Make graph ``row`` a lone root.
 
@@ -92,7 +93,7 @@ def reset(graphs, row, committed):
         graphs.context[row, back] = committed[place] if place >= 0 else NONE
 
 
-@numba.njit(cache=True)
+@compiled
 def reset_all(graphs, token_ids, lines, length):
     """Make the graphs of a batch lone roots.
 
@@ -104,7 +105,7 @@ def reset_all(graphs, token_ids, lines, length):
         reset(graphs, row, token_ids[lines[row], : length[row]])
 
 
-@numba.njit(cache=True)
+@compiled
 def add_child(graphs, row, parent, token, prob, origin):
     """Append a node below ``parent``; return its index, or NONE when the graph is full."""
     node = graphs.size[row]
@@ -130,7 +131,7 @@ def add_child(graphs, row, parent, token, prob, origin):
     return node
 
 
-@numba.njit(cache=True)
+@compiled
 def find_child(graphs, row, parent, token):
     """The child of ``parent`` that carries ``token``, or NONE."""
     child = graphs.first_child[row, parent]
@@ -139,7 +140,7 @@ def find_child(graphs, row, parent, token):
     return child
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def agree(graphs, row, node, prob):
     """A text suggests, with that chance, a node that is there already.
 
@@ -152,7 +153,7 @@ def agree(graphs, row, node, prob):
         graphs.origin[row, node] = ORIGIN_AGREED
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def left_by_copies(graphs, row, parent):
     """Chance that the surest child copied from a text leaves to others."""
     left = np.float32(1.0)
@@ -164,7 +165,7 @@ def left_by_copies(graphs, row, parent):
     return left
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def insert_path(graphs, row, tokens, probs, origin):
     """Add the path ``tokens``, copied from a text, below the root.
 

@@ -8,9 +8,9 @@ survival only falls along a path, so it is dropped; nor is a node expanded that 
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from vllm_gsd.core.compiled import compiled, compiled_helper
 from vllm_gsd.core.graph import NONE, ORIGIN_DRAFT, add_child, find_child
 from vllm_gsd.core.merge import merge_target
 
@@ -23,7 +23,7 @@ class GrowthCounts(NamedTuple):
     pruned: int  # candidates dropped
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def survival_floor(graphs, row, num_nodes):
     """Survival of the ``num_nodes``-th best node of a graph (0 while there are fewer)."""
     count = graphs.size[row] - 1
@@ -32,7 +32,7 @@ def survival_floor(graphs, row, num_nodes):
     return np.sort(graphs.survival[row, 1 : count + 1])[count - num_nodes]
 
 
-@numba.njit(cache=True)
+@compiled
 def _add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, theta_sib, merge_ngram):
     added, merged, pruned = 0, 0, 0
     num_candidates = tokens.shape[1]
@@ -85,7 +85,7 @@ def add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, the
     return GrowthCounts(*counts)
 
 
-@numba.njit(cache=True)
+@compiled
 def next_frontier(graphs, first_new, num_nodes, room, theta_prob, frontier, frontier_len):
     """Choose the nodes to draft from next, best survival first, and write them to ``frontier``.
 

@@ -1,12 +1,12 @@
 """Merging of re-occurring n-grams (paper section 3.2): draft a continuation once, use it from several places."""
 
-import numba
 import numpy as np
 
+from vllm_gsd.core.compiled import compiled_helper
 from vllm_gsd.core.graph import NONE
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def same_ngram(graphs, row, parent, token, node, length):
     """Whether the ``length`` tokens ending in ``token`` below ``parent`` equal those ending at ``node``.
 
@@ -36,7 +36,7 @@ def same_ngram(graphs, row, parent, token, node, length):
     return True
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def reaches(graphs, row, start, goal):
     """Whether a walk down from ``start``, merged edges included, can arrive at ``goal``."""
     seen = np.zeros(graphs.size[row], np.bool_)
@@ -66,7 +66,7 @@ def reaches(graphs, row, start, goal):
     return False
 
 
-@numba.njit(cache=True)
+@compiled_helper
 def merge_target(graphs, row, parent, token, length):
     """The native node that the candidate ``token`` below ``parent`` may continue as, or NONE.
 

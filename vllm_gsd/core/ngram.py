@@ -1,8 +1,8 @@
 """Hypotheses from texts: what followed the request's last tokens when they occurred before, in its own or in others."""
 
-import numba
 import numpy as np
 
+from vllm_gsd.core.compiled import compiled
 from vllm_gsd.core.graph import NONE, ORIGIN_NGRAM, add_child, agree, find_child, insert_path
 
 # Longest suffix of the text that is compared; beyond it a match is as sure as it gets.
@@ -19,7 +19,7 @@ MATCH_PROB = np.array(
 )
 
 
-@numba.njit(cache=True)
+@compiled
 def longest_matches(text, length, min_match, starts, matched):
     """Find the earlier occurrences of the text's longest suffixes.
 
@@ -55,7 +55,7 @@ def longest_matches(text, length, min_match, starts, matched):
     return count
 
 
-@numba.njit(cache=True)
+@compiled
 def graft_ngrams(graphs, row, text, length, max_matches, max_depth, min_match):
     """Insert continuations of earlier occurrences of the text's suffix into a graph.
 
@@ -81,7 +81,7 @@ def graft_ngrams(graphs, row, text, length, max_matches, max_depth, min_match):
     return count
 
 
-@numba.njit(cache=True)
+@compiled
 def graft_all_ngrams(graphs, token_ids, lines, length, chosen, max_matches, max_depth, min_match):
     """``graft_ngrams`` for a batch.
 
@@ -93,7 +93,7 @@ def graft_all_ngrams(graphs, token_ids, lines, length, chosen, max_matches, max_
         graft_ngrams(graphs, row, token_ids[lines[row]], length[row], max_matches, max_depth[row], min_match)
 
 
-@numba.njit(cache=True)
+@compiled
 def graft_tree(graphs, row, tokens, parents, shares, matched, origin):
     """Insert what a suffix tree knows to have followed the text; nodes that exist already are shared, not repeated.
 

@@ -1,15 +1,15 @@
 """What became of a step's graphs: what was accepted of them, and what has to move."""
 
-import numba
 import numpy as np
 
 from vllm_gsd.core.calibration import NUM_SOURCES
+from vllm_gsd.core.compiled import compiled
 
 # Places of ``tally``'s counts; accepted nodes of source s are at ACCEPTED + s, sources as of ``calibration``.
 VERIFIED, MOVED, GRAMMAR, ACCEPTED = 0, 1, 2, 3
 
 
-@numba.njit(cache=True)
+@compiled
 def kv_moves(parents, starts, places, first_rows):
     """Rows of the batch whose keys and values have to move, for what was accepted to lie as plain decoding lays it.
 
@@ -39,7 +39,7 @@ def kv_moves(parents, starts, places, first_rows):
     return sources[:count], destinations[:count]
 
 
-@numba.njit(cache=True)
+@compiled
 def tally(parents, starts, places, counted, depth, source, survival):
     """Count what was accepted, and pick out the nodes that sources are to learn from.
 

@@ -1,7 +1,8 @@
 """What steps take beyond their forwards by the table: learned from the clock while running, as only there all shows."""
 
-import numba
 import numpy as np
+
+from vllm_gsd.core.compiled import compiled
 
 # How much an observation still counts after the next one: about the last 100 are known.
 KEPT = 0.99
@@ -88,7 +89,7 @@ class Learned:
         _follow(self.squares, self.products, *self.belief, self.weights, parts, took, most)
 
 
-@numba.njit(cache=True)
+@compiled
 def _follow(squares, products, belief_squares, belief_products, weights, parts, took, most):
     count = len(parts)
     known = 0.0

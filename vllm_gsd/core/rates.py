@@ -1,10 +1,11 @@
 """The planner's sums, compiled: they are made several times a step, over all nodes of the batch."""
 
-import numba
 import numpy as np
 
+from vllm_gsd.core.compiled import compiled
 
-@numba.njit(cache=True)
+
+@compiled
 def read(table, rows):
     """Milliseconds at ``rows`` (whole or not) of a table by number of rows; beyond it its last slope goes on."""
     last = len(table) - 1
@@ -12,7 +13,7 @@ def read(table, rows):
     return table[low] + (rows - low) * (table[low + 1] - table[low])
 
 
-@numba.njit(cache=True)
+@compiled
 def drafts_ms(tables, rows, share):
     """Milliseconds of draft levels over ``rows`` float64 [n] rows, each run in that ``share`` [n] of steps."""
     total = 0.0
@@ -21,7 +22,7 @@ def drafts_ms(tables, rows, share):
     return total
 
 
-@numba.njit(cache=True)
+@compiled
 def best_rate(tables, num_requests, context, spent, chances):
     """Most tokens per millisecond over the numbers of nodes to verify, best first; 0 without nodes.
 
@@ -42,7 +43,7 @@ def best_rate(tables, num_requests, context, spent, chances):
     return best
 
 
-@numba.njit(cache=True)
+@compiled
 def level_size(tables, num_requests, context, plain, spent, worth, num_drafted, values, children):
     """How many nodes to draft from, best first; 0 if the level would bring less than the rest of the step for its time.
 
@@ -70,7 +71,7 @@ def level_size(tables, num_requests, context, plain, spent, worth, num_drafted, 
     return size
 
 
-@numba.njit(cache=True)
+@compiled
 def best_nodes(tables, num_requests, total, values, size, context, spent, graph):
     """The number of nodes of each graph that gives the most tokens per millisecond, over the whole batch.
 

@@ -1,10 +1,11 @@
 """Rows of committed text that the draft model has yet to run over, and where rows lie in the paged KV cache."""
 
-import numba
 import numpy as np
 
+from vllm_gsd.core.compiled import compiled
 
-@numba.njit(cache=True)
+
+@compiled
 def text_rows(done, counts, token_ids, token_rows, token, position, request, mask):
     """Write the next rows of each request, request by request.
 
@@ -32,7 +33,7 @@ def text_rows(done, counts, token_ids, token_rows, token, position, request, mas
             line += 1
 
 
-@numba.njit(cache=True)
+@compiled
 def kv_slots(block_table, rows, positions, block_size):
     """Physical KV slots, int64 [n].
 

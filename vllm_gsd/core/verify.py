@@ -5,12 +5,11 @@ sample is drawn exactly as plain decoding draws it at that place, and the candid
 so the output has the target's distribution (exact enumeration: tests/property/test_lossless.py).
 """
 
-import numba
-
+from vllm_gsd.core.compiled import compiled
 from vllm_gsd.core.graph import NONE
 
 
-@numba.njit(cache=True)
+@compiled
 def step_into(tokens, parents, starts, places, sampled, active):
     """Move each active walk into the child that carries its sampled token; end the walks that have none.
 
@@ -35,7 +34,7 @@ def step_into(tokens, parents, starts, places, sampled, active):
                 break
 
 
-@numba.njit(cache=True)
+@compiled
 def follow(tokens, parents, starts, sampled, places, path):
     """Walk every tree to its end where all rows are sampled already: ``step_into`` until no walk goes on.
 
@@ -61,7 +60,7 @@ def follow(tokens, parents, starts, sampled, places, path):
     return columns
 
 
-@numba.njit(cache=True)
+@compiled
 def is_chain(parents, start, end):
     """Whether the rows ``start:end`` of a tree (root first) are one path: plain causal attention serves it."""
     for line in range(start + 1, end):

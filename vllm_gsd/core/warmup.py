@@ -1,4 +1,4 @@
-"""Compile every core function at start-up, so that the first request doesn't wait for it."""
+"""Run every core function at start-up, so that the first request doesn't wait for numba, where that compiles them."""
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.ngram import graft_all_ngrams, graft_tree
 from vllm_gsd.core.outcome import kv_moves, tally
 from vllm_gsd.core.planner import Planner
+from vllm_gsd.core.text_rows import kv_slots, text_rows
 from vllm_gsd.core.verify import follow, is_chain, step_into
 
 
@@ -31,6 +32,9 @@ def warm_up() -> None:
     rows = int(ones[0])
     token, depth, slot = np.empty(rows, np.int64), np.empty(rows, np.int32), np.empty(rows, np.int32)
     level_rows(graphs, slots, frontier, ones, token, depth, slot, np.empty((rows, 1), np.int64))
+    lines, ahead = np.zeros(1, np.int64), [np.empty(4, np.int64) for _ in range(3)]
+    text_rows(lines, texts[2], texts[0], lines, *ahead, np.empty((4, 1), np.int64))
+    kv_slots(np.zeros((1, 1), np.int32), ahead[2], ahead[1], 16)
     graft_all_ngrams(graphs, *texts, np.ones(1, np.bool_), 2, nodes, 1)
     graft_tree(graphs, 0, tokens[0], np.array([-1, 0], np.int32), probs[0], 2, ORIGIN_SHARED)
     trees = flatten(graphs, nodes, nodes)

@@ -1,0 +1,141 @@
+// Flattening, vllm_gsd/core/flatten.py.
+#include <algorithm>
+#include <vector>
+
+#include "calibration.h"
+#include "functions.h"
+#include "graph.h"
+
+namespace gsd {
+
+namespace {
+
+// A place that could be laid out next.
+struct Place {
+  float value, survival;
+  int64_t order;  // of discovery, which decides among equals
+  int32_t node, parent, depth;
+  bool crossed;  // a merged edge
+
+  // Whether it comes after the other: what a heap of the standard library takes for less.
+  bool operator<(const Place& other) const {
+    return value == other.value ? order > other.order : value < other.value;
+  }
+};
+
+// Lists the nodes of one graph after the other, best first.
+class Flattener {
+ public:
+  Flattener(const Factor& factor) : factor_(factor) {}
+
+  // Writes at most ``most`` places no deeper than ``deepest`` to ``write(place number, place)``; returns how many.
+  template <typename Write>
+  int64_t run(const Graph& graph, int64_t most, int64_t deepest, const float* trust, Write&& write) {
+    heap_.clear();
+    order_ = 0;
+    Place from{1.0f, 1.0f, 0, 0, kNone, 0, false};
+    int32_t place = kNone;
+    int64_t count = 0;
+    while (true) {
+      if (from.depth < deepest) discover(graph, from, place, trust);
+      if (count >= most || heap_.empty()) return count;
+      std::pop_heap(heap_.begin(), heap_.end());
+      from = heap_.back();
+      heap_.pop_back();
+      place = static_cast<int32_t>(count++);
+      write(place, from);
+    }
+  }
+
+ private:
+  // What follows ``from``, which is laid out at ``place``.
+  void discover(const Graph& graph, const Place& from, int32_t place, const float* trust) {
+    const bool crossed = from.crossed || graph.merged[from.node] != kNone;
+    int32_t child = graph.first_child[graph.beyond(from.node)];
+    for (; child != kNone; child = graph.next_sibling[child]) {
+      const float survival = from.survival * graph.prob[child];
+      const Source source = source_of(graph, child, crossed);
+      const float own = trust[source] * calibrated<float>(factor_, source, from.depth + 1, survival);
+      heap_.push_back({std::min(from.value, own), survival, ++order_, child, place, from.depth + 1, crossed});
+      std::push_heap(heap_.begin(), heap_.end());
+    }
+  }
+
+  static Source source_of(const Graph& graph, int32_t node, bool crossed) {
+    switch (graph.origin[node]) {
+      case kOriginNgram: return kNgram;
+      case kOriginShared: return kShared;
+      case kOriginAgreed: return kAgreed;
+      default: return crossed || graph.merged[node] != kNone ? kMerged : kNative;
+    }
+  }
+
+  const Factor& factor_;
+  std::vector<Place> heap_;
+  int64_t order_ = 0;
+};
+
+}  // namespace
+
+void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust,
+             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle via_merge,
+             py::handle survival, py::handle value, py::handle size) {
+  const Graphs batch(graphs);
+  const Ints most(num_nodes, "num_nodes"), deepest(max_depth, "max_depth");
+  const Factor factors(factor, "factor");
+  const auto trusts = trust_of(trust, most.size());
+  check_size(deepest.size(), most.size(), "max_depth");
+  const auto tokens = view<int64_t, 2>(token, "token");
+  const auto output = [&]<typename T>(const View<T, 2>& array, const char* name) {
+    check_size(array.size(), most.size(), name);
+    check_size(array.shape[1], tokens.shape[1], name);
+    return array;
+  };
+  output(tokens, "token");
+  const auto parents = output(view<int32_t, 2>(parent, "parent"), "parent");
+  const auto depths = output(view<int32_t, 2>(depth, "depth"), "depth");
+  const auto nodes = output(view<int32_t, 2>(node_of, "node"), "node");
+  const auto via = output(view<bool, 2>(via_merge, "via_merge"), "via_merge");
+  const auto survivals = output(view<float, 2>(survival, "survival"), "survival");
+  const auto values = output(view<float, 2>(value, "value"), "value");
+  const auto sizes = view<int32_t, 1>(size, "size");
+  check_size(sizes.size(), most.size(), "size");
+
+  Flattener flattener(factors);
+  for (int64_t row = 0; row < most.size(); ++row) {
+    check_size(tokens.shape[1], most[row], "a row of token");
+    const Graph graph = batch.graph(row);
+    const auto write = [&](int32_t place, const Place& from) {
+      tokens.row(row)[place] = graph.token[from.node];
+      parents.row(row)[place] = from.parent;
+      depths.row(row)[place] = from.depth;
+      nodes.row(row)[place] = from.node;
+      via.row(row)[place] = from.crossed || graph.merged[from.node] != kNone;
+      survivals.row(row)[place] = from.survival;
+      values.row(row)[place] = from.value;
+    };
+    sizes[row] = static_cast<int32_t>(flattener.run(graph, most[row], deepest[row], trusts.row(row), write));
+  }
+}
+
+void ancestor_masks(py::handle parent, py::handle starts, py::handle masks) {
+  const Ints parents(parent, "parent"), start(starts, "starts");
+  const auto mask = view<int64_t, 2>(masks, "masks");
+  const int64_t words = mask.shape[1], rows = std::min(parents.size(), mask.size());
+  for (int64_t tree = 0; tree + 1 < start.size(); ++tree) {
+    const int64_t first = start[tree], end = start[tree + 1];
+    if (end - first > 64 * words) throw py::value_error("a tree has more rows than its attention mask has bits");
+    if (first >= end) continue;
+    check_size(first, 0, "starts");
+    check_size(rows, end, "parent or masks");
+    for (int64_t line = first; line < end; ++line) {
+      int64_t* ours = mask.row(line);
+      if (parents[line] == kNone) std::fill_n(ours, words, 0);
+      else std::copy_n(mask.row(placed(first + parents[line], rows, "parent")), words, ours);
+      const int64_t place = line - first;
+      ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
+    }
+  }
+}
+
+}  // namespace gsd

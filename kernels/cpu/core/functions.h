@@ -1,0 +1,80 @@
+// The functions of vllm_gsd._core, each the twin of one of vllm_gsd/core, which documents it; module.cpp names them.
+#pragma once
+
+#include "array.h"
+
+namespace gsd {
+
+// graph.cpp
+void reset(py::handle graphs, int64_t row, py::handle committed);
+void reset_all(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length);
+int64_t add_child(py::handle graphs, int64_t row, int64_t parent, int64_t token, double prob, int64_t origin);
+int64_t find_child(py::handle graphs, int64_t row, int64_t parent, int64_t token);
+
+// growth.cpp
+py::tuple add_candidates(py::handle graphs, py::handle frontier, py::handle frontier_len, py::handle tokens,
+                         py::handle probs, py::handle num_nodes, float theta_sib, py::handle merge_ngram);
+void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes, py::handle room, double theta_prob,
+                   py::handle frontier, py::handle frontier_len);
+
+// draft_level.cpp
+py::array_t<double> frontier_chances(py::handle graphs, py::handle frontier, py::handle frontier_len,
+                                     py::handle factor, py::handle trust);
+void keep_best(py::handle frontier, py::handle frontier_len, py::handle chances, int64_t count);
+py::array_t<int64_t> parent_lines(py::handle graphs, py::handle frontier, py::handle frontier_len, py::handle lines);
+void level_rows(py::handle graphs, py::handle slots, py::handle frontier, py::handle frontier_len, py::handle token,
+                py::handle depth, py::handle slot, py::handle mask);
+
+// text_rows.cpp
+void text_rows(py::handle done, py::handle counts, py::handle token_ids, py::handle token_rows, py::handle token,
+               py::handle position, py::handle request, py::handle mask);
+py::array_t<int64_t> kv_slots(py::handle block_table, py::handle rows, py::handle positions, int64_t block_size);
+
+// flatten.cpp
+void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust,
+             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle via_merge,
+             py::handle survival, py::handle value, py::handle size);
+void ancestor_masks(py::handle parent, py::handle starts, py::handle masks);
+
+// ngram.cpp
+int64_t longest_matches(py::handle text, int64_t length, int64_t min_match, py::handle starts, py::handle matched);
+int64_t graft_ngrams(py::handle graphs, int64_t row, py::handle text, int64_t length, int64_t max_matches,
+                     int64_t max_depth, int64_t min_match);
+void graft_all_ngrams(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length, py::handle chosen,
+                      int64_t max_matches, py::handle max_depth, int64_t min_match);
+void graft_tree(py::handle graphs, int64_t row, py::handle tokens, py::handle parents, py::handle shares,
+                int64_t matched, int64_t origin);
+
+// verify.cpp
+void step_into(py::handle tokens, py::handle parents, py::handle starts, py::handle places, py::handle sampled,
+               py::handle active);
+int64_t follow(py::handle tokens, py::handle parents, py::handle starts, py::handle sampled, py::handle places,
+               py::handle path);
+bool is_chain(py::handle parents, int64_t start, int64_t end);
+
+// outcome.cpp
+py::tuple kv_moves(py::handle parents, py::handle starts, py::handle places, py::handle first_rows);
+py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::handle counted, py::handle depth,
+                py::handle source, py::handle survival);
+
+// calibration.cpp
+double calibrated_one(py::handle factor, int64_t source, int64_t depth, py::handle survival);
+py::array_t<float> chances(py::handle factor, py::handle source, py::handle depth, py::handle survival);
+void learn(py::handle factor, py::handle promised, py::handle taken, py::handle source, py::handle depth,
+           py::handle survival, py::handle accepted);
+void learn_of_requests(py::handle seen, py::handle row, py::handle source, py::handle chance, py::handle accepted);
+
+// rates.cpp
+double read(py::handle table, double rows);
+double drafts_ms(py::handle tables, py::handle rows, py::handle share);
+double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances);
+int64_t level_size(py::handle tables, int64_t num_requests, double context, double plain, double spent,
+                   py::handle worth, int64_t num_drafted, py::handle values, py::handle children);
+py::array_t<int32_t> best_nodes(py::handle tables, int64_t num_requests, double total, py::handle values,
+                                py::handle size, py::handle context, double spent, double graph);
+
+// overhead.cpp
+void follow_clock(py::handle squares, py::handle products, py::handle belief_squares, py::handle belief_products,
+                  py::handle weights, py::handle parts, double took, double most);
+
+}  // namespace gsd

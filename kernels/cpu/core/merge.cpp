@@ -1,0 +1,65 @@
+#include "merge.h"
+
+namespace gsd {
+
+namespace {
+
+// One step up a path, and from the root on back through the committed text; kNone where that ends.
+int64_t step_back(const Graph& graph, int32_t& node, int64_t& back) {
+  if (node != kNone) {
+    const int64_t token = graph.token[node];
+    node = graph.parent[node];
+    return token;
+  }
+  const int64_t token = back < kMaxContext ? graph.context[back] : kNone;
+  ++back;
+  return token;
+}
+
+// Whether the ``length`` tokens that end below ``parent`` equal those that end at ``node``, given that the last do.
+bool same_before(const Graph& graph, int32_t parent, int32_t node, int64_t length) {
+  int32_t left = parent, right = graph.parent[node];
+  int64_t left_back = 0, right_back = 0;  // how far each side has walked past the root
+  for (int64_t i = 1; i < length; ++i) {
+    if (left == right && left_back == right_back) return true;  // from here on it is the same text
+    const int64_t left_token = step_back(graph, left, left_back);
+    const int64_t right_token = step_back(graph, right, right_back);
+    if (left_token != right_token || left_token == kNone) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool Merger::reaches(const Graph& graph, int32_t start, int32_t goal) {
+  seen_.assign(*graph.size, 0);
+  stack_.assign(1, start);
+  seen_[start] = 1;
+  const auto visit = [&](int32_t node) {
+    if (seen_[node]) return;
+    seen_[node] = 1;
+    stack_.push_back(node);
+  };
+  while (!stack_.empty()) {
+    const int32_t node = stack_.back();
+    stack_.pop_back();
+    if (node == goal) return true;
+    if (graph.merged[node] != kNone) {
+      visit(graph.merged[node]);
+      continue;
+    }
+    for (int32_t child = graph.first_child[node]; child != kNone; child = graph.next_sibling[child]) visit(child);
+  }
+  return false;
+}
+
+int32_t Merger::target(const Graph& graph, int32_t parent, int64_t token, int64_t length) {
+  if (length <= 0) return kNone;
+  for (int32_t node = 1; node < *graph.size; ++node) {
+    if (graph.token[node] != token || graph.merged[node] != kNone || graph.parent[node] == parent) continue;
+    if (same_before(graph, parent, node, length) && !reaches(graph, node, parent)) return node;
+  }
+  return kNone;
+}
+
+}  // namespace gsd

@@ -1,0 +1,41 @@
+// vllm_gsd._core: the core's loops for the CPU, free of torch, each under the name it has in Python.
+#include "functions.h"
+
+PYBIND11_MODULE(_core, module) {
+  // As in vllm_gsd/core/compiled.py: to be raised in both when a function comes, goes, or takes something else.
+  module.attr("INTERFACE") = 1;
+
+  module.def("reset", &gsd::reset);
+  module.def("reset_all", &gsd::reset_all);
+  module.def("add_child", &gsd::add_child);
+  module.def("find_child", &gsd::find_child);
+  module.def("_add_candidates", &gsd::add_candidates);
+  module.def("next_frontier", &gsd::next_frontier);
+  module.def("frontier_chances", &gsd::frontier_chances);
+  module.def("keep_best", &gsd::keep_best);
+  module.def("parent_lines", &gsd::parent_lines);
+  module.def("level_rows", &gsd::level_rows);
+  module.def("text_rows", &gsd::text_rows);
+  module.def("kv_slots", &gsd::kv_slots);
+  module.def("_flatten", &gsd::flatten);
+  module.def("ancestor_masks", &gsd::ancestor_masks);
+  module.def("longest_matches", &gsd::longest_matches);
+  module.def("graft_ngrams", &gsd::graft_ngrams);
+  module.def("graft_all_ngrams", &gsd::graft_all_ngrams);
+  module.def("graft_tree", &gsd::graft_tree);
+  module.def("step_into", &gsd::step_into);
+  module.def("follow", &gsd::follow);
+  module.def("is_chain", &gsd::is_chain);
+  module.def("kv_moves", &gsd::kv_moves);
+  module.def("tally", &gsd::tally);
+  module.def("calibrated", &gsd::calibrated_one);
+  module.def("_chances", &gsd::chances);
+  module.def("_learn", &gsd::learn);
+  module.def("_learn_of_requests", &gsd::learn_of_requests);
+  module.def("read", &gsd::read);
+  module.def("drafts_ms", &gsd::drafts_ms);
+  module.def("best_rate", &gsd::best_rate);
+  module.def("level_size", &gsd::level_size);
+  module.def("best_nodes", &gsd::best_nodes);
+  module.def("_follow", &gsd::follow_clock);
+}

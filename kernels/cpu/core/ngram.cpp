@@ -1,0 +1,154 @@
+// Hypotheses from texts, vllm_gsd/core/ngram.py.
+#include <algorithm>
+#include <vector>
+
+#include "functions.h"
+#include "graph.h"
+
+namespace gsd {
+
+namespace {
+
+constexpr int64_t kMaxMatch = 16;
+constexpr double kMatchProb[kMaxMatch + 1] = {0.0,  0.2,  0.5,  0.58, 0.67, 0.74, 0.78, 0.81, 0.84,
+                                              0.87, 0.88, 0.89, 0.9,  0.91, 0.92, 0.93, 0.97};
+
+float match_prob(int64_t matched) {
+  return static_cast<float>(kMatchProb[placed(std::min(kMaxMatch, matched), kMaxMatch + 1, "matched")]);
+}
+
+// Chance that the surest child copied from a text leaves to others.
+float left_by_copies(const Graph& graph, int32_t parent) {
+  float left = 1.0f;
+  for (int32_t child = graph.first_child[parent]; child != kNone; child = graph.next_sibling[child])
+    if (graph.origin[child] != kOriginDraft) left = std::min(left, 1.0f - graph.prob[child]);
+  return left;
+}
+
+// ``starts`` and ``matched`` have room for ``limit`` occurrences.
+template <typename T>
+int64_t find_matches(const T* text, int64_t length, int64_t min_match, int32_t* starts, int32_t* matched,
+                     int64_t limit) {
+  if (limit == 0) return 0;
+  int64_t count = 0;
+  const T last = text[length - 1];
+  for (int64_t end = length - 2; end >= 0; --end) {
+    if (text[end] != last) continue;
+    int64_t size = 1;
+    while (size < kMaxMatch && end - size >= 0 && text[end - size] == text[length - 1 - size]) ++size;
+    if (size < min_match || (count == limit && matched[count - 1] >= size)) continue;
+    int64_t place = std::min(count, limit - 1);
+    for (; place > 0 && matched[place - 1] < size; --place) {
+      starts[place] = starts[place - 1];
+      matched[place] = matched[place - 1];
+    }
+    starts[place] = static_cast<int32_t>(end + 1);
+    matched[place] = static_cast<int32_t>(size);
+    count = std::min(count + 1, limit);
+    if (count == limit && matched[count - 1] == kMaxMatch) break;
+  }
+  return count;
+}
+
+// Adds ``depth`` tokens, copied from behind ``matched`` others, below the root.
+template <typename T>
+void insert_copy(Graph& graph, const T* tokens, int64_t depth, int64_t matched) {
+  int32_t node = 0;
+  for (int64_t i = 0; i < depth; ++i) {
+    const float prob = match_prob(matched + i);
+    int32_t child = graph.find_child(node, tokens[i]);
+    if (child == kNone) {
+      child = graph.add_child(node, tokens[i], prob * left_by_copies(graph, node), kOriginNgram);
+      if (child == kNone) return;
+    } else {
+      graph.agree(child, prob);
+    }
+    node = graph.beyond(child);
+  }
+}
+
+template <typename T>
+int64_t graft(Graph graph, const T* text, int64_t length, int64_t max_matches, int64_t max_depth, int64_t min_match,
+              std::vector<int32_t>& scratch) {
+  scratch.assign(2 * max_matches, 0);
+  int32_t *starts = scratch.data(), *matched = starts + max_matches;
+  const int64_t count = find_matches(text, length, min_match, starts, matched, max_matches);
+  for (int64_t j = 0; j < count; ++j)
+    insert_copy(graph, text + starts[j], std::min(max_depth, length - starts[j]), matched[j]);
+  return count;
+}
+
+void check_text(int64_t size, int64_t length) {
+  check_size(length, 1, "a text");
+  check_size(size, length, "a text");
+}
+
+}  // namespace
+
+int64_t longest_matches(py::handle text, int64_t length, int64_t min_match, py::handle starts, py::handle matched) {
+  const auto start = view<int32_t, 1>(starts, "starts"), match = view<int32_t, 1>(matched, "matched");
+  check_size(match.size(), start.size(), "matched");
+  return either<int32_t, int64_t, 1>(text, "text", [&](const auto& tokens) {
+    check_text(tokens.size(), length);
+    return find_matches(tokens.data, length, min_match, start.data, match.data, start.size());
+  });
+}
+
+int64_t graft_ngrams(py::handle graphs, int64_t row, py::handle text, int64_t length, int64_t max_matches,
+                     int64_t max_depth, int64_t min_match) {
+  check_size(max_matches, 0, "max_matches");
+  const Graph graph = Graphs(graphs).graph(row);
+  std::vector<int32_t> scratch;
+  return either<int32_t, int64_t, 1>(text, "text", [&](const auto& tokens) {
+    check_text(tokens.size(), length);
+    return graft(graph, tokens.data, length, max_matches, max_depth, min_match, scratch);
+  });
+}
+
+void graft_all_ngrams(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length, py::handle chosen,
+                      int64_t max_matches, py::handle max_depth, int64_t min_match) {
+  check_size(max_matches, 0, "max_matches");
+  const Graphs batch(graphs);
+  const Ints line(lines, "lines"), used(length, "length"), deepest(max_depth, "max_depth");
+  const auto wanted = view<const bool, 1>(chosen, "chosen");
+  check_size(line.size(), wanted.size(), "lines");
+  check_size(used.size(), wanted.size(), "length");
+  check_size(deepest.size(), wanted.size(), "max_depth");
+  std::vector<int32_t> scratch;
+  either<int32_t, int64_t, 2>(token_ids, "token_ids", [&](const auto& texts) {
+    for (int64_t row = 0; row < wanted.size(); ++row) {
+      if (!wanted[row]) continue;
+      check_text(texts.shape[1], used[row]);
+      const auto* text = texts.row(placed(line[row], texts.size(), "lines"));
+      graft(batch.graph(row), text, used[row], max_matches, deepest[row], min_match, scratch);
+    }
+  });
+}
+
+void graft_tree(py::handle graphs, int64_t row, py::handle tokens, py::handle parents, py::handle shares,
+                int64_t matched, int64_t origin) {
+  Graph graph = Graphs(graphs).graph(row);
+  const Ints token(tokens, "tokens"), parent(parents, "parents");
+  const auto share = view<const float, 1>(shares, "shares");
+  const int64_t count = token.size();
+  check_size(parent.size(), count, "parents");
+  check_size(share.size(), count, "shares");
+  std::vector<int32_t> nodes(count, kNone);
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t above = 0;
+    float before = 1.0f;
+    if (parent[i] != kNone) {
+      const int64_t place = placed(parent[i], count, "parents");
+      above = nodes[place];
+      before = share[place];
+    }
+    if (above == kNone) continue;  // the graph was full
+    const float prob = divided(match_prob(matched + graph.depth[above]) * share[i], before);
+    int32_t child = graph.find_child(above, token[i]);
+    if (child == kNone) child = graph.add_child(above, token[i], prob, static_cast<int8_t>(origin));
+    else graph.agree(child, prob);
+    if (child != kNone) nodes[i] = graph.beyond(child);
+  }
+}
+
+}  // namespace gsd

@@ -1,0 +1,105 @@
+// What became of a step's graphs, vllm_gsd/core/outcome.py.
+#include <algorithm>
+#include <vector>
+
+#include "calibration.h"
+#include "functions.h"
+#include "trees.h"
+
+namespace gsd {
+
+namespace {
+
+enum Count { kVerified = 0, kMoved = 1, kGrammar = 2, kAccepted = 3 };
+
+template <typename T>
+py::array_t<T> array_of(const std::vector<T>& values) {
+  py::array_t<T> result(static_cast<py::ssize_t>(values.size()));
+  std::copy(values.begin(), values.end(), result.mutable_data());
+  return result;
+}
+
+template <typename T>
+py::array_t<T> zeros(int64_t count) {
+  py::array_t<T> result(count);
+  std::fill_n(result.mutable_data(), count, T{0});
+  return result;
+}
+
+}  // namespace
+
+py::tuple kv_moves(py::handle parents, py::handle starts, py::handle places, py::handle first_rows) {
+  const Ints place(places, "places"), root(first_rows, "first_rows");
+  const Trees trees(parents, starts, place.size());
+  check_size(root.size(), place.size(), "first_rows");
+  std::vector<int64_t> sources, destinations;
+  for (int64_t tree = 0; tree < place.size(); ++tree) {
+    const int64_t end = trees.placed_in(tree, place[tree]);
+    int64_t depth = 0;
+    for (int64_t node = end; node > 0; node = trees.above(tree, node)) ++depth;
+    for (int64_t node = end; node > 0; node = trees.above(tree, node), --depth) {
+      if (node == depth) continue;
+      sources.push_back(root[tree] + node);
+      destinations.push_back(root[tree] + depth);
+    }
+  }
+  return py::make_tuple(array_of(sources), array_of(destinations));
+}
+
+py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::handle counted, py::handle depth,
+                py::handle source, py::handle survival) {
+  const Ints place(places, "places");
+  const Trees trees(parents, starts, place.size());
+  const auto wanted = view<const bool, 1>(counted, "counted");
+  const auto depths = view<const int32_t, 1>(depth, "depth");
+  const auto sources = view<const int8_t, 1>(source, "source");
+  const auto survivals = view<const float, 1>(survival, "survival");
+  check_size(wanted.size(), place.size(), "counted");
+  check_size(depths.size(), trees.rows(), "depth");
+  check_size(sources.size(), trees.rows(), "source");
+  check_size(survivals.size(), trees.rows(), "survival");
+
+  auto counts = zeros<int64_t>(kAccepted + kSources);
+  auto length = zeros<int64_t>(place.size()), deepest = zeros<int64_t>(place.size());
+  int64_t *count = counts.mutable_data(), *lengths = length.mutable_data(), *deepests = deepest.mutable_data();
+  std::vector<char> accepted(trees.rows(), 0);
+  std::vector<int64_t> lines, ordinals;
+  int64_t ordinal = -1;
+  for (int64_t tree = 0; tree < place.size(); ++tree) {
+    if (!wanted[tree]) continue;
+    ++ordinal;
+    const int64_t first = trees.first(tree);
+    for (int64_t node = trees.placed_in(tree, place[tree]); node > 0; node = trees.above(tree, node)) {
+      accepted[first + node] = 1;
+      lengths[tree] += 1;
+      count[kMoved] += depths[first + node] != node;
+    }
+    for (int64_t line = first + 1; line < trees.end(tree); ++line) {
+      if (trees.parent(line) < 0) continue;  // a row without a node
+      count[kVerified] += 1;
+      deepests[tree] = std::max<int64_t>(deepests[tree], depths[line]);
+      if (sources[line] < 0) {
+        count[kGrammar] += accepted[line];
+        continue;
+      }
+      count[kAccepted + placed(sources[line], kSources, "source")] += accepted[line];
+      lines.push_back(line);
+      ordinals.push_back(ordinal);
+    }
+  }
+  const auto own = static_cast<py::ssize_t>(lines.size());
+  py::array_t<int8_t> own_source(own);
+  py::array_t<int32_t> own_depth(own);
+  py::array_t<float> own_survival(own);
+  py::array_t<bool> own_accepted(own);
+  for (py::ssize_t i = 0; i < own; ++i) {
+    own_source.mutable_data()[i] = sources[lines[i]];
+    own_depth.mutable_data()[i] = depths[lines[i]];
+    own_survival.mutable_data()[i] = survivals[lines[i]];
+    own_accepted.mutable_data()[i] = accepted[lines[i]];
+  }
+  const auto nodes = py::make_tuple(array_of(ordinals), own_source, own_depth, own_survival, own_accepted);
+  return py::make_tuple(counts, length, deepest, nodes);
+}
+
+}  // namespace gsd
