@@ -14,6 +14,7 @@ TORCH_LIBRARY(vllm_gsd, library) {
   library.def("move_kv(Tensor(a!)[] kv_caches, Tensor[] tables, Tensor src_slots, Tensor dst_slots) -> ()");
   library.def("topk_softmax(Tensor logits, int k) -> (Tensor, Tensor)");
   library.def("argmax_rows(Tensor logits) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   library.def("set_isa_limit(int level) -> int", &gsd::set_isa_limit);
   library.def("current_isa() -> int", [] { return static_cast<int64_t>(gsd::current_isa()); });
 }
@@ -23,6 +24,7 @@ TORCH_LIBRARY_IMPL(vllm_gsd, CPU, library) {
   library.impl("move_kv", &gsd::move_kv);
   library.impl("topk_softmax", &gsd::topk_softmax);
   library.impl("argmax_rows", &gsd::argmax_rows);
+  library.impl("linear", &gsd::linear);
 }
 
 // Importing vllm_gsd._C loads this library, which registers the operators; the module itself is empty.

@@ -21,4 +21,6 @@ std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_
 
 at::Tensor argmax_rows(const at::Tensor& logits);
 
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
 }  // namespace gsd

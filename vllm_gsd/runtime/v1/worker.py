@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker import cpu_worker, gpu_model_runner
 
 from vllm_gsd.ops import HAVE_EXTENSION
+from vllm_gsd.runtime.packed_weights import PacksWeights
 from vllm_gsd.runtime.ranks import forget_shared_memory
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
 
@@ -26,7 +27,7 @@ def _with_all_processors(upstream):
     return build_logitsprocs
 
 
-class GraphCPUWorker(cpu_worker.CPUWorker):
+class GraphCPUWorker(PacksWeights, cpu_worker.CPUWorker):
     """``worker_cls`` of an engine whose speculative method is gsd."""
 
     def init_device(self) -> None:

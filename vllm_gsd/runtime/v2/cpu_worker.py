@@ -3,10 +3,11 @@
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
 
+from vllm_gsd.runtime.packed_weights import PacksWeights
 from vllm_gsd.runtime.ranks import forget_shared_memory
 
 
-class GraphCPUWorker(cpu_worker.CPUWorker):
+class GraphCPUWorker(PacksWeights, cpu_worker.CPUWorker):
     """``worker_cls`` of an engine with gsd on a CPU for which vLLM takes Model Runner V2."""
 
     def init_device(self) -> None:

@@ -1,0 +1,83 @@
+"""``x @ weight.T`` for the few rows of a step, at the price of reading the weights once.
+
+A decoding step waits for its weights: up to some two dozen rows the products fit into that time, if the next weights
+are fetched while the present ones are multiplied. Verifying a graph then costs hardly more than a plain step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gsd.ops import HAVE_EXTENSION
+
+_PANEL = 16  # output columns of a vector register
+_AVX512_BF16 = 3  # of ``current_isa``
+
+
+def packs(weight: torch.Tensor) -> bool:
+    """Whether :func:`linear` serves this weight on this processor: bfloat16, AVX512-BF16, sizes that fit registers."""
+    if not HAVE_EXTENSION or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.dim() != 2:
+        return False
+    columns, size = weight.shape
+    return torch.ops.vllm_gsd.current_isa() >= _AVX512_BF16 and not columns % _PANEL and not size % 2 and size > 0
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Lay out a weight for :func:`linear`, as many bytes as before.
+
+    Args:
+        weight: ``[columns, size]``, columns a multiple of 16 and size of 2.
+
+    Returns:
+        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. Four panels are the fastest, fewer are
+        taken where the groups would be shared out unevenly among torch's threads.
+    """
+    columns, size = weight.shape
+    panels, threads = columns // _PANEL, torch.get_num_threads()
+
+    def longest(width: int) -> int:
+        """Panels of the thread that has most of them, were groups so wide."""
+        return -(-(panels // width) // threads) * width
+
+    width = min((w for w in (4, 3, 2, 1) if not panels % w), key=longest)
+    grouped = weight.view(panels // width, width, _PANEL, size // 2, 2)
+    return grouped.permute(0, 3, 1, 2, 4).contiguous()
+
+
+def unpack_weight(packed: torch.Tensor) -> torch.Tensor:
+    """The ``[columns, size]`` that :func:`pack_weight` was given."""
+    groups, pairs, width, panel, _ = packed.shape
+    return packed.permute(0, 2, 3, 1, 4).reshape(groups * width * panel, 2 * pairs)
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias``, products of bfloat16 summed in float32 in the order of their inputs.
+
+    A row's result does not depend on the other rows, nor on the number of threads.
+
+    Args:
+        x: bfloat16 ``[..., size]``.
+        packed: of :func:`pack_weight`, bfloat16.
+        bias: bfloat16 ``[columns]``.
+
+    Returns:
+        bfloat16 ``[..., columns]``.
+
+    Raises:
+        ValueError: a shape or dtype is another.
+    """
+    return torch.ops.vllm_gsd.linear(x, packed, bias)
+
+
+def linear_reference(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`linear` in plain PyTorch, rounded once, in the end."""
+    weight = unpack_weight(packed).to(torch.promote_types(packed.dtype, torch.float32))
+    product = torch.nn.functional.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+    return product.to(x.dtype)
+
+
+if HAVE_EXTENSION:
+
+    @torch.library.register_fake("vllm_gsd::linear")
+    def _shape_of_linear(x, weight, bias):
+        return x.new_empty(*x.shape[:-1], weight.shape[0] * weight.shape[2] * _PANEL)
