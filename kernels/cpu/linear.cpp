@@ -33,13 +33,16 @@ struct Linear {
   // Rows [begin, end) by groups [first, last).
   void run(int64_t begin, int64_t end, int64_t first, int64_t last) const {
     const int64_t most = avx512bf16::most_rows(panels);
-    const int64_t rows = end - begin, chunks = (rows + most - 1) / most;
+    const int64_t rows = end - begin;
+    // Several chunks share the fetching of the next group evenly among them, or memory rests while one of them runs.
+    int64_t chunks = (rows + most - 1) / most;
+    while (chunks < std::min<int64_t>(panels, rows) && panels % chunks) ++chunks;
     const int64_t group = pairs * panels * 32;
     for (int64_t g = first; g < last; ++g) {
       const c10::BFloat16* w = weight + g * group;
       const int64_t column = g * panels * 16;
       for (int64_t c = 0; c < chunks; ++c) {
-        // A single chunk waits for memory anyway; several share the fetching of the next group among them.
+        // A single chunk waits for memory anyway.
         const char* ahead = reinterpret_cast<const char*>(w) + kAheadBytes;
         int64_t lines = panels;
         if (chunks > 1 && (g > first || c > 0)) {
