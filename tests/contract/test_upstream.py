@@ -12,6 +12,8 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.lora.ops.torch_ops import bgmv_expand
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.sampling_params import SamplingParams
@@ -257,6 +259,17 @@ def test_int8_products():
     assert parameters(_custom_ops.onednn_scaled_int8_quant) == ["input", "scale", "azp", "symmetric"]
     keys = ["dnnl_handler", "x", "output", "input_scale", "input_zp", "input_zp_adj", "bias"]
     assert parameters(_custom_ops.onednn_scaled_mm) == keys
+
+
+def test_weights_are_packed_here():
+    """``PacksWeights`` stands in for this function while a model is loaded; layers look it up when they need it."""
+    assert parameters(utils.dispatch_cpu_unquantized_gemm) == ["layer", "remove_weight"]
+    assert parameters(utils.cpu_unquantized_gemm) == ["layer", "x", "weight", "bias"]
+    assert "layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        source = inspect.getsource(method.process_weights_after_loading)
+        assert "utils import dispatch_cpu_unquantized_gemm" in source
+    assert "load_dummy_weights" in parameters(cpu_worker.CPUWorker.load_model)
 
 
 def test_shared_suffixes_read_these():

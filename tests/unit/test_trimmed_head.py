@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from vllm_gsd.runtime.int8_rows import Int8Rows, int8_pays
-from vllm_gsd.runtime.trimmed_head import TrimmedHead
+from vllm_gsd.runtime.packed_weights import packs_weights
+from vllm_gsd.runtime.trimmed_head import TrimmedHead, _Apart, _Together
 
 FREQUENT = np.array([1, 4, 9])
 
@@ -60,6 +61,8 @@ def test_int8_rows_are_close_to_exact():
         ours = Int8Rows(weight.bfloat16())(x[rows].bfloat16()).float()
         assert (ours - exact[rows]).norm() <= 0.02 * exact[rows].norm()
     head = TrimmedHead(lambda ids: weight.bfloat16()[ids], 300, np.arange(200), torch.device("cpu"), 4)
+    head.columns = _Apart(weight[:200].bfloat16(), 4)
+    assert isinstance(head.columns.multiply, Int8Rows)
     head.see(np.array([250]))
     ours = logits_by_token(head, x.bfloat16())
     assert ours.keys() == {*range(200), 250}
@@ -68,4 +71,22 @@ def test_int8_rows_are_close_to_exact():
 
 def test_other_types_are_multiplied_as_they_are(whole):
     assert not int8_pays(whole)
-    assert not isinstance(make(whole, 2).multiply, Int8Rows)
+    assert not isinstance(make(whole, 2).columns.multiply, Int8Rows)
+
+
+@pytest.mark.parametrize("frequent", [3, 16, 37])
+@pytest.mark.skipif(
+    not packs_weights(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="this processor's products are upstream's"
+)
+def test_all_columns_in_one_matrix(frequent):
+    """Also where their number is none that our kernel takes."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(300, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    exact = x.double() @ weight.double().T
+    head = TrimmedHead(lambda ids: weight[ids], 300, np.arange(frequent), torch.device("cpu"), 4)
+    assert isinstance(head.columns, _Together)
+    for seen in (250, [251, 252, 2], [253, 254]):
+        head.see(np.atleast_1d(seen))
+        for token, logits in logits_by_token(head, x).items():
+            torch.testing.assert_close(logits.double(), exact[:, token], rtol=2**-7, atol=1e-3)
+    assert logits_by_token(head, x).keys() == {*range(frequent), 251, 252, 253, 254}

@@ -10,7 +10,7 @@ import torch
 
 from vllm_gsd.ops import HAVE_EXTENSION
 
-_PANEL = 16  # output columns of a vector register
+COLUMNS = 16  # of a vector register: a weight has a multiple of so many
 _AVX512_BF16 = 3  # of ``current_isa``
 
 
@@ -19,7 +19,7 @@ def packs(weight: torch.Tensor) -> bool:
     if not HAVE_EXTENSION or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.dim() != 2:
         return False
     columns, size = weight.shape
-    return torch.ops.vllm_gsd.current_isa() >= _AVX512_BF16 and not columns % _PANEL and not size % 2 and size > 0
+    return torch.ops.vllm_gsd.current_isa() >= _AVX512_BF16 and not columns % COLUMNS and not size % 2 and size > 0
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -33,14 +33,14 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         taken where the groups would be shared out unevenly among torch's threads.
     """
     columns, size = weight.shape
-    panels, threads = columns // _PANEL, torch.get_num_threads()
+    panels, threads = columns // COLUMNS, torch.get_num_threads()
 
     def longest(width: int) -> int:
         """Panels of the thread that has most of them, were groups so wide."""
         return -(-(panels // width) // threads) * width
 
     width = min((w for w in (4, 3, 2, 1) if not panels % w), key=longest)
-    grouped = weight.view(panels // width, width, _PANEL, size // 2, 2)
+    grouped = weight.view(panels // width, width, COLUMNS, size // 2, 2)
     return grouped.permute(0, 3, 1, 2, 4).contiguous()
 
 
@@ -48,6 +48,13 @@ def unpack_weight(packed: torch.Tensor) -> torch.Tensor:
     """The ``[columns, size]`` that :func:`pack_weight` was given."""
     groups, pairs, width, panel, _ = packed.shape
     return packed.permute(0, 2, 3, 1, 4).reshape(groups * width * panel, 2 * pairs)
+
+
+def write_columns(packed: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows ``[n, size]`` of the weight anew, those of ``columns``, int64 ``[n]``."""
+    _, pairs, width, _, _ = packed.shape
+    panel = columns // COLUMNS
+    packed[panel // width, :, panel % width, columns % COLUMNS] = rows.view(len(rows), pairs, 2)
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,4 +87,4 @@ if HAVE_EXTENSION:
 
     @torch.library.register_fake("vllm_gsd::linear")
     def _shape_of_linear(x, weight, bias):
-        return x.new_empty(*x.shape[:-1], weight.shape[0] * weight.shape[2] * _PANEL)
+        return x.new_empty(*x.shape[:-1], weight.shape[0] * weight.shape[2] * COLUMNS)

@@ -22,7 +22,7 @@ class PacksWeights:
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the target, and with it the draft."""
-        self.vllm_config.additional_config[PACKED_KEY] = not _upstream_is_better()
+        self.vllm_config.additional_config[PACKED_KEY] = packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
         with _packing():
             super().load_model(**kwargs)  # type: ignore[misc]
 
@@ -33,7 +33,7 @@ def _packing() -> Iterator[None]:
     upstream = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if _upstream_is_better() or not packs(layer.weight):
+        if not packs_weights(layer.weight):
             upstream(layer, remove_weight)
             return
         packed = pack_weight(layer.weight.detach())
@@ -50,8 +50,10 @@ def _packing() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = upstream
 
 
-def _upstream_is_better() -> bool:
-    """Where processors lack our instructions or have matrix units (AMX), and where AMD's own library is installed."""
-    if not packs(torch.empty(16, 2, dtype=torch.bfloat16)) or torch.cpu._is_amx_tile_supported():
-        return True
-    return hasattr(torch.ops.zentorch, "zentorch_linear_unary")
+def packs_weights(weight: torch.Tensor) -> bool:
+    """Whether to pack a weight for our kernel.
+
+    Not where there are matrix units (AMX), nor beside AMD's own library, which vLLM takes where it is installed.
+    """
+    upstream_is_better = torch.cpu._is_amx_tile_supported() or hasattr(torch.ops.zentorch, "zentorch_linear_unary")
+    return not upstream_is_better and packs(weight)

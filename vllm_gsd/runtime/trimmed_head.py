@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from vllm_gsd.ops.linear import COLUMNS, linear, pack_weight, write_columns
 from vllm_gsd.runtime.int8_rows import Int8Rows, int8_pays
+from vllm_gsd.runtime.packed_weights import packs_weights
 
 # Rare tokens that are kept, of all requests together; who comes first leaves first.
 RECENT = 512
 
 
 class TrimmedHead(torch.nn.Module):
-    """Rows of an LM head; the frequent ones are packed once on a CPU, in int8 where that is faster.
+    """Rows of an LM head, packed on a CPU as is fastest there.
 
     Args:
         lookup: gives the LM head's rows [n, hidden] of tokens, int64 [n] on ``device``.
@@ -39,8 +41,10 @@ class TrimmedHead(torch.nn.Module):
         frequent = torch.from_numpy(token_ids).to(device)
         self.num_frequent = len(frequent)
         weight = lookup(frequent).contiguous()
-        self.multiply = Int8Rows(weight) if int8_pays(weight) else _Packed(weight)
-        self.rows = torch.zeros_like(weight[:1]).repeat(recent, 1)
+        # Sizes that our kernel does not take are filled up with columns of nobody.
+        room = recent + -(self.num_frequent + recent) % COLUMNS
+        whole = torch.cat([weight, weight.new_zeros(room, weight.shape[1])])
+        self.columns = _Together(whole) if packs_weights(whole) else _Apart(weight, recent)
         # The token of each column; -1 where there is none yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
@@ -60,21 +64,51 @@ class TrimmedHead(torch.nn.Module):
         self.known[left[left >= 0]] = False
         self.known[rare] = True
         self.kept[places] = rare
-        device = self.rows.device
+        device = self.ids.device
         slots, ids = torch.from_numpy(places).to(device), torch.from_numpy(rare.astype(np.int64)).to(device)
         columns = slots + self.num_frequent
-        self.rows[slots] = self.lookup(ids)
+        self.columns.write(columns, self.lookup(ids))
         self.ids[columns] = ids
         self.missing[columns] = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, columns] of hidden states [rows, hidden]; tokens of the columns are in ``ids``."""
-        return torch.cat([self.multiply(hidden), torch.nn.functional.linear(hidden, self.rows)], dim=1)
+        return self.columns(hidden)[:, : len(self.ids)]
 
     def hide(self, logits: torch.Tensor) -> torch.Tensor:
         """Make columns without a token impossible, in place."""
         logits[:, self.num_frequent :].masked_fill_(self.missing[self.num_frequent :], -torch.inf)
         return logits
+
+
+class _Together(torch.nn.Module):
+    """All columns in one matrix of our own kernel's."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.packed = pack_weight(weight)
+
+    def write(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
+        write_columns(self.packed, columns, rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.packed)
+
+
+class _Apart(torch.nn.Module):
+    """The frequent columns in int8, or as vLLM packs its own LM heads; the recent ones behind them as they are."""
+
+    def __init__(self, weight: torch.Tensor, recent: int):
+        super().__init__()
+        self.num_frequent = len(weight)
+        self.multiply = Int8Rows(weight) if int8_pays(weight) else _Packed(weight)
+        self.rows = torch.zeros_like(weight[:1]).repeat(recent, 1)
+
+    def write(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
+        self.rows[columns - self.num_frequent] = rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.multiply(x), torch.nn.functional.linear(x, self.rows)], dim=1)
 
 
 class _Packed(torch.nn.Module):
