@@ -227,6 +227,14 @@ def verify(core, random):
     token, sampled = random.integers(0, 2, rows), random.integers(0, 2, rows)
     masks = np.full((rows, 2), -1, np.int64)
     core.flatten.ancestor_masks(np.maximum(parent, -1), starts, masks)
+    told.append(masks.copy())
+    ahead, room = random.integers(0, 70, count), np.diff(starts)
+    bounds = np.cumsum([0, *(ahead + room)]).astype(np.int32)
+    positions, prefix = random.integers(0, 900, bounds[-1]), np.empty(count, np.int64)
+    whole = np.full((int(bounds[-1]), 3), -1, np.int64)
+    trees = parent, starts, depth, random.random(count) < 0.7, bounds[:-1] + ahead
+    core.flatten.batch_masks(*trees, bounds, positions, prefix, whole)
+    told.append([positions, prefix, whole])
     places, path = np.zeros(count, np.int32), np.full((count, 80), -1, np.int32)
     told.append(core.verify.follow(token, parent, starts, sampled, places, path))
     stepped, active = np.zeros(count, np.int32), random.random(count) < 0.9

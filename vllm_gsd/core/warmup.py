@@ -5,7 +5,7 @@ import numpy as np
 from vllm_gsd.core.calibration import NUM_SOURCES, Calibration, SourceTrust
 from vllm_gsd.core.costs import Costs
 from vllm_gsd.core.draft_level import frontier_chances, keep_best, level_rows, new_draft_slots, parent_lines
-from vllm_gsd.core.flatten import ancestor_masks, flatten
+from vllm_gsd.core.flatten import ancestor_masks, batch_masks, flatten
 from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset_all
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.ngram import graft_all_ngrams, graft_tree
@@ -42,6 +42,9 @@ def warm_up() -> None:
     parent = np.concatenate([[-1], trees.parent[0, : trees.size[0]] + 1]).astype(np.int32)
     line_tokens = np.concatenate([[0], trees.token[0, : trees.size[0]]])
     ancestor_masks(parent, starts, np.zeros((len(parent), 1), np.int64))
+    levels, rows = np.zeros(len(parent), np.int32), np.zeros(len(parent), np.int64)
+    whole = starts, rows, np.zeros(1, np.int64), np.zeros((len(parent), 1), np.int64)
+    batch_masks(parent, starts, levels, np.ones(1, np.bool_), np.zeros(1, np.int64), *whole)
     places, active = np.zeros(1, np.int32), np.ones(1, np.bool_)
     step_into(line_tokens, parent, starts, places, line_tokens[1:2].copy(), active)
     follow(line_tokens, parent, starts, line_tokens, places, np.zeros((1, len(parent)), np.int32))

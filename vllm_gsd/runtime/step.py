@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_gsd.core.flatten import ancestor_masks
+from vllm_gsd.core.flatten import ancestor_masks, batch_masks
 from vllm_gsd.core.graph import NONE
 from vllm_gsd.core.verify import is_chain
 from vllm_gsd.runtime.draft_tree import FOREIGN, DraftTree, WalkTrees
 from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+
+NO_BLOCKS = torch.empty((0, 0), dtype=torch.int32)
 
 
 @dataclass
@@ -28,10 +30,10 @@ class VerifyStep:
     has_placeholders: bool = False  # among the scheduled tokens
     # int32 [num_requests + 1], where requests begin in the batch, if all its rows attend by the mask (``mask_all``).
     batch_starts: np.ndarray | None = None
-    # Once ``set_positions`` has read them, int64: of those requests' roots, of all their rows, of the batch's rows.
+    # Once ``set_positions`` has read them, int64: of those requests' roots, and of all their rows.
     root_positions: torch.Tensor | None = None
     row_positions: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
+    batch: TreeRows | None = None  # all rows, if all attend by the mask; without its block table
 
     @property
     def num_tree_requests(self) -> int:
@@ -47,7 +49,7 @@ class VerifyStep:
         """Let all rows of the batch attend by the tree mask, prompts as well: each such row sees those before it.
 
         Args:
-            batch_starts: int32 [num_requests + 1], where requests begin in the batch.
+            batch_starts: int32 [num_requests + 1], where requests begin in the batch; its positions are on the host.
         """
         self.batch_starts = batch_starts
 
@@ -69,7 +71,9 @@ class VerifyStep:
             positions: int64 [>= num_rows of the batch], by place so far. They are the truth about how long texts are,
                 which a host that runs ahead of its device only guesses.
         """
-        self.positions = positions
+        if self.batch_starts is not None:
+            self.batch = self._whole_batch(self.batch_starts, positions)
+            return
         if not self.num_tree_requests:
             return
         device = positions.device
@@ -98,11 +102,11 @@ class VerifyStep:
             groups: attention groups of the runner; what lies in ``draft_layers`` is left alone.
             common: upstream's ``CommonAttentionMetadata`` of the batch.
         """
-        if self.batch_starts is not None:
-            tree_rows, rows = self._whole_batch(self.batch_starts, common), np.arange(common.num_actual_tokens)
-        else:
-            tree_rows, rows = self._tree_requests(common)
-        self.attach(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
+        if self.batch is not None:
+            tree_rows = replace(self.batch, block_table=common.block_table_tensor[: len(self.has_tree)])
+            _attach_to(tree_rows, groups, draft_layers, attn_metadata)
+            return
+        self.attach(*self._tree_requests(common), self.tree_requests, groups, draft_layers, attn_metadata, common)
 
     def _tree_requests(self, common) -> tuple[TreeRows, np.ndarray]:
         """The rows of those requests alone that need the mask, and where they are in the batch."""
@@ -123,24 +127,18 @@ class VerifyStep:
         )
         return tree_rows, rows
 
-    def _whole_batch(self, starts: np.ndarray, common) -> TreeRows:
-        """All rows of the batch, those before a request's root as a chain."""
-        assert self.positions is not None
-        num_rows = int(starts[-1])
-        parent = np.arange(-1, num_rows - 1, dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))
-        if self.has_tree.any():
-            lines = np.flatnonzero(np.repeat(self.has_tree, np.diff(self.trees.starts)))
-            request = np.repeat(np.arange(len(self.has_tree)), np.diff(self.trees.starts))[lines]
-            own = self.trees.parent[lines]
-            root = (self.first_rows - starts[:-1])[request]  # its place among the request's rows
-            rows = self.first_rows[request] + lines - self.trees.starts[request]
-            parent[rows] = np.where(own == NONE, root - 1, np.where(own < 0, NONE, own + root))
+    def _whole_batch(self, starts: np.ndarray, positions: torch.Tensor) -> TreeRows:
+        """All rows of the batch, those before a request's root as a chain; gives nodes their position by depth."""
+        num_rows, prefix = int(starts[-1]), np.empty(len(self.has_tree), np.int64)
+        masks = np.empty((num_rows, (int(np.diff(starts).max()) + 63) // 64), np.int64)
+        trees = self.trees.parent, self.trees.starts, self.depth, self.has_tree, self.first_rows
+        batch_masks(*trees, starts, positions.numpy(), prefix, masks)
         return TreeRows(
             query_start_loc=torch.from_numpy(starts),
-            prefix_lens=self.positions[torch.from_numpy(starts[:-1].astype(np.int64))].to(torch.int32),
-            block_table=common.block_table_tensor[: len(starts) - 1],
-            positions=self.positions[:num_rows],
-            mask=_masks(parent, starts),
+            prefix_lens=torch.from_numpy(prefix.astype(np.int32)),
+            block_table=NO_BLOCKS,
+            positions=positions[:num_rows],
+            mask=torch.from_numpy(masks),
             rows=None,
         )
 
@@ -155,14 +153,12 @@ class VerifyStep:
         num_rows = common.num_actual_tokens
         if len(rows) == num_rows:
             tree_rows = replace(tree_rows, rows=None)
+        if tree_rows.rows is None:
+            _attach_to(tree_rows, groups, draft_layers, attn_metadata)
+            return
         for group in groups:
-            layers = [name for name in group.layer_names if name not in draft_layers]
-            if not layers:
-                continue
-            group_rows = tree_rows
-            if tree_rows.rows is not None:
-                group_rows = VerifyStep._with_plain_rows(tree_requests, tree_rows, rows, group, common)
-            setattr(attn_metadata[layers[0]], TREE_ROWS, group_rows)
+            group_rows = VerifyStep._with_plain_rows(tree_requests, tree_rows, rows, group, common)
+            _attach_to(group_rows, [group], draft_layers, attn_metadata)
 
     @staticmethod
     def _with_plain_rows(tree_requests, tree_rows: TreeRows, rows: np.ndarray, group, common) -> TreeRows:
@@ -190,6 +186,14 @@ class VerifyStep:
         )
         metadata = group.get_metadata_builder(0).build(0, plain_common)
         return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
+
+
+def _attach_to(tree_rows: TreeRows, groups, draft_layers: set[str], attn_metadata: dict[str, Any]) -> None:
+    """Add tree rows to the metadata that the target layers of each group share."""
+    for group in groups:
+        layer = next((name for name in group.layer_names if name not in draft_layers), None)
+        if layer is not None:
+            setattr(attn_metadata[layer], TREE_ROWS, tree_rows)
 
 
 def _masks(parent: np.ndarray, starts: np.ndarray) -> torch.Tensor:

@@ -5,6 +5,7 @@
 #include "calibration.h"
 #include "functions.h"
 #include "graph.h"
+#include "trees.h"
 
 namespace gsd {
 
@@ -133,6 +134,47 @@ void ancestor_masks(py::handle parent, py::handle starts, py::handle masks) {
       if (parents[line] == kNone) std::fill_n(ours, words, 0);
       else std::copy_n(mask.row(placed(first + parents[line], rows, "parent")), words, ours);
       const int64_t place = line - first;
+      ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
+    }
+  }
+}
+
+void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::handle has_tree, py::handle first_rows,
+                 py::handle batch_starts, py::handle positions, py::handle prefix, py::handle masks) {
+  const Ints root_of(first_rows, "first_rows"), bounds(batch_starts, "batch_starts"), depths(depth, "depth");
+  const int64_t requests = root_of.size();
+  const Trees trees(parents, starts, requests);
+  const auto tree = view<const bool, 1>(has_tree, "has_tree");
+  const auto position = view<int64_t, 1>(positions, "positions"), before = view<int64_t, 1>(prefix, "prefix");
+  const auto mask = view<int64_t, 2>(masks, "masks");
+  check_size(bounds.size(), requests + 1, "batch_starts");
+  check_size(depths.size(), trees.rows(), "depth");
+  check_size(tree.size(), requests, "has_tree");
+  check_size(before.size(), requests, "prefix");
+  const int64_t words = mask.shape[1], room = std::min(position.size(), mask.size());
+  for (int64_t request = 0; request < requests; ++request) {
+    const int64_t begin = bounds[request], end = bounds[request + 1], root = root_of[request];
+    if (end - begin > 64 * words) throw py::value_error("a tree has more rows than its attention mask has bits");
+    if (begin >= end) continue;
+    check_size(begin, 0, "batch_starts");
+    check_size(room, end, "positions or masks");
+    before[request] = position[begin];
+    if (tree[request]) {
+      check_size(root, begin, "first_rows");
+      check_size(trees.end(request) - trees.first(request), end - root, "a tree");
+    }
+    for (int64_t row = begin; row < end; ++row) {
+      int64_t above = row - 1;
+      if (tree[request] && row > root) {
+        const int64_t line = trees.first(request) + row - root, parent = trees.parent(line);
+        position[row] = position[root] + depths[line];
+        above = parent >= 0 ? root + parent : kNone;
+        check_size(row, above + 1, "parents");
+      }
+      int64_t* ours = mask.row(row);
+      if (above < begin) std::fill_n(ours, words, 0);
+      else std::copy_n(mask.row(above), words, ours);
+      const int64_t place = row - begin;
       ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
     }
   }

@@ -35,6 +35,8 @@ void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::
              py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle via_merge,
              py::handle survival, py::handle value, py::handle size);
 void ancestor_masks(py::handle parent, py::handle starts, py::handle masks);
+void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::handle has_tree, py::handle first_rows,
+                 py::handle batch_starts, py::handle positions, py::handle prefix, py::handle masks);
 
 // ngram.cpp
 int64_t longest_matches(py::handle text, int64_t length, int64_t min_match, py::handle starts, py::handle matched);

@@ -3,7 +3,7 @@
 
 PYBIND11_MODULE(_core, module) {
   // As in vllm_gsd/core/compiled.py: to be raised in both when a function comes, goes, or takes something else.
-  module.attr("INTERFACE") = 1;
+  module.attr("INTERFACE") = 2;
 
   module.def("reset", &gsd::reset);
   module.def("reset_all", &gsd::reset_all);
@@ -19,6 +19,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("kv_slots", &gsd::kv_slots);
   module.def("_flatten", &gsd::flatten);
   module.def("ancestor_masks", &gsd::ancestor_masks);
+  module.def("batch_masks", &gsd::batch_masks);
   module.def("longest_matches", &gsd::longest_matches);
   module.def("graft_ngrams", &gsd::graft_ngrams);
   module.def("graft_all_ngrams", &gsd::graft_all_ngrams);
