@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from engine_process import model_runner
+from adapters import RANK, build_adapter, generate_adapted
+from engine_process import Params, model_runner
 
 from vllm_gsd.ops.linear import packs
 
 ENGINE = {"dtype": "bfloat16"}
-GREEDY = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "ignore_eos": True}
 # How far two computations of a log-probability in bfloat16 may lie apart in this model, whose logits reach 20.
 ROUNDING = 0.5
 
@@ -42,11 +43,11 @@ def test_other_types_are_upstreams(start_engine):
     assert found and all(packed == {False} for packed in found.values())
 
 
-def test_answers(plain, gsd, random_prompts):
-    """Log-probabilities are plain vLLM's; so are texts, until two tokens are as good as one another."""
-    prompts = random_prompts(24, 5, 200)
-    for theirs, ours in zip(plain.generate(prompts, GREEDY), gsd.generate(prompts, GREEDY), strict=True):
-        for expected, got in zip(theirs.prompt_logprobs[1:], ours.prompt_logprobs[1:], strict=True):
+def assert_close(all_theirs, all_ours):
+    """Log-probabilities are equal but for rounding; so are texts, until two tokens are as good as one another."""
+    for theirs, ours in zip(all_theirs, all_ours, strict=True):
+        prompts = (answer.prompt_logprobs or [None] for answer in (theirs, ours))
+        for expected, got in list(zip(*prompts, strict=True))[1:]:
             assert all(abs(got[token] - expected[token]) < ROUNDING for token in got.keys() & expected.keys())
         expected, got = theirs.completions[0], ours.completions[0]
         same = next((i for i, (a, b) in enumerate(zip(expected.tokens, got.tokens)) if a != b), None)  # noqa: B905
@@ -55,3 +56,22 @@ def test_answers(plain, gsd, random_prompts):
             assert first - second < ROUNDING
         for a, b in list(zip(expected.logprobs, got.logprobs, strict=True))[:same]:
             assert all(abs(a[token] - b[token]) < ROUNDING for token in a.keys() & b.keys())
+
+
+def test_answers(plain, gsd, random_prompts):
+    prompts = random_prompts(24, 5, 200)
+    params = {**GREEDY, "prompt_logprobs": 1}
+    assert_close(plain.generate(prompts, params), gsd.generate(prompts, params))
+
+
+def test_adapters(start_engine, tiny_pair, random_prompts, tmp_path):
+    """Their products are added to those of packed layers."""
+    adapters = [build_adapter(tmp_path / str(seed), tiny_pair.target, seed) for seed in range(2)]
+    prompts, chosen = random_prompts(9, 5, 80), [None, *adapters] * 3
+    options = {**ENGINE, "enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
+    theirs, ours = (
+        start_engine(config, **options).call(generate_adapted, prompts, [Params(GREEDY)] * 9, chosen)
+        for config in (None, {})
+    )
+    assert_close(theirs, ours)
+    assert theirs[0].tokens != theirs[1].tokens
