@@ -20,9 +20,9 @@ namespace gsd {
 #if GSD_X86
 namespace {
 
-constexpr int64_t kRowsAtOnce = 240;     // their inputs stay in the second-level cache
-constexpr int64_t kAheadBytes = 2048;    // of a group that nothing fetched before
-constexpr int64_t kLine = 64;            // bytes of a cache line, and of 16 pairs
+constexpr int64_t kRowsAtOnce = 240;   // their inputs stay in the second-level cache
+constexpr int64_t kAheadBytes = 2048;  // in a group that nothing fetched before
+constexpr int64_t kLine = 64;          // bytes of a cache line, and of 16 pairs
 
 struct Linear {
   const c10::BFloat16 *x, *weight, *bias;

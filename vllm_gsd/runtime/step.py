@@ -129,7 +129,7 @@ class VerifyStep:
 
     def _whole_batch(self, starts: np.ndarray, positions: torch.Tensor) -> TreeRows:
         """All rows of the batch, those before a request's root as a chain; gives nodes their position by depth."""
-        num_rows, prefix = int(starts[-1]), np.empty(len(self.has_tree), np.int64)
+        num_rows, prefix = int(starts[-1]), np.zeros(len(self.has_tree), np.int64)
         masks = np.empty((num_rows, (int(np.diff(starts).max()) + 63) // 64), np.int64)
         trees = self.trees.parent, self.trees.starts, self.depth, self.has_tree, self.first_rows
         batch_masks(*trees, starts, positions.numpy(), prefix, masks)
