@@ -146,17 +146,22 @@ class GraphScheduling(Scheduler):
     def make_stats(self, *args, **kwargs):
         """See upstream; adds ours now and then, and with the last step while there is work."""
         stats = super().make_stats(*args, **kwargs)
-        if stats is not None and self.graph_stats is not None:
-            for name, counter in self.untold.items():
-                counter.update(self.graph_stats[name])
-            now = time.monotonic()
-            if now - self.told >= TELL_EVERY or not self.running:
-                stats.kv_connector_stats = {STATS_KEY: {name: dict(counts) for name, counts in self.untold.items()}}
-                for counter in self.untold.values():
-                    counter.clear()
-                self.told = now
-        self.graph_stats = None
+        news, self.graph_stats = self.graph_stats, None
+        if stats is None:
+            return stats
+        for name, counter in self.untold.items() if news is not None else ():
+            counter.update(news[name])
+        now = time.monotonic()
+        if any(self.untold.values()) and (now - self.told >= TELL_EVERY or self._may_be_last()):
+            stats.kv_connector_stats = {STATS_KEY: {name: dict(counts) for name, counts in self.untold.items()}}
+            for counter in self.untold.values():
+                counter.clear()
+            self.told = now
         return stats
+
+    def _may_be_last(self) -> bool:
+        """Whether no step may follow: the front end finds stop strings, and ends such requests after a step."""
+        return not self.running or any(request.sampling_params.stop for request in self.running)
 
 
 class GraphScheduler(GraphScheduling):
