@@ -149,8 +149,9 @@ class GraphScheduling(Scheduler):
         news, self.graph_stats = self.graph_stats, None
         if stats is None:
             return stats
-        for name, counter in self.untold.items() if news is not None else ():
-            counter.update(news[name])
+        if news is not None:
+            for name, counter in self.untold.items():
+                counter.update(news[name])
         now = time.monotonic()
         if any(self.untold.values()) and (now - self.told >= TELL_EVERY or self._may_be_last()):
             stats.kv_connector_stats = {STATS_KEY: {name: dict(counts) for name, counts in self.untold.items()}}
