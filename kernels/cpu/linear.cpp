@@ -21,8 +21,11 @@ namespace gsd {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 240;   // their inputs stay in the second-level cache
-constexpr int64_t kAheadBytes = 2048;  // in a group that nothing fetched before
+constexpr int64_t kAheadBytes = 1024;  // where a single chunk reads
 constexpr int64_t kLine = 64;          // bytes of a cache line, and of 16 pairs
+// Chunks of so few rows go through a group by blocks of pairs, so that all but the first find them in the first-level
+// cache; of more rows the sums do not fit into it as well, and arithmetic takes longest anyway.
+constexpr int64_t kRowsOfBlocks = 24, kPairsOfBlock = 48;
 
 struct Linear {
   const c10::BFloat16 *x, *weight, *bias;
@@ -32,30 +35,41 @@ struct Linear {
 
   // Rows [begin, end) by groups [first, last).
   void run(int64_t begin, int64_t end, int64_t first, int64_t last) const {
-    const int64_t most = avx512bf16::most_rows(panels);
-    const int64_t rows = end - begin;
-    // Several chunks share the fetching of the next group evenly among them, or memory rests while one of them runs.
+    const int64_t most = avx512bf16::most_rows(panels), rows = end - begin;
+    // Several chunks share the fetching of the next weights evenly, or memory rests while one of them runs.
     int64_t chunks = (rows + most - 1) / most;
     while (chunks < std::min<int64_t>(panels, rows) && panels % chunks) ++chunks;
-    const int64_t group = pairs * panels * 32;
-    for (int64_t g = first; g < last; ++g) {
-      const c10::BFloat16* w = weight + g * group;
-      const int64_t column = g * panels * 16;
-      for (int64_t c = 0; c < chunks; ++c) {
-        // A single chunk waits for memory anyway.
-        const char* ahead = reinterpret_cast<const char*>(w) + kAheadBytes;
-        int64_t lines = panels;
-        if (chunks > 1 && (g > first || c > 0)) {
-          const int64_t turn = g > first ? c : c - 1, turns = g > first ? chunks : chunks - 1;
-          lines = (panels + turns - 1) / turns;
-          ahead = reinterpret_cast<const char*>(w + group) + turn * lines * pairs * kLine;
-          if (g + 1 == last || turn * lines >= panels) lines = 0;
-        }
-        const int64_t from = begin + rows * c / chunks, to = begin + rows * (c + 1) / chunks;
-        const auto tile = avx512bf16::linear_tile_for(static_cast<int>(to - from), panels, static_cast<int>(lines));
-        tile(x + from * x_stride, x_stride, w, pairs, ahead, bias ? bias + column : nullptr,
-             out + from * columns + column, columns);
+    const bool in_blocks = chunks > 1 && rows <= kRowsOfBlocks;
+    const int64_t blocks = in_blocks ? std::max<int64_t>(1, pairs / kPairsOfBlock) : 1;
+    for (int64_t g = first; g < last; ++g)
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t from = pairs * b / blocks, to = pairs * (b + 1) / blocks;
+        run_block(begin, rows, chunks, g, from, to, g + 1 == last && to == pairs);
       }
+  }
+
+  // Pairs [from, to) of a group; `is_last`: nobody needs the weights behind them.
+  void run_block(int64_t begin, int64_t rows, int64_t chunks, int64_t group, int64_t from, int64_t to,
+                 bool is_last) const {
+    alignas(kLine) static thread_local float sums[kRowsOfBlocks * 4 * 16];
+    avx512bf16::LinearPart part;
+    part.weight = weight + (group * pairs + from) * panels * 32;
+    part.bias = bias ? bias + group * panels * 16 : nullptr;
+    part.x_stride = x_stride;
+    part.out_stride = columns;
+    part.pairs = to - from;
+    const int64_t share = (panels + chunks - 1) / chunks;  // lines per pair
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t top = rows * c / chunks, bottom = rows * (c + 1) / chunks;
+      const bool waits = chunks == 1;  // for memory anyway, a little ahead of where it reads
+      const int64_t lines = waits ? panels : is_last ? 0 : std::clamp<int64_t>(panels - c * share, 0, share);
+      part.ahead = reinterpret_cast<const char*>(part.weight) +
+                   (waits ? kAheadBytes : (panels + c * share) * part.pairs * kLine);
+      part.x = x + (begin + top) * x_stride + 2 * from;
+      part.out = out + (begin + top) * columns + group * panels * 16;
+      part.before = from > 0 ? sums + top * panels * 16 : nullptr;
+      part.after = to < pairs ? sums + top * panels * 16 : nullptr;
+      avx512bf16::linear_tile_for(static_cast<int>(bottom - top), panels, static_cast<int>(lines))(part);
     }
   }
 };

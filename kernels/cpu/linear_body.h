@@ -4,41 +4,56 @@
 // Rows that a tile of P panels may have: 24 of 32 registers are sums, and a load of weights serves R products.
 constexpr int most_rows(int panels) { return panels == 4 ? 6 : panels == 3 ? 8 : 12; }
 
-// out[R][P * 16] = x[R][2 * pairs] times the group `w`. Meanwhile `F` cache lines per pair are fetched from `ahead`.
+// R rows by `pairs` pairs of inputs of a group of P panels.
+struct LinearPart {
+  const c10::BFloat16 *x, *weight, *bias;
+  const float* before;  // sums of the group's earlier inputs, [R][P][16]; null: there are none
+  float* after;         // where the sums go; null: these are the last inputs, and `out` [R][P * 16] comes out
+  c10::BFloat16* out;
+  // The next weights: F cache lines of them per pair are fetched meanwhile, to the second-level cache: into the first
+  // they would compete with what is read from there (a fifth slower on Zen 4).
+  const char* ahead;
+  int64_t x_stride, out_stride, pairs;
+};
+
 template <int R, int P, int F>
-static void linear_tile(const c10::BFloat16* x, int64_t x_stride, const c10::BFloat16* w, int64_t pairs,
-                        const char* ahead, const c10::BFloat16* bias, c10::BFloat16* out, int64_t out_stride) {
+static void linear_tile(const LinearPart& part) {
   __m512 sum[R][P];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < pairs; ++k) {
+    for (int p = 0; p < P; ++p)
+      sum[r][p] = part.before ? _mm512_loadu_ps(part.before + (r * P + p) * 16) : _mm512_setzero_ps();
+  for (int64_t k = 0; k < part.pairs; ++k) {
     __m512bh weights[P];
 #pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) weights[p] = bits_as<__m512bh>(_mm512_loadu_si512(w + (k * P + p) * 32));
+    for (int p = 0; p < P; ++p) weights[p] = bits_as<__m512bh>(_mm512_loadu_si512(part.weight + (k * P + p) * 32));
 #pragma GCC unroll 4
-    for (int f = 0; f < F; ++f) _mm_prefetch(ahead + (k * F + f) * 64, _MM_HINT_T0);
+    for (int f = 0; f < F; ++f) _mm_prefetch(part.ahead + (k * F + f) * 64, _MM_HINT_T1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512bh pair = bits_as<__m512bh>(_mm512_set1_epi32(load_raw<int>(x + r * x_stride + 2 * k)));
+      const __m512bh pair = bits_as<__m512bh>(_mm512_set1_epi32(load_raw<int>(part.x + r * part.x_stride + 2 * k)));
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], pair, weights[p]);
     }
   }
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p) {
-    const __m512 added = bias ? load(bias + p * 16) : _mm512_setzero_ps();
+    const __m512 added = part.bias ? load(part.bias + p * 16) : _mm512_setzero_ps();
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m256bh rounded = _mm512_cvtneps_pbh(bias ? sum[r][p] + added : sum[r][p]);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + r * out_stride + p * 16), bits_as<__m256i>(rounded));
+      if (part.after) {
+        _mm512_storeu_ps(part.after + (r * P + p) * 16, sum[r][p]);
+        continue;
+      }
+      const __m256bh rounded = _mm512_cvtneps_pbh(part.bias ? sum[r][p] + added : sum[r][p]);
+      c10::BFloat16* const to = part.out + r * part.out_stride + p * 16;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(rounded));
     }
   }
 }
 
-using LinearTile = void (*)(const c10::BFloat16*, int64_t, const c10::BFloat16*, int64_t, const char*,
-                            const c10::BFloat16*, c10::BFloat16*, int64_t);
+using LinearTile = void (*)(const LinearPart&);
 
 template <int P, int F, int... R>
 static LinearTile tile_of_rows(int rows, std::integer_sequence<int, R...>) {

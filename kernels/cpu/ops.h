@@ -19,8 +19,15 @@ void move_kv(at::TensorList kv_caches, at::TensorList tables, const at::Tensor& 
 
 std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_t k);
 
-at::Tensor argmax_rows(const at::Tensor& logits);
+at::Tensor argmax_of_walks(const at::Tensor& logits, const at::Tensor& tokens, const at::Tensor& parents,
+                           const at::Tensor& starts);
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
+at::Tensor read_rows(const at::Tensor& states, const at::Tensor& rows, const std::optional<at::Tensor>& cleared);
+
+void write_rows(at::Tensor states, const at::Tensor& rows, const at::Tensor& values);
+
+void move_rows(at::Tensor states, const at::Tensor& sources, const at::Tensor& destinations);
 
 }  // namespace gsd

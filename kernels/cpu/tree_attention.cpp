@@ -24,10 +24,11 @@ namespace gsd {
 namespace {
 
 template <typename T>
-AttentionFns fns_for() {
+AttentionFns fns_for(int64_t head_size) {
 #if GSD_X86
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    if (current_isa() == Isa::avx512bf16) return {avx512bf16::run_task<T>, avx512bf16::merge_splits<T>};
+    if (current_isa() == Isa::avx512bf16 && head_size % 2 == 0)
+      return {avx512bf16::run_task<T>, avx512bf16::merge_splits<T>};
   }
   if (current_isa() >= Isa::avx512) return {avx512::run_task<T>, avx512::merge_splits<T>};
   if (current_isa() == Isa::avx2) return {avx2::run_task<T>, avx2::merge_splits<T>};
@@ -35,11 +36,11 @@ AttentionFns fns_for() {
   return {baseline::run_task<T>, baseline::merge_splits<T>};
 }
 
-AttentionFns kernel_for(at::ScalarType dtype) {
+AttentionFns kernel_for(at::ScalarType dtype, int64_t head_size) {
   switch (dtype) {
-    case at::kFloat: return fns_for<float>();
-    case at::kBFloat16: return fns_for<c10::BFloat16>();
-    case at::kHalf: return fns_for<c10::Half>();
+    case at::kFloat: return fns_for<float>(head_size);
+    case at::kBFloat16: return fns_for<c10::BFloat16>(head_size);
+    case at::kHalf: return fns_for<c10::Half>(head_size);
     default: TORCH_CHECK_VALUE(false, "tree_attention works on float32, bfloat16 and float16, not ", dtype);
   }
 }
@@ -250,7 +251,7 @@ void tree_attention(at::Tensor output, const at::Tensor& query, const at::Tensor
   op.softcap = static_cast<float>(softcap);
 
   const Plan plan = plan_tasks(op, query_start_loc.size(0) - 1, block_table.size(1));
-  const AttentionFns kernel = kernel_for(query.scalar_type());
+  const AttentionFns kernel = kernel_for(query.scalar_type(), head_size);
   int64_t vectors = 0;
   for (const AttentionTask& task : plan.tasks) vectors = std::max<int64_t>(vectors, task.end - task.begin);
   const int64_t floats = scratch_floats(vectors, head_size);

@@ -46,11 +46,10 @@ struct AttentionTask {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Floats of scratch that a task of `vectors` query vectors needs; queries and weights also as pairs of bfloat16.
+// Floats of scratch that a task of `vectors` query vectors needs, the most that any data type takes.
 inline int64_t scratch_floats(int64_t vectors, int64_t head_size) {
   const int64_t padded = round_up(head_size, 16);
-  const int64_t pairs = head_size / 2 + kPairStride;
-  return vectors * (head_size + kScoreStride + padded + 2 + pairs) + kTile * head_size + kSpan * padded + 7 * 16;
+  return vectors * (head_size + kScoreStride + padded + 2 + kPairStride) + kTile * head_size + kSpan * padded + 7 * 16;
 }
 
 // Floats of one split's partial result: per vector the sums, the highest score and the sum of weights.

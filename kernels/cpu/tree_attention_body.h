@@ -2,9 +2,9 @@
 //
 // A task goes over its keys in spans of kSpan: scores = Q K^T, masked softmax update, O = O * old + P V.
 // Keys and values are multiplied where they lie if the layout allows (columns of 16 contiguous elements),
-// converted in the micro-kernel; other layouts and incomplete tiles are first copied into float scratch.
-// With GSD_BF16, bfloat16 in place is multiplied pair by pair, without conversion; the softmax's weights are
-// rounded to bfloat16 for that, as FlashAttention rounds them.
+// converted in the micro-kernel; other layouts and incomplete tiles are first copied into scratch, as floats.
+// With GSD_BF16 all stays bfloat16, multiplied pair by pair without conversion; the softmax's weights are rounded to
+// bfloat16 for that, as FlashAttention rounds them.
 
 #include "multiply_body.h"
 
@@ -17,22 +17,22 @@ static inline int step_of_16(const int32_t* offset) {
   return step;
 }
 
-// to[r * ld + c] = float(page[row[r] + column[c]])
-template <typename T>
+// to[r * ld + c] = page[row[r] + column[c]]
+template <typename T, typename To>
 static void copy_from_page(const T* page, const int32_t* row, int64_t rows, const int32_t* column,
-                           int64_t columns, float* to, int64_t ld) {
+                           int64_t columns, To* to, int64_t ld) {
   for (int64_t c = 0; c < columns;) {
     const int step = columns - c >= 16 ? step_of_16(column + c) : 0;
     if (step == 0) {
       const int64_t last = std::min(c + 16, columns);
       for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = c; i < last; ++i) to[r * ld + i] = static_cast<float>(page[row[r] + column[i]]);
+        for (int64_t i = c; i < last; ++i) to[r * ld + i] = static_cast<To>(page[row[r] + column[i]]);
       c = last;
       continue;
     }
     for (int64_t r = 0; r < rows; ++r) {
       const T* from = page + row[r] + column[c];
-      float* out = to + r * ld + c;
+      To* out = to + r * ld + c;
       if (step == 1) {
         for (int v = 0; v < 16; v += kLanes) store(out + v, load(from + v));
         continue;
@@ -49,7 +49,7 @@ static void copy_from_page(const T* page, const int32_t* row, int64_t rows, cons
           continue;
         }
       }
-      for (int i = 0; i < 16; ++i) out[i] = static_cast<float>(from[2 * i]);
+      for (int i = 0; i < 16; ++i) out[i] = static_cast<To>(from[2 * i]);
     }
     c += 16;
   }
@@ -59,6 +59,13 @@ template <typename T>
 class TaskRun {
 #if GSD_BF16
   static_assert(std::is_same_v<T, c10::BFloat16>);
+  using Factor = uint32_t;        // of a query, or of the softmax's weights: a pair of bfloat16
+  using Held = c10::BFloat16;     // a copied key or value
+  static constexpr int kPer = 2;  // elements of a factor
+#else
+  using Factor = float;
+  using Held = float;
+  static constexpr int kPer = 1;
 #endif
 
  public:
@@ -73,15 +80,14 @@ class TaskRun {
       free += round_up(floats, 16);
       return taken;
     };
-    keys_ = take(kTile * size_);
-    values_ = take(kSpan * padded_);
-    query_ = take(count_ * size_);
+    keys_ = reinterpret_cast<Held*>(take(kTile * size_));
+    values_ = reinterpret_cast<Held*>(take(kSpan * padded_));
+    query_ = reinterpret_cast<Factor*>(take(count_ * size_));
     scores_ = take(count_ * kScoreStride);
     output_ = take(count_ * (padded_ + 2));
     highest_ = output_ + count_ * padded_;
     total_ = highest_ + count_;
-    query_pairs_ = reinterpret_cast<uint32_t*>(take(count_ * (size_ / 2)));
-    weight_pairs_ = reinterpret_cast<uint32_t*>(take(count_ * kPairStride));
+    weights_ = kPer == 1 ? reinterpret_cast<Factor*>(scores_) : reinterpret_cast<Factor*>(take(count_ * kPairStride));
     num_groups_ = (count_ + kMaxRows - 1) / kMaxRows;
   }
 
@@ -131,7 +137,7 @@ class TaskRun {
     return op_.window ? std::max<int64_t>(0, op_.positions[row] - op_.window + 1) : 0;
   }
 
-  // Scaled queries, each group packed [head_size][rows]; empty softmax (or one that holds the sink).
+  // Queries, each group packed [factors][rows]; empty softmax (or one that holds the sink).
   void start(bool with_sinks) {
     const float* sinks = with_sinks ? op_.sinks : nullptr;
     const T* query = reinterpret_cast<const T*>(op_.query);
@@ -139,12 +145,14 @@ class TaskRun {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
       for (int64_t i = 0; i < rows; ++i) {
         const T* from = query + row_of(begin + i) * op_.query_row + head_of(begin + i) * op_.query_head;
-        float* to = query_ + begin * size_ + i;
-        for (int64_t d = 0; d < size_; ++d) to[d * rows] = static_cast<float>(from[d]) * op_.scale;
+        Factor* to = query_ + begin * (size_ / kPer) + i;
+        for (int64_t d = 0; d < size_ / kPer; ++d) {
 #if GSD_BF16
-        uint32_t* pair = query_pairs_ + begin * (size_ / 2) + i;
-        for (int64_t d = 0; d < size_ / 2; ++d) pair[d * rows] = load_raw<uint32_t>(from + 2 * d);
+          to[d * rows] = load_raw<uint32_t>(from + 2 * d);  // scores are scaled, as this cannot be
+#else
+          to[d * rows] = static_cast<float>(from[d]) * op_.scale;
 #endif
+        }
       }
     }
     for (int64_t i = 0; i < count_; ++i) {
@@ -187,16 +195,10 @@ class TaskRun {
           column[i] = key_page(at) + cache_.key.token[at % cache_.block_size] + cache_.key.dim[0];
         }
         const int64_t ld = cache_.key.dim[1] - cache_.key.dim[0];
-#if GSD_BF16
-        if (size_ % 2 == 0) {
-          score_tile_in_pairs(column, ld, t - begin);
-          continue;
-        }
-#endif
         score_tile(column, ld, t - begin);
       } else {
         copy_keys(t);
-        const float* column[2] = {keys_, keys_ + 16};
+        const Held* column[2] = {keys_, keys_ + 16};
         score_tile(column, kTile, t - begin);
       }
     }
@@ -208,52 +210,26 @@ class TaskRun {
     constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
-      const MultiplyFn<B> fn = score_fn<B>(rows, sizes);
+      const Factor* query = query_ + begin * (size_ / kPer);
       float* to = scores_ + begin * kScoreStride + at;
+#if GSD_BF16
+      static_assert(kTile == kVectors * kLanes);
+      pair_score_fn(rows, sizes)(query, column, ld, size_ / 2, op_.scale, to, kScoreStride);
+#else
+      const MultiplyFn<B> fn = score_fn<B>(rows, sizes);
       for (int v = 0; v < kTile / kLanes; v += kVectors) {
         const B* vectors[kVectors];
         for (int n = 0; n < kVectors; ++n)
           vectors[n] = column[(v + n) * kLanes / 16] + (v + n) * kLanes % 16;
-        fn(query_ + begin * size_, vectors, ld, size_, to + v * kLanes, kScoreStride);
+        fn(query, vectors, ld, size_, to + v * kLanes, kScoreStride);
       }
-    }
-  }
-
-#if GSD_BF16
-  void score_tile_in_pairs(const c10::BFloat16* const column[2], int64_t ld, int64_t at) {
-    static_assert(kTile == kVectors * kLanes);
-    for (int64_t g = 0; g < num_groups_; ++g) {
-      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
-      const MultiplyPairsFn fn = pair_score_fn(rows, std::make_integer_sequence<int, kMaxRows>{});
-      float* to = scores_ + begin * kScoreStride + at;
-      fn(query_pairs_ + begin * (size_ / 2), column, ld, size_ / 2, op_.scale, to, kScoreStride);
-    }
-  }
-
-  // values: an even number of rows at distance ld; dim: where their dimensions lie
-  void add_run_in_pairs(const c10::BFloat16* values, const int32_t* dim, int64_t ld, int64_t at, int64_t length) {
-    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
-    for (int64_t g = 0; g < num_groups_; ++g) {
-      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
-      const MultiplyPairsFn wide = pair_output_fn<kVectors>(rows, sizes), narrow = pair_output_fn<1>(rows, sizes);
-      const uint32_t* weights = weight_pairs_ + begin * kPairStride + at / 2;
-      float* out = output_ + begin * padded_;
-      int64_t d = 0;
-      for (; d + kVectors * kLanes <= padded_; d += kVectors * kLanes) {
-        const c10::BFloat16* vectors[kVectors] = {values + dim[d], values + dim[d + kLanes]};
-        wide(weights, vectors, ld, length / 2, 1.0f, out + d, padded_);
-      }
-      for (; d < padded_; d += kLanes) {
-        const c10::BFloat16* vectors[1] = {values + dim[d]};
-        narrow(weights, vectors, ld, length / 2, 1.0f, out + d, padded_);
-      }
-    }
-  }
 #endif
+    }
+  }
 
   // Keys [t, t + kTile) as keys_[head_size][kTile], zero where none may be read.
   void copy_keys(int64_t t) {
-    if (!inside(t, kTile)) std::memset(keys_, 0, kTile * size_ * sizeof(float));
+    if (!inside(t, kTile)) std::memset(keys_, 0, kTile * size_ * sizeof(Held));
     const int64_t stop = std::min(t + kTile, end_);
     for (int64_t at = std::max(t, first_), count; at < stop; at += count) {
       const int64_t offset = at % cache_.block_size;
@@ -264,8 +240,8 @@ class TaskRun {
   }
 
   // Values [t, stop) as rows of values_ that start at `to`; the rest of 16 rows is zero.
-  void copy_values(int64_t t, int64_t stop, float* to) {
-    if (!inside(t, 16) || padded_ != size_) std::memset(to, 0, 16 * padded_ * sizeof(float));
+  void copy_values(int64_t t, int64_t stop, Held* to) {
+    if (!inside(t, 16) || padded_ != size_) std::memset(to, 0, 16 * padded_ * sizeof(Held));
     for (int64_t at = std::max(t, first_), count; at < stop; at += count) {
       const int64_t offset = at % cache_.block_size;
       count = std::min(stop - at, cache_.block_size - offset);
@@ -331,15 +307,21 @@ class TaskRun {
       for (int64_t c = 0; c < length; c += kLanes) high = max_of(load(score + c), high);
       const float highest = highest_lane(high);
       vf sum{};
+#if GSD_BF16
+      const float shift = highest == std::numeric_limits<float>::lowest() ? 0.0f : highest * kLog2E;
+      for (int64_t c = 0; c < length; c += kLanes) {
+        const vf p = exp2_of(load(score + c) * kLog2E - shift);
+        const __m256bh rounded = _mm512_cvtneps_pbh(bits_as<__m512>(p));
+        __builtin_memcpy(weights_ + i * kPairStride + c / 2, &rounded, sizeof(rounded));
+        sum += p;
+      }
+#else
       for (int64_t c = 0; c < length; c += kLanes) {
         const vf p = exp_of(load(score + c) - highest);
         store(score + c, p);
-#if GSD_BF16
-        const __m256bh rounded = _mm512_cvtneps_pbh(bits_as<__m512>(p));
-        __builtin_memcpy(weight_pairs_ + i * kPairStride + c / 2, &rounded, sizeof(rounded));
-#endif
         sum += p;
       }
+#endif
       if (highest != highest_[i]) rescale(i, highest);
       total_[i] += sum_of_lanes(sum);
     }
@@ -369,11 +351,7 @@ class TaskRun {
         const int64_t stop = std::min(end, t - offset + cache_.block_size);
         next = t + (stop - t) / 16 * 16;
         const T* values = value_page(t) + cache_.value.token[offset];
-#if GSD_BF16
-        add_run_in_pairs(values, cache_.value.dim, step, t - begin, next - t);
-#else
         add_run(values, cache_.value.dim, step, t - begin, next - t);
-#endif
         continue;
       }
       copy_values(t, next, values_);
@@ -389,21 +367,31 @@ class TaskRun {
   // values: `length` rows at distance ld; dim: where their dimensions lie, null: one after the other
   template <typename B>
   void add_run(const B* values, const int32_t* dim, int64_t ld, int64_t at, int64_t length) {
+    const auto column = [&](int64_t d) { return values + (dim ? dim[d] : d); };
+    constexpr int64_t kWide = kVectors * kLanes;
     constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
+      const Factor* weights = weights_ + begin * (kScoreStride / kPer) + at / kPer;
+#if GSD_BF16
+      const MultiplyPairsFn wide = pair_output_fn<kVectors>(rows, sizes), narrow = pair_output_fn<1>(rows, sizes);
+      const auto add = [&](MultiplyPairsFn fn, const B* const* vectors, int64_t d) {
+        fn(weights, vectors, ld, length / 2, 1.0f, output_ + begin * padded_ + d, padded_);
+      };
+#else
       const MultiplyFn<B> wide = output_fn<B, kVectors>(rows, sizes), narrow = output_fn<B, 1>(rows, sizes);
-      const float* weights = scores_ + begin * kScoreStride + at;
-      float* out = output_ + begin * padded_;
+      const auto add = [&](MultiplyFn<B> fn, const B* const* vectors, int64_t d) {
+        fn(weights, vectors, ld, length, output_ + begin * padded_ + d, padded_);
+      };
+#endif
       int64_t d = 0;
-      for (; d + kVectors * kLanes <= padded_; d += kVectors * kLanes) {
-        const B* vectors[kVectors];
-        for (int n = 0; n < kVectors; ++n) vectors[n] = values + (dim ? dim[d + n * kLanes] : d + n * kLanes);
-        wide(weights, vectors, ld, length, out + d, padded_);
+      for (; d + kWide <= padded_; d += kWide) {
+        const B* vectors[kVectors] = {column(d), column(d + kLanes)};
+        add(wide, vectors, d);
       }
       for (; d < padded_; d += kLanes) {
-        const B* vectors[1] = {values + (dim ? dim[d] : d)};
-        narrow(weights, vectors, ld, length, out + d, padded_);
+        const B* vectors[1] = {column(d)};
+        add(narrow, vectors, d);
       }
     }
   }
@@ -425,8 +413,9 @@ class TaskRun {
   const int64_t request_, kv_head_, begin_, count_, size_, padded_, row0_, prefix_;
   const int32_t* const blocks_;
   int64_t first_ = 0, end_ = 0, num_groups_ = 0;
-  float *keys_, *values_, *query_, *scores_, *output_, *highest_, *total_;
-  uint32_t *query_pairs_, *weight_pairs_;
+  Held *keys_, *values_;
+  Factor *query_, *weights_;  // weights_ in the place of scores_, if they are floats
+  float *scores_, *output_, *highest_, *total_;
 };
 
 template <typename T>

@@ -1,4 +1,4 @@
-// vllm_gsd::topk_softmax and vllm_gsd::argmax_rows: rows of logits, cut into chunks of fixed size so that the
+// vllm_gsd::topk_softmax and vllm_gsd::argmax_of_walks: rows of logits, cut into chunks of fixed size so that the
 // result does not depend on the number of threads. Python side: vllm_gsd/ops/topk_softmax.py.
 #include <ATen/Parallel.h>
 
@@ -103,25 +103,36 @@ void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_
   }
 }
 
+// Trees of rows, as core/verify.py has them.
+struct Trees {
+  const int64_t* tokens;
+  const int32_t *parents, *starts;
+  int64_t count;
+};
+
+// Only the rows that a tree's walk stands on: where it goes on depends on the last one's.
 template <typename T>
-void argmax_of_rows(const at::Tensor& logits, int64_t* ids) {
+void argmax_of_walks(const at::Tensor& logits, const Trees& trees, int64_t* ids) {
   const Rows<T> in(logits);
   const Kernels<T> kernels;
-  std::vector<float> highest(in.rows * in.chunks);
-#pragma omp parallel num_threads(at::get_num_threads()) if (in.worth_threads())
-  {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < in.rows * in.chunks; ++i) {
-      const int64_t chunk = i % in.chunks;
-      highest[i] = kernels.highest(in.row(i / in.chunks), chunk * kChunk, in.chunk_end(chunk));
+  std::fill(ids, ids + in.rows, -1);
+  at::parallel_for(0, trees.count, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> highest(in.chunks);
+    const auto sample = [&](int64_t r) {
+      for (int64_t c = 0; c < in.chunks; ++c) highest[c] = kernels.highest(in.row(r), c * kChunk, in.chunk_end(c));
+      const int64_t chunk = std::max_element(highest.begin(), highest.end()) - highest.begin();
+      return ids[r] = kernels.first_equal(in.row(r), chunk * kChunk, in.chunk_end(chunk), highest[chunk]);
+    };
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t root = trees.starts[t];
+      int64_t place = 0, token = sample(root);
+      for (int64_t row = root + 1; row < trees.starts[t + 1]; ++row) {
+        if (trees.parents[row] != place || trees.tokens[row] != token) continue;
+        place = row - root;
+        token = sample(row);
+      }
     }
-#pragma omp for schedule(static) nowait
-    for (int64_t r = 0; r < in.rows; ++r) {
-      const float* of_row = &highest[r * in.chunks];
-      const int64_t chunk = std::max_element(of_row, of_row + in.chunks) - of_row;
-      ids[r] = kernels.first_equal(in.row(r), chunk * kChunk, in.chunk_end(chunk), of_row[chunk]);
-    }
-  }
+  });
 }
 
 // The rows of `logits`, each contiguous.
@@ -158,11 +169,23 @@ std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_
   return {probs, ids};
 }
 
-at::Tensor argmax_rows(const at::Tensor& logits) {
+at::Tensor argmax_of_walks(const at::Tensor& logits, const at::Tensor& tokens, const at::Tensor& parents,
+                           const at::Tensor& starts) {
   const at::Tensor in = check_rows(logits);
-  at::Tensor ids = at::empty({in.size(0)}, in.options().dtype(at::kLong));
+  const int64_t rows = in.size(0), count = starts.numel() - 1;
+  TORCH_CHECK_VALUE(tokens.scalar_type() == at::kLong && tokens.is_contiguous() && tokens.numel() == rows &&
+                        parents.scalar_type() == at::kInt && parents.is_contiguous() && parents.numel() == rows,
+                    "tokens and parents must be contiguous int64 and int32 [", rows, "]");
+  TORCH_CHECK_VALUE(starts.scalar_type() == at::kInt && starts.is_contiguous() && count >= 0,
+                    "starts must be a contiguous int32 [trees + 1]");
+  const Trees trees{tokens.const_data_ptr<int64_t>(), parents.const_data_ptr<int32_t>(),
+                    starts.const_data_ptr<int32_t>(), count};
+  for (int64_t t = 0; t < count; ++t)
+    TORCH_CHECK_VALUE(0 <= trees.starts[t] && trees.starts[t] < trees.starts[t + 1] && trees.starts[t + 1] <= rows,
+                      "starts must rise, from 0 to at most ", rows);
+  at::Tensor ids = at::empty({rows}, in.options().dtype(at::kLong));
   with_dtype(in.scalar_type(),
-             [&](auto zero) { argmax_of_rows<decltype(zero)>(in, ids.mutable_data_ptr<int64_t>()); });
+             [&](auto zero) { argmax_of_walks<decltype(zero)>(in, trees, ids.mutable_data_ptr<int64_t>()); });
   return ids;
 }
 

@@ -16,7 +16,8 @@ from tree_cases import tree_case
 from vllm_gsd import ops
 from vllm_gsd.ops.kv_layout import KVLayout
 from vllm_gsd.ops.kv_move import move_kv
-from vllm_gsd.ops.topk_softmax import argmax_rows, topk_softmax
+from vllm_gsd.ops.state_rows import read_rows
+from vllm_gsd.ops.topk_softmax import argmax_of_walks, topk_softmax
 from vllm_gsd.ops.tree_attention import tree_attention, tree_attention_reference
 
 assert not ({blocked} and ops.HAVE_EXTENSION)
@@ -26,7 +27,9 @@ kv_cache = torch.arange(64.0).view(1, 1, 4, 16)
 move_kv([kv_cache], KVLayout.plain(4, 8), torch.tensor([3]), torch.tensor([0]))
 assert kv_cache[0, 0, 0, 0] == 24
 assert topk_softmax(torch.tensor([[0.0, 1.0]]), 1)[1].tolist() == [[1]]
-assert argmax_rows(torch.tensor([[0.0, 1.0]])).tolist() == [1]
+walk = torch.tensor([0]), torch.tensor([-1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+assert argmax_of_walks(torch.tensor([[0.0, 1.0]]), *walk).tolist() == [1]
+assert read_rows(torch.tensor([[0.0], [1.0]]), torch.tensor([1])).tolist() == [[1.0]]
 assert not any(name == "vllm" or name.startswith("vllm.") for name in sys.modules), "vLLM was imported"
 """
 

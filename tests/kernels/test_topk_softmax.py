@@ -1,20 +1,30 @@
-"""Rows of logits: softmax with top k, and argmax."""
+"""Rows of logits: softmax with top k, and argmax along walks."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_gsd.core.verify import follow
+from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.ops.topk_softmax import (
     _topk_softmax_selecting,
-    argmax_rows,
-    argmax_rows_reference,
+    argmax_of_walks,
+    argmax_of_walks_reference,
     topk_softmax,
     topk_softmax_reference,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 49152), (3, 5000), (40, 4097), (2, 1), (7, 13), (1, 4096), (5, 8192)]
+
+
+def argmax_rows(logits, op=argmax_of_walks):
+    """Of every row: each is a tree of its own."""
+    count = len(logits)
+    parents, starts = torch.full((count,), -1, dtype=torch.int32), torch.arange(count + 1, dtype=torch.int32)
+    return op(logits, torch.zeros(count, dtype=torch.int64), parents, starts)
 
 
 def check(logits, k):
@@ -129,7 +139,39 @@ def test_refuses_integers():
         lambda logits: topk_softmax(logits, 1),
         lambda logits: topk_softmax_reference(logits, 1),
         argmax_rows,
-        argmax_rows_reference,
+        lambda logits: argmax_rows(logits, argmax_of_walks_reference),
     ):
         with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
             call(torch.zeros(2, 5, dtype=torch.int64))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 9), max_size=5),
+    width=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+def test_walks_end_where_all_rows_would_lead_them(sizes, width, dtype, seed):
+    """With so few tokens that walks go far; children come after their parents, and some rows are nobody's (-2)."""
+    random = np.random.default_rng(seed)
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    parents = np.concatenate([[], *([-1, *random.integers(-2, np.arange(1, size))] for size in sizes)]).astype(np.int32)
+    tokens = random.integers(0, width, len(parents))
+    logits = torch.from_numpy(random.standard_normal((len(parents), width))).to(dtype)
+    walks = []
+    for op in (argmax_of_walks, argmax_of_walks_reference):
+        best = op(logits, *map(torch.from_numpy, (tokens, parents, starts))).numpy()
+        places, path = np.zeros(len(sizes), np.int32), np.full((len(sizes), 9), -1, np.int32)
+        walks.append((follow(tokens, parents, starts, best, places, path), places.tolist(), path.tolist()))
+    assert walks[0] == walks[1]
+
+
+@pytest.mark.skipif(not HAVE_EXTENSION, reason="no compiled kernels here")
+@pytest.mark.parametrize("starts", [[0, 2, 2], [0, 4], [1, 0], [-1, 2]], ids=str)
+def test_walks_stay_within_their_rows(starts):
+    tokens, parents = torch.zeros(3, dtype=torch.int64), torch.full((3,), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="starts must rise"):
+        argmax_of_walks(torch.zeros(3, 5), tokens, parents, torch.tensor(starts, dtype=torch.int32))
+    with pytest.raises(ValueError, match="tokens and parents"):
+        argmax_of_walks(torch.zeros(2, 5), tokens, parents, torch.tensor([0, 2], dtype=torch.int32))

@@ -23,7 +23,8 @@ def make(whole, recent: int) -> TrimmedHead:
 
 def logits_by_token(head, hidden):
     logits = head.hide(head(hidden))
-    return {int(token): logits[:, column] for column, token in enumerate(head.ids) if not logits[0, column].isinf()}
+    tokens = head.tokens_of(torch.arange(logits.shape[1]))
+    return {int(token): logits[:, column] for column, token in enumerate(tokens) if not logits[0, column].isinf()}
 
 
 def test_recent_tokens_are_computed_besides_the_frequent_ones(whole):

@@ -31,6 +31,8 @@ class PartsClock:
         self.running: list[str] = []
         self.since = 0.0
         self.on = False
+        # Asked once: every part would ask twice, and pay for it.
+        self.has_gpu = torch.cuda.is_available()
 
     def attach(self, llm: Any) -> bool:
         """Wrap the parts of this engine's step; False where they run in other processes."""
@@ -86,7 +88,7 @@ class PartsClock:
 
     def _charge(self) -> None:
         """Give the time since the last change to the part that ran."""
-        if torch.cuda.is_available():
+        if self.has_gpu:
             torch.cuda.synchronize()
         now = time.perf_counter()
         if self.running:

@@ -1,7 +1,8 @@
 """``x @ weight.T`` for the few rows of a step, at the price of reading the weights once.
 
-A decoding step waits for its weights: up to some two dozen rows the products fit into that time, if the next weights
-are fetched while the present ones are multiplied. Verifying a graph then costs hardly more than a plain step.
+A decoding step waits for its weights: the products of a dozen rows or two, as the processor is, fit into that time, if
+the next weights are fetched while the present ones are multiplied. Verifying a graph then costs hardly more than a
+plain step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The most probable tokens of each row of logits, and the first most probable one."""
+"""The most probable tokens of each row of logits, and the first most probable one of rows along greedy walks."""
 
 from __future__ import annotations
 
@@ -53,22 +53,33 @@ def _topk_softmax_selecting(logits: torch.Tensor, k: int) -> tuple[torch.Tensor,
     return (best - logits.logsumexp(dim=1, keepdim=True)).exp(), ids.gather(1, place)
 
 
-def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The first token with the highest logit of each row, int64 ``[rows]``.
+def argmax_of_walks(
+    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """The first token with the highest logit of each row that a greedy walk through a tree stands on.
+
+    Most rows of a tree are on no walk, so they need not be read.
 
     Args:
-        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN.
+        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN; the rows of all trees.
+        tokens: int64 ``[rows]``, parents: int32 ``[rows]``, starts: int32 ``[trees + 1]``, rising; of
+            ``core.verify.follow``.
+
+    Returns:
+        int64 ``[rows]``; what rows get that are on no walk means nothing.
 
     Raises:
-        ValueError: ``logits`` has another shape or dtype.
+        ValueError: a shape or dtype is another, or a tree has no rows.
     """
     if not use_kernel(logits):
-        return argmax_rows_reference(logits)
-    return torch.ops.vllm_gsd.argmax_rows(logits)
+        return argmax_of_walks_reference(logits, tokens, parents, starts)
+    return torch.ops.vllm_gsd.argmax_of_walks(logits, tokens, parents, starts)
 
 
-def argmax_rows_reference(logits: torch.Tensor) -> torch.Tensor:
-    """:func:`argmax_rows` in plain PyTorch."""
+def argmax_of_walks_reference(
+    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """:func:`argmax_of_walks` in plain PyTorch: of all rows."""
     _check(logits)
     return logits.argmax(dim=1)
 

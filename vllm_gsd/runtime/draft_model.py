@@ -218,7 +218,7 @@ class DraftModel:
             return topk_softmax(self.model.compute_logits(hidden), k)
         logits = self.head.hide(self.model.logits_processor(None, self.head(hidden)))
         probs, places = topk_softmax(logits, k)
-        return probs, self.head.ids[places]
+        return probs, self.head.tokens_of(places)
 
 
 class _LevelMetadata:

@@ -17,6 +17,7 @@ from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.planner import Planner
 from vllm_gsd.core.text_rows import kv_slots, text_rows
+from vllm_gsd.ops.state_rows import read_rows
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_model import DraftModel
@@ -91,7 +92,7 @@ class Drafter:
                 tracker.advance(batch.request_ids[request], int(done[request]))
             last_lines = np.cumsum(counts) - 1
             if last_hidden is None and (counts[drafted] > 0).all():
-                last_hidden = hidden[self.model.to_device(last_lines)]  # nearly always one forward is enough
+                last_hidden = read_rows(hidden, self.model.to_device(last_lines))  # nearly always one forward is enough
                 continue
             if last_hidden is None:
                 last_hidden = hidden.new_zeros(num_requests, hidden.shape[1])
@@ -202,7 +203,8 @@ class Drafter:
             keep_best(frontier, frontier_len, chances, size)
             features = None
             if self.features is not None:  # below the root they are the draft's own
-                features = hidden[self.model.to_device(parent_lines(graphs, frontier, frontier_len, self.lines))]
+                lines = parent_lines(graphs, frontier, frontier_len, self.lines)
+                features = read_rows(hidden, self.model.to_device(lines))
             hidden = self._run_level(
                 graphs, slots, frontier, frontier_len, length, block_rows, batch.block_size, features
             )

@@ -6,6 +6,8 @@ draft that was not run for a while catches up on them, and accepted nodes move w
 
 import torch
 
+from vllm_gsd.ops.state_rows import move_rows, read_rows, write_rows
+
 
 class Features:
     """Hidden states by physical slot; what is written to slot -1 is nobody's.
@@ -20,7 +22,7 @@ class Features:
 
     def write(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
         """Keep hidden states [n, hidden] of the target in slots, int64 [n]."""
-        self.states[slots] = hidden.to(self.states.dtype)
+        write_rows(self.states, slots, hidden.to(self.states.dtype))
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Copy rows between slots; all reads come before all writes.
@@ -28,9 +30,8 @@ class Features:
         Args:
             sources, destinations: int64, of one shape; where a source is negative nothing is moved.
         """
-        kept = torch.where(sources < 0, -1, destinations)
-        self.states[kept.flatten()] = self.states[sources.clamp(min=-1).flatten()]
+        move_rows(self.states, sources.flatten(), destinations.flatten())
 
     def read(self, slots: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden] in slots; zeros where ``first``, bool [n]: nothing comes before a text."""
-        return self.states[slots].masked_fill_(first[:, None], 0.0)
+        return read_rows(self.states, slots, first)

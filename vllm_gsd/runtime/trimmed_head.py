@@ -16,6 +16,8 @@ from vllm_gsd.runtime.packed_weights import packs_weights
 
 # Rare tokens that are kept, of all requests together; who comes first leaves first.
 RECENT = 512
+# Of ``top_k``.
+MOST_CANDIDATES = 32
 
 
 class TrimmedHead(torch.nn.Module):
@@ -48,6 +50,9 @@ class TrimmedHead(torch.nn.Module):
         # The token of each column; -1 where there is none yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
+        # Columns looked at: where shapes may change those that have a token, and all candidates come from them.
+        narrow = device.type == "cpu" and self.num_frequent >= MOST_CANDIDATES
+        self.width = self.num_frequent if narrow else len(self.ids)
         self.kept = np.full(recent, -1)
         self.known = np.zeros(vocab_size, np.bool_)
         self.known[token_ids] = True
@@ -70,14 +75,22 @@ class TrimmedHead(torch.nn.Module):
         self.columns.write(columns, self.lookup(ids))
         self.ids[columns] = ids
         self.missing[columns] = False
+        self.width = max(self.width, self.num_frequent + int(places.max()) + 1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, columns] of hidden states [rows, hidden]; tokens of the columns are in ``ids``."""
-        return self.columns(hidden)[:, : len(self.ids)]
+        return self.columns(hidden)[:, : self.width]
+
+    def tokens_of(self, places: torch.Tensor) -> torch.Tensor:
+        """The tokens of columns, int64 of any shape."""
+        if places.device.type == "cpu":  # NumPy is the faster one at so little
+            return torch.from_numpy(self.ids.numpy()[places.numpy()])
+        return self.ids[places]
 
     def hide(self, logits: torch.Tensor) -> torch.Tensor:
-        """Make columns without a token impossible, in place."""
-        logits[:, self.num_frequent :].masked_fill_(self.missing[self.num_frequent :], -torch.inf)
+        """Make columns without a token impossible, in place, where there are any."""
+        if self.width == len(self.ids):
+            logits[:, self.num_frequent :].masked_fill_(self.missing[self.num_frequent :], -torch.inf)
         return logits
 
 

@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.core.verify import follow, step_into
-from vllm_gsd.ops.topk_softmax import argmax_rows
+from vllm_gsd.ops.topk_softmax import argmax_of_walks
 from vllm_gsd.runtime.draft_tree import WalkTrees
 from vllm_gsd.runtime.ranks import from_first_rank
 
@@ -46,7 +46,8 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         thinking.in_spec_mode = False
         metadata = replace(metadata, spec_token_ids=None)
     if not stateful and _takes_the_best(metadata):
-        best = from_first_rank(argmax_rows(logits).cpu().numpy())
+        rows = (torch.from_numpy(part) for part in trees)
+        best = from_first_rank(argmax_of_walks(logits, *rows).cpu().numpy())
         path = np.full((num_requests, int(np.diff(trees.starts).max())), PLACEHOLDER, np.int32)
         longest = follow(*trees, best, places, path)
         return SamplerOutput(torch.from_numpy(path[:, :longest].copy()), None), places

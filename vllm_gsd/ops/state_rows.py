@@ -1,0 +1,73 @@
+"""Hidden states by row: what a draft reads of the target's, and of its own.
+
+Row -1 is nobody's: what is written there is lost, and what is read there means nothing. Off the compiled kernels it is
+the last row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gsd.ops import use_kernel
+
+
+def read_rows(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | None = None) -> torch.Tensor:
+    """Copies of rows.
+
+    Args:
+        states: ``[n, size]``.
+        rows: int64 ``[m]``, -1 to n - 1.
+        cleared: bool ``[m]``, rows to be zeros instead.
+
+    Returns:
+        ``[m, size]``.
+
+    Raises:
+        ValueError: a shape or dtype is another; IndexError: there is no such row (both on CPUs).
+    """
+    if use_kernel(states):
+        return torch.ops.vllm_gsd.read_rows(states, rows, cleared)
+    return read_rows_reference(states, rows, cleared)
+
+
+def read_rows_reference(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`read_rows` in plain PyTorch."""
+    read = states[rows]
+    return read if cleared is None else read.masked_fill_(cleared[:, None], 0.0)
+
+
+def write_rows(states: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values ``[m, size]`` of the states' dtype to rows, int64 ``[m]``.
+
+    Raises:
+        ValueError: a shape or dtype is another; IndexError: there is no such row (both on CPUs).
+    """
+    if use_kernel(states):
+        torch.ops.vllm_gsd.write_rows(states, rows, values)
+    else:
+        write_rows_reference(states, rows, values)
+
+
+def write_rows_reference(states: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """:func:`write_rows` in plain PyTorch."""
+    states[rows] = values
+
+
+def move_rows(states: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """Copy rows between places, int64 ``[m]`` each; all reads come before all writes.
+
+    Where a source is negative nothing is moved.
+
+    Raises:
+        ValueError, IndexError: as of :func:`write_rows`.
+    """
+    if use_kernel(states):
+        torch.ops.vllm_gsd.move_rows(states, sources, destinations)
+    else:
+        move_rows_reference(states, sources, destinations)
+
+
+def move_rows_reference(states: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """:func:`move_rows` in plain PyTorch."""
+    kept = torch.where(sources < 0, -1, destinations)
+    states[kept] = states[sources.clamp(min=-1)]
