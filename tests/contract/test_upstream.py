@@ -3,7 +3,9 @@
 import dataclasses
 import inspect
 import pickle
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops
@@ -40,6 +42,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
+
 
 def parameters(function) -> list[str]:
     """Names of a function's parameters, ``self`` left out."""
@@ -62,6 +66,7 @@ SIGNATURES = [
     # runtime.v1.model_runner
     (GPUModelRunner._update_states, ["scheduler_output"]),
     (GPUModelRunner._prepare_inputs, ["scheduler_output", "num_scheduled_tokens"]),
+    (GPUModelRunner._calc_spec_decode_metadata, ["num_draft_tokens", "cu_num_scheduled_tokens"]),
     (GPUModelRunner._sample, ["logits", "spec_decode_metadata"]),
     (GPUModelRunner._input_fits_in_drafter, ["common_attn_metadata"]),
     (GPUModelRunner.sample_tokens, ["grammar_output"]),
@@ -290,3 +295,19 @@ def test_block_table_attributes():
 
 def test_cpu_backend_can_be_overridden():
     assert AttentionBackendEnum.CPU_ATTN.name == "CPU_ATTN"
+
+
+@pytest.mark.parametrize("drafts", [[0], [3], [0, 0], [3, 0, 2, 0, 1]], ids=str)
+@pytest.mark.parametrize("prompt", [0, 100])
+def test_rows_that_need_logits(drafts, prompt):
+    """Ours are upstream's; what else its rejection sampler would read is left out."""
+    runner = object.__new__(GraphModelRunner)
+    runner.arange_np, runner._arange_scratch = np.arange(500), np.empty(500, np.int64)
+    runner.device = torch.device("cpu")
+    runner.input_ids = SimpleNamespace(gpu=torch.zeros(500, dtype=torch.int32))
+    num_drafts = np.array(drafts, np.int32)
+    ends = np.cumsum(num_drafts + 1 + prompt * (num_drafts == 0))
+    ours = runner._calc_spec_decode_metadata(num_drafts, ends)
+    theirs = super(GraphModelRunner, runner)._calc_spec_decode_metadata(num_drafts, ends)
+    assert ours.logits_indices.tolist() == theirs.logits_indices.tolist()
+    assert (ours.num_draft_tokens, ours.max_spec_len) == (theirs.num_draft_tokens, theirs.max_spec_len)

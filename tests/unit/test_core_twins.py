@@ -194,7 +194,9 @@ def read_texts(core, random):
     mask = np.full((rows, words), -7, np.int64)
     core.text_rows.text_rows(done, counts, texts, lines, token, position, request, mask)
     blocks = random.integers(0, 9999, (count + 1, 40)).astype(np.int32)[:, :25]
-    return token, position, request, mask, core.text_rows.kv_slots(blocks, request, position - 3, 8)
+    run, due = np.full(count, -7), done + random.integers(-5, longest, count)
+    told = core.text_rows.next_rows(done, due, int(random.integers(0, 2 * longest)), run)
+    return told, run, token, position, request, mask, core.text_rows.kv_slots(blocks, request, position - 3, 8)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -225,6 +227,12 @@ def verify(core, random):
     parent, depth = np.concatenate(parents).astype(np.int32), np.concatenate(depths).astype(np.int32)
     rows = len(parent)
     token, sampled = random.integers(0, 2, rows), random.integers(0, 2, rows)
+    tree = token[1:], parent[1:], depth[1:], random.integers(0, 6, rows - 1).astype(np.int8), token[1:] > 0
+    laid = tuple(np.full(rows, -7, kind) for kind in (np.int64, np.int32, np.int32, np.int8, np.float32))
+    sources, first = random.integers(-1, 5, (2, 6)).astype(np.int8), int(random.integers(0, rows))
+    survival = random.random(rows - 1).astype(np.float32)
+    core.flatten.lay_tree(*tree, survival, sources, first, min(rows - first, rows - 1), laid)
+    told.append(laid)
     masks = np.full((rows, 2), -1, np.int64)
     core.flatten.ancestor_masks(np.maximum(parent, -1), starts, masks)
     told.append(masks.copy())
@@ -427,12 +435,23 @@ def test_rows_that_are_not_there(graphs):
     for rows, positions, told in ([2, 0], [0, 0], "rows: 2"), ([0, 0], [0, 48], "positions: 3 is not below 3"):
         with pytest.raises(IndexError, match=told):
             TWINS.text_rows.kv_slots(table, np.array(rows), np.array(positions), 16)
+    with pytest.raises(ValueError, match="done has 2 entries where 3"):
+        TWINS.text_rows.next_rows(ones, np.ones(3, np.int64), 4, np.zeros(3, np.int64))
     outputs = np.zeros(9, np.int64), np.zeros(9, np.int64), np.zeros(9, np.int64), np.zeros((3, 1), np.int64)
     with pytest.raises(ValueError, match="a text of token_ids has 5 entries where 6"):
         TWINS.text_rows.text_rows(ones, 5 * ones, texts, 0 * ones, *outputs)
     with pytest.raises(ValueError, match="token, position, request or mask has 3 entries where 4"):
         TWINS.text_rows.text_rows(ones, 4 * ones, texts, 0 * ones, *outputs)
     parents, starts = np.array([-1, 0, 1], np.int32), np.array([0, 4], np.int32)
+    tree = np.zeros(2, np.int64), np.zeros(2, np.int32), np.ones(2, np.int32), np.zeros(2, np.int8), np.zeros(2, bool)
+    rows = tuple(np.zeros(3, kind) for kind in (np.int64, np.int32, np.int32, np.int8, np.float32))
+    whole = *tree, np.ones(2, np.float32), np.zeros((2, 6), np.int8)
+    with pytest.raises(ValueError, match="rows has 3 entries where 4"):
+        TWINS.flatten.lay_tree(*whole, 2, 2, rows)
+    with pytest.raises(ValueError, match="a tree has 2 entries where 3"):
+        TWINS.flatten.lay_tree(*whole, 0, 3, rows)
+    with pytest.raises(TypeError, match="rows must be a tuple"):
+        TWINS.flatten.lay_tree(*whole, 1, 2, rows[:4])
     place = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match="starts must rise"):
         TWINS.outcome.kv_moves(parents, starts, place, place)

@@ -1,11 +1,13 @@
 """What Model Runner V2 needs beyond V1: rows without a node, and texts by slot."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
+from vllm_gsd.core.graph import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
 from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES, DraftTree
 from vllm_gsd.runtime.step import lay_out
 from vllm_gsd.runtime.tree_rows import TREE_ROWS
@@ -43,6 +45,23 @@ def test_rows_without_a_node_belong_to_no_tree():
     assert step.tree_requests.tolist() == [0, 4]  # the third is a chain: its last rows are nobody's
     assert step.first_rows.tolist() == [0, 13, 17, 22, 25]
     assert step.deepest == 2
+
+
+def test_rows_know_who_proposed_them():
+    origins = [ORIGIN_DRAFT, ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]
+    crossed = [False, True, True, False, True, False]
+    tree = replace(
+        tree_of([NONE, 0, 1, 2, 3, 4]),
+        origin=np.array(origins, np.int8),
+        via_merge=np.array(crossed),
+        survival=np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], np.float32),
+    )
+    step = lay_out([None, tree, tree], np.array([2, 8, 3]), np.array([2, 10, 13]))
+    whole = [NATIVE, MERGED, NGRAM, SHARED, AGREED, NONE]
+    assert step.source.tolist() == [NONE, NONE, NONE, *whole, NONE, NONE, *whole[:2]]
+    assert step.depth.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2]
+    assert step.survival.tolist() == [0, 0, 0, *tree.survival.tolist(), 0, 0, *tree.survival[:2].tolist()]
+    assert step.trees.token.tolist() == [0, 0, 0, *range(100, 106), 0, 0, 100, 101]
 
 
 def test_positions_by_depth_start_from_the_device_positions():

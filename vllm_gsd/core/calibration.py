@@ -26,6 +26,7 @@ class Calibration:
         self.promised = np.full(shape, PRIOR)
         self.accepted = np.full(shape, PRIOR)
         self.factor = np.ones(shape, np.float32)
+        self.first_level = 1.0  # accepted over promised among all native children of the root
 
     def observe(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray, accepted: np.ndarray) -> None:
         """Learn from the verified nodes of one step.
@@ -35,14 +36,12 @@ class Calibration:
             accepted: bool [n], whether the node lies on its request's accepted path.
         """
         _learn(self.factor, self.promised, self.accepted, source, depth, survival, accepted)
+        promised, taken = self.promised[NATIVE, 0].tolist(), self.accepted[NATIVE, 0].tolist()
+        self.first_level = sum(taken) / sum(promised)
 
     def value(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
         """Chances that nodes are accepted, float32 [n]; arguments as of ``observe``."""
         return _chances(self.factor, source, depth, survival)
-
-    def first_level(self) -> float:
-        """Accepted over promised among all native children of the root."""
-        return float(self.accepted[NATIVE, 0].sum() / self.promised[NATIVE, 0].sum())
 
 
 # Weight of "as calibrated" against what was observed in one request, in nodes' worth of chances.

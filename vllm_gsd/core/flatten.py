@@ -126,6 +126,28 @@ def flatten(
 
 
 @compiled
+def lay_tree(token, parent, depth, origin, via_merge, survival, sources, first, count, rows):
+    """Write the rows of a flattened graph's nodes behind its root's.
+
+    Args:
+        token, parent, depth, via_merge, survival: [nodes], of a row of ``FlatTrees``.
+        origin: int8 [nodes], ORIGIN_* of each node.
+        sources: int8 [2, NUM_ORIGINS], a node's source by whether it lies behind a merged edge, and by its origin.
+        first, count: the first node's row; how many nodes are written.
+        rows: outputs, token int64, parent int32 (place in the tree, the root's is 0), depth int32, source int8 and
+            survival float32, [num_rows] each.
+    """
+    all_tokens, all_parents, all_depths, all_sources, all_survival = rows
+    for node in range(count):
+        line = first + node
+        all_tokens[line] = token[node]
+        all_parents[line] = parent[node] + 1
+        all_depths[line] = depth[node]
+        all_sources[line] = sources[int(via_merge[node]), origin[node]]
+        all_survival[line] = survival[node]
+
+
+@compiled
 def ancestor_masks(parent, starts, masks):
     """Attention mask among the rows of each tree: a row sees itself and its ancestors.
 

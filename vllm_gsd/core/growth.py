@@ -78,7 +78,8 @@ def add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, the
         merge_ngram: tokens that must agree for two nodes to be one; 0 turns merging off. One for all graphs, or
             int32 [num_graphs].
     """
-    merge_ngram = np.full(len(frontier_len), merge_ngram, np.int32)
+    if not isinstance(merge_ngram, np.ndarray):
+        merge_ngram = np.full(len(frontier_len), merge_ngram, np.int32)
     counts = _add_candidates(
         graphs, frontier, frontier_len, tokens, probs, num_nodes, np.float32(theta_sib), merge_ngram
     )

@@ -79,7 +79,7 @@ class Learned:
 
     def value(self, parts: np.ndarray) -> float:
         """The function at ``parts``, float64 [n]."""
-        return float(self.weights @ parts)
+        return sum(weight * part for weight, part in zip(self.weights.tolist(), parts.tolist(), strict=True))
 
     def observe(self, parts: np.ndarray, took: float, most: float) -> None:
         """At ``parts``, float64 [n], it was ``took``; being wrong by more than ``most`` counts as being so by that.

@@ -131,8 +131,8 @@ class Planner:
 
     def drafted(self, probs: np.ndarray) -> None:
         """A level was drafted: candidates' probabilities, float [rows, top_k], best first."""
-        self.children += NEWEST * (probs.mean(axis=0) - self.children)
         rows = len(probs)
+        self.children += NEWEST * (np.add.reduce(probs, axis=0) / rows - self.children)
         if not self.rows:
             # The first level runs over what was accepted last; a text that the draft had missed is made up for once.
             self.num_drafted = rows
@@ -146,10 +146,9 @@ class Planner:
             return len(values)
         batch = self.tables, self.num_requests, self.context
         spent = self.plain_ms + self.overhead.graph_ms + self.drafting_ms()
-        children = self.children * self.calibration.first_level()
-        return rates.level_size(
-            *batch, self._plain_rate(), spent, self.worth, self.num_drafted, values.astype(np.float64), children
-        )
+        children = self.children * self.calibration.first_level
+        values = np.asarray(values, np.float64)
+        return rates.level_size(*batch, self._plain_rate(), spent, self.worth, self.num_drafted, values, children)
 
     # --- after drafting ---------------------------------------------------------------------------
 

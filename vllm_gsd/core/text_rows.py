@@ -6,6 +6,25 @@ from vllm_gsd.core.compiled import compiled
 
 
 @compiled
+def next_rows(done, due, most, counts):
+    """How many tokens of each text one forward runs: text by text, until it is full.
+
+    Args:
+        done, due: int64 [num_requests], tokens that it has run already, and that it is to have run.
+        most: rows of a forward.
+        counts: output, int64 [num_requests].
+
+    Returns:
+        rows of the forward.
+    """
+    left = most
+    for row in range(len(due)):
+        counts[row] = min(max(due[row] - done[row], 0), left)
+        left -= counts[row]
+    return most - left
+
+
+@compiled
 def text_rows(done, counts, token_ids, token_rows, token, position, request, mask):
     """Write the next rows of each request, request by request.
 

@@ -5,13 +5,13 @@ import numpy as np
 from vllm_gsd.core.calibration import NUM_SOURCES, Calibration, SourceTrust
 from vllm_gsd.core.costs import Costs
 from vllm_gsd.core.draft_level import frontier_chances, keep_best, level_rows, new_draft_slots, parent_lines
-from vllm_gsd.core.flatten import ancestor_masks, batch_masks, flatten
-from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset_all
+from vllm_gsd.core.flatten import ancestor_masks, batch_masks, flatten, lay_tree
+from vllm_gsd.core.graph import NUM_ORIGINS, ORIGIN_SHARED, new_graphs, reset_all
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.ngram import graft_all_ngrams, graft_tree
 from vllm_gsd.core.outcome import kv_moves, tally
 from vllm_gsd.core.planner import Planner
-from vllm_gsd.core.text_rows import kv_slots, text_rows
+from vllm_gsd.core.text_rows import kv_slots, next_rows, text_rows
 from vllm_gsd.core.verify import follow, is_chain, step_into
 
 
@@ -33,6 +33,7 @@ def warm_up() -> None:
     token, depth, slot = np.empty(rows, np.int64), np.empty(rows, np.int32), np.empty(rows, np.int32)
     level_rows(graphs, slots, frontier, ones, token, depth, slot, np.empty((rows, 1), np.int64))
     lines, ahead = np.zeros(1, np.int64), [np.empty(4, np.int64) for _ in range(3)]
+    next_rows(lines, texts[2], 4, np.zeros(1, np.int64))
     text_rows(lines, texts[2], texts[0], lines, *ahead, np.empty((4, 1), np.int64))
     kv_slots(np.zeros((1, 1), np.int32), ahead[2], ahead[1], 16)
     graft_all_ngrams(graphs, *texts, np.ones(1, np.bool_), 2, nodes, 1)
@@ -43,6 +44,10 @@ def warm_up() -> None:
     line_tokens = np.concatenate([[0], trees.token[0, : trees.size[0]]])
     ancestor_masks(parent, starts, np.zeros((len(parent), 1), np.int64))
     levels, zeros = np.zeros(len(parent), np.int32), np.zeros(len(parent), np.int64)
+    rows_of_nodes = line_tokens, parent, levels, np.zeros(len(parent), np.int8), np.zeros(len(parent), np.float32)
+    tree = trees.token[0], trees.parent[0], trees.depth[0], graphs.origin[0, trees.node[0]]
+    sources = np.zeros((2, NUM_ORIGINS), np.int8)
+    lay_tree(*tree, trees.via_merge[0], trees.survival[0], sources, 1, len(parent) - 1, rows_of_nodes)
     whole = starts, zeros, np.zeros(1, np.int64), np.zeros((len(parent), 1), np.int64)
     batch_masks(parent, starts, levels, np.ones(1, np.bool_), np.zeros(1, np.int64), *whole)
     places, active = np.zeros(1, np.int32), np.ones(1, np.bool_)

@@ -102,7 +102,8 @@ class DraftModel:
 
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         """A host array where the model is; nothing waits for it."""
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(values)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
         """Run over zeros without KV cache: compiles the model, and shows what a level costs.

@@ -1,7 +1,6 @@
 """A request's flattened graph on its way from the drafter to the target, and the rows of all of them in a step."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +12,10 @@ from vllm_gsd.runtime.grammar import KeptTree
 # Parent of a row that belongs to no tree of ours: no walk ever steps into it.
 FOREIGN = -2
 
-# Source of nodes by their origin; of nodes over merged edges it is another where the origin says native.
-_SOURCES = np.full(NUM_ORIGINS, NATIVE, np.int8)
-_SOURCES[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]] = NGRAM, SHARED, AGREED, NONE
+# Source of nodes (``core.calibration``; NONE for a grammar's) by whether they lie behind a merged edge, and by origin.
+SOURCE_OF = np.full((2, NUM_ORIGINS), NATIVE, np.int8)
+SOURCE_OF[1] = MERGED
+SOURCE_OF[:, [ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]] = NGRAM, SHARED, AGREED, NONE
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,6 @@ class DraftTree:
     origin: np.ndarray  # int8 [n], ORIGIN_* of each node
     via_merge: np.ndarray  # bool [n]
     survival: np.ndarray  # float32 [n], as promised by its source
-
-    @cached_property
-    def source(self) -> np.ndarray:
-        """Who proposed each node, int8 [n], as ``core.calibration`` has it; NONE for a grammar's."""
-        source = _SOURCES[self.origin]
-        return np.where(self.via_merge & (source == NATIVE), np.int8(MERGED), source)
 
     def select(self, kept: KeptTree) -> "DraftTree":
         """The tree of these nodes; those that the grammar suggests are taken for sure."""

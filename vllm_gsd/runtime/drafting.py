@@ -16,7 +16,7 @@ from vllm_gsd.core.draft_level import (
 from vllm_gsd.core.graph import GraphBatch
 from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.planner import Planner
-from vllm_gsd.core.text_rows import kv_slots, text_rows
+from vllm_gsd.core.text_rows import kv_slots, next_rows, text_rows
 from vllm_gsd.ops.state_rows import read_rows
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
@@ -74,37 +74,34 @@ class Drafter:
             bool [num_requests], those of the wanted requests that can be drafted for, and the hidden states of their
             last tokens, [number of them, hidden] (None without any).
         """
-        num_requests = len(known)
         room = np.minimum(batch.capacity, self.max_positions)
-        wanted = wanted & (known <= room)
-        known = np.minimum(known, room)
         done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
         # A request whose draft KV was complete already has no fresh hidden state to draft from.
-        drafted = wanted & (known > done)
+        drafted = wanted & (known <= room) & (known > done)
+        due = np.minimum(known, room)
+        counts = np.empty_like(done)
+        chosen = np.flatnonzero(drafted)
         last_hidden = None
-        while (missing := np.maximum(known - done, 0)).any():
-            # Fill the forward request by request; what does not fit waits for the next one.
-            counts = np.clip(self.max_rows - (np.cumsum(missing) - missing), 0, missing)
-            hidden = self._run_text(batch, done, counts)
+        while num_rows := next_rows(done, due, self.max_rows, counts):
+            hidden = self._run_text(batch, done, counts, num_rows)
             done += counts
-            running = np.flatnonzero(counts)
-            for request in running:
+            for request in np.flatnonzero(counts).tolist():
                 tracker.advance(batch.request_ids[request], int(done[request]))
-            last_lines = np.cumsum(counts) - 1
-            if last_hidden is None and (counts[drafted] > 0).all():
-                last_hidden = read_rows(hidden, self.model.to_device(last_lines))  # nearly always one forward is enough
+            if len(chosen) == 0:
+                continue
+            last_lines = np.cumsum(counts)[chosen] - 1
+            if last_hidden is None and counts[chosen].all():  # nearly always one forward is enough
+                last_hidden = read_rows(hidden, self.model.to_device(last_lines))
                 continue
             if last_hidden is None:
-                last_hidden = hidden.new_zeros(num_requests, hidden.shape[1])
-            last_hidden[self.model.to_device(running)] = hidden[self.model.to_device(last_lines[running])]
-        if last_hidden is None or not drafted.any():
-            return drafted, None
-        return drafted, last_hidden if drafted.all() else last_hidden[self.model.to_device(np.flatnonzero(drafted))]
+                last_hidden = hidden.new_zeros(len(chosen), hidden.shape[1])
+            run = np.flatnonzero(counts[chosen])
+            last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_lines[run])]
+        return drafted, last_hidden
 
-    def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray) -> torch.Tensor:
-        """Run the draft over each request's next ``counts`` tokens behind ``done``; returns [rows, hidden]."""
-        num_rows = int(counts.sum())
-        tokens, positions, requests = (np.empty(num_rows, np.int64) for _ in range(3))
+    def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
+        """Run the draft over each request's next ``counts`` tokens behind ``done``; returns [num_rows, hidden]."""
+        tokens, positions, requests = np.empty((3, num_rows), np.int64)
         masks = np.empty((num_rows, (int(counts.max()) + 63) // 64), np.int64)
         text_rows(done, counts, batch.token_ids, batch.token_rows, tokens, positions, requests, masks)
         if self.model.head is not None:
@@ -116,7 +113,7 @@ class Drafter:
         slots = slots_of(batch.block_table, requests, positions, batch.block_size)
         features = self._features_before(batch, requests, positions)
         running = np.flatnonzero(counts)
-        starts = np.concatenate([[0], np.cumsum(counts[running])]).astype(np.int32)
+        starts = starts_of(counts[running])
         block_table = batch.block_table
         if len(running) < len(counts):
             block_table = block_table[to_device(running)]
@@ -158,7 +155,7 @@ class Drafter:
             drafted: bool [num_graphs], graphs to grow.
             requests: int64 [num_graphs], places in the batch.
             root_hidden: [sum(drafted), hidden], the draft's at each root.
-            num_nodes, max_depth: int32 / int64 [num_graphs], limits of each graph.
+            num_nodes, max_depth: int32 [num_graphs], limits of each graph.
             trust: of ``SourceTrust``, float32 [num_graphs, sources].
         """
         config = self.config
@@ -169,10 +166,13 @@ class Drafter:
         slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
         slots.used[:] = 0
         length = batch.length[requests]
-        block_rows = batch.block_table[self.model.to_device(requests)]
-        room = np.minimum(self.max_slots, batch.capacity[requests] - length)
+        block_rows = batch.block_table
+        if count < len(block_rows):
+            block_rows = block_rows[self.model.to_device(requests)]
+        room = np.where(drafted, np.minimum(self.max_slots, batch.capacity[requests] - length), 0).astype(np.int32)
         deepest = np.minimum(max_depth, self.max_positions - length)
-        merge_ngram = np.where(trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
+        merge_ngram = np.where(trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram).astype(np.int32)
+        theta_prob = np.float32(config.theta_prob)
         hidden = root_hidden
         self.lines[np.flatnonzero(drafted), 0] = np.arange(len(hidden))
         for level in range(1, config.max_depth + 1):
@@ -194,8 +194,8 @@ class Drafter:
             self.stats.counts["nodes_pruned"] += counts.pruned
             if level == config.max_depth:
                 break
-            room_now = np.where(drafted & (deepest > level), room - slots.used, 0).astype(np.int32)
-            next_frontier(graphs, first_new, num_nodes, room_now, np.float32(config.theta_prob), frontier, frontier_len)
+            room_now = (room - slots.used) * (deepest > level)
+            next_frontier(graphs, first_new, num_nodes, room_now, theta_prob, frontier, frontier_len)
             chances = frontier_chances(graphs, frontier, frontier_len, self.planner.calibration.factor, trust)
             size = self.planner.level_size(chances)
             if size == 0:
@@ -215,8 +215,7 @@ class Drafter:
         """One draft forward over the frontier nodes of all requests; returns hidden states [rows, hidden]."""
         num_rows = int(frontier_len.sum())
         token = np.empty(num_rows, np.int64)
-        depth = np.empty(num_rows, np.int32)
-        slot = np.empty(num_rows, np.int32)
+        depth, slot = np.empty((2, num_rows), np.int32)
         mask = np.empty((num_rows, slots.mask.shape[2]), np.int64)
         level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask)
         request_of_row = np.repeat(np.arange(len(frontier_len)), frontier_len)
@@ -224,7 +223,7 @@ class Drafter:
         positions = base - 1 + depth
         to_device = self.model.to_device
         tree = TreeRows(
-            query_start_loc=to_device(np.concatenate([[0], np.cumsum(frontier_len)]).astype(np.int32)),
+            query_start_loc=to_device(starts_of(frontier_len)),
             prefix_lens=to_device(length.astype(np.int32)),
             block_table=block_rows,
             positions=to_device(positions),
@@ -237,6 +236,13 @@ class Drafter:
         self.stats.counts["draft_forwards"] += 1
         flat_slots = slots_of(block_rows, request_of_row, base + slot, block_size)
         return self.model.run_level(token, tree, flat_slots, features)
+
+
+def starts_of(counts: np.ndarray) -> np.ndarray:
+    """Where each request's rows begin, and all end: int32 [len(counts) + 1]."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:

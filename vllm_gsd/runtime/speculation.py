@@ -7,7 +7,15 @@ import numpy as np
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
 from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import ORIGIN_AGREED, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch, new_graphs, reset_all
+from vllm_gsd.core.graph import (
+    NUM_ORIGINS,
+    ORIGIN_AGREED,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    GraphBatch,
+    new_graphs,
+    reset_all,
+)
 from vllm_gsd.core.ngram import graft_all_ngrams
 from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, tally
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
@@ -27,17 +35,30 @@ from vllm_gsd.runtime.step import VerifyStep
 MIN_NGRAM_MATCH = 2
 # A grammar may forbid most of what was drafted: so many times the nodes that will be verified are proposed for it.
 GRAMMAR_CHOICE = 4
-# Sources that metrics tell apart, besides grammars.
-SOURCES = {"native": NATIVE, "merged": MERGED, "ngram": NGRAM, "shared": SHARED, "agreed": AGREED}
+# By origin, whether a node was copied from a text.
+COPIED = np.zeros(NUM_ORIGINS, np.bool_)
+COPIED[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED]] = True
+# Counters of accepted nodes by source, and where ``tally`` counts them.
+ACCEPTED_COUNTERS = {
+    "nodes_accepted_native": ACCEPTED + NATIVE,
+    "nodes_accepted_merged": ACCEPTED + MERGED,
+    "nodes_accepted_ngram": ACCEPTED + NGRAM,
+    "nodes_accepted_shared": ACCEPTED + SHARED,
+    "nodes_accepted_agreed": ACCEPTED + AGREED,
+    "nodes_accepted_grammar": GRAMMAR,
+}
 
 
 class Committed(NamedTuple):
     """Texts to grow graphs for."""
 
-    requests: np.ndarray  # int64 [num_graphs], places in the batch
-    max_depth: np.ndarray  # int64 [num_requests], deepest node worth verifying
-    grammar: np.ndarray  # bool [num_requests], whether a grammar chooses among the nodes
     batch: DraftBatch
+    requests: np.ndarray  # int64 [num_graphs], places in the batch
+    length: np.ndarray  # int64 [num_graphs], committed tokens
+    max_depth: np.ndarray  # int32 [num_graphs], deepest node worth verifying
+    grammar: np.ndarray  # bool [num_graphs], whether a grammar chooses among the nodes
+    num_nodes: np.ndarray  # int32 [num_graphs], most nodes to propose
+    trust: np.ndarray  # of ``SourceTrust``, float32 [num_graphs, sources]
 
 
 class Speculation:
@@ -129,16 +150,17 @@ class Speculation:
         rows = step.trees.parent, step.trees.starts, places, has_tree, step.depth, step.source, step.survival
         seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
         counts = self.stats.counts
-        counts["target_steps"] += int(emitting.sum())
-        counts["nodes_verified"] += int(seen[VERIFIED])
-        counts["chain_requests"] += int((has_tree & step.chains).sum())
-        counts["kv_rows_moved"] += int(seen[MOVED])
-        counts["nodes_accepted_grammar"] += int(seen[GRAMMAR])
-        for name, index in SOURCES.items():
-            counts[f"nodes_accepted_{name}"] += int(seen[ACCEPTED + index])
-        self.stats.accepted_lengths.update(length[has_tree].tolist())
-        with_tree = [request_ids[request] for request in np.flatnonzero(has_tree)]
-        self.stats.drafted_depths.update(zip(with_tree, deepest[has_tree].tolist(), strict=True))
+        total = seen.tolist()
+        counts["target_steps"] += int(np.count_nonzero(emitting))
+        counts["nodes_verified"] += total[VERIFIED]
+        counts["chain_requests"] += int(np.count_nonzero(has_tree & step.chains))
+        counts["kv_rows_moved"] += total[MOVED]
+        for counter, place in ACCEPTED_COUNTERS.items():
+            counts[counter] += total[place]
+        requests = np.flatnonzero(has_tree)
+        with_tree = [request_ids[request] for request in requests]
+        self.stats.accepted_lengths.update(length[requests].tolist())
+        self.stats.drafted_depths.update(zip(with_tree, deepest[requests].tolist(), strict=True))
         if with_tree:
             chance = self.planner.calibration.value(source, depth, survival)
             self.trust.observe(with_tree, tree, source, chance, accepted)
@@ -152,33 +174,48 @@ class Speculation:
         Returns:
             the flattened graph of each request; those of requests with structured output are in ``grammar_trees``.
         """
-        request_ids, length, sampled = batch.request_ids, batch.length, batch.sampled
+        request_ids, length = batch.request_ids, batch.length
         num_requests = len(request_ids)
         self.drop(request_ids)
         self.grammar_trees = {}  # only one rank's are ever taken
         speculates, grammar, max_depth = self._facts(batch)
-        wanted = speculates & sampled & (max_depth > 0)
+        wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        text = Committed(np.flatnonzero(wanted), max_depth, grammar, batch)
+        text = self._committed(batch, np.flatnonzero(wanted), max_depth, grammar)
         trees = self._grow(text) if self.copies else None
         if self.drafter is not None:
             assert self.draft_kv is not None
             drafting = self._choose_drafting(text, trees, num_requests)
+            due = np.where(drafting, length, 0)
             # Prompts go through the draft along with the target, unless drafts don't pay in so large a batch.
             prompts = speculates & ~wanted
-            pays = bool(prompts.any()) and self.planner.drafts_pay()
-            due = np.where(drafting | (prompts & pays), length, 0)
+            if prompts.any() and self.planner.drafts_pay():
+                due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
             if hidden is not None:
-                text = text if trees is not None else text._replace(requests=np.flatnonzero(drafted))
                 trees = self._grow(text, drafted[text.requests], hidden)
         proposals = [NO_NODES] * num_requests
         if trees is not None:
             self._propose(proposals, text, trees)
         for request in np.flatnonzero(wanted & grammar):
             if request_ids[request] not in self.grammar_trees:
-                self._offer_to_grammar(batch, request, NO_NODES, 0, max_depth)  # it may force some
+                self._offer_to_grammar(request_ids[request], NO_NODES, 0, int(max_depth[request]))  # it may force some
         return proposals
+
+    def _committed(
+        self, batch: DraftBatch, requests: np.ndarray, max_depth: np.ndarray, grammar: np.ndarray
+    ) -> Committed:
+        """The texts of these requests; ``max_depth`` and ``grammar`` are those of ``_facts``."""
+        grammar = grammar[requests]
+        return Committed(
+            batch=batch,
+            requests=requests,
+            length=batch.length[requests],
+            max_depth=max_depth[requests].astype(np.int32),
+            grammar=grammar,
+            num_nodes=np.where(grammar, GRAMMAR_CHOICE * self.num_nodes, self.num_nodes).astype(np.int32),
+            trust=self.trust.of([batch.request_ids[request] for request in requests]),
+        )
 
     def _choose_drafting(self, text: Committed, found: FlatTrees | None, num_requests: int) -> np.ndarray:
         """Requests to draft for, bool [num_requests], given what other sources found for those in ``text``."""
@@ -187,7 +224,7 @@ class Speculation:
         if count == 0:
             return drafting
         chances, left = np.zeros(0), 1.0
-        if found is not None:
+        if found is not None:  # so there are nodes
             real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
             chances = found.value[real]
             left = 1.0 - float(found.value[real & (found.depth == 1)].sum()) / count
@@ -199,23 +236,21 @@ class Speculation:
             # Those that cost the draft the least to catch up with.
             assert self.draft_kv is not None
             done = np.array([self.draft_kv.length[text.batch.request_ids[request]] for request in chosen])
-            chosen = chosen[np.argsort(text.batch.length[chosen] - done, kind="stable")[:PROBE_REQUESTS]]
+            chosen = chosen[np.argsort(text.length - done, kind="stable")[:PROBE_REQUESTS]]
             self.stats.counts["drafts_skipped"] += count - PROBE_REQUESTS
         drafting[chosen] = True
         return drafting
 
     def _propose(self, proposals: list[DraftTree], text: Committed, trees: FlatTrees) -> None:
         """Choose the nodes to verify, remember them, and write them to ``proposals``."""
-        batch, requests, graphs = text.batch, text.requests, self.graphs
         most = np.minimum(trees.size, self.num_nodes)
-        origin = graphs.origin[np.arange(len(requests))[:, None], trees.node]
-        copied = (origin == ORIGIN_NGRAM) | (origin == ORIGIN_SHARED) | (origin == ORIGIN_AGREED)
-        copied &= np.arange(origin.shape[1]) < most[:, None]
-        sizes = self.planner.choose(trees.value, most, batch.length[requests], (most > 0) & ~copied.any(axis=1))
+        origin = self.graphs.origin[np.arange(len(most))[:, None], trees.node]
+        copied = COPIED[origin] & (np.arange(origin.shape[1]) < most[:, None])
+        sizes = self.planner.choose(trees.value, most, text.length, (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
-        for row, request in enumerate(requests):
-            grammar = text.grammar[request]
-            size = trees.size[row] if grammar else sizes[row]
+        for row, request in enumerate(text.requests.tolist()):
+            grammar = text.grammar[row]
+            size = int(trees.size[row] if grammar else sizes[row])
             tree = DraftTree(
                 token=trees.token[row, :size],
                 parent=trees.parent[row, :size],
@@ -224,44 +259,40 @@ class Speculation:
                 via_merge=trees.via_merge[row, :size],
                 survival=trees.survival[row, :size],
             )
+            request_id = text.batch.request_ids[request]
             if grammar:
-                self._offer_to_grammar(batch, request, tree, int(sizes[row]), text.max_depth)
+                self._offer_to_grammar(request_id, tree, int(sizes[row]), int(text.max_depth[row]))
             elif size > 0:
-                self.trees[batch.request_ids[request]] = tree
+                self.trees[request_id] = tree
                 proposals[request] = tree
 
-    def _offer_to_grammar(self, batch: DraftBatch, request: int, tree: DraftTree, budget: int, max_depth) -> None:
+    def _offer_to_grammar(self, request_id: str, tree: DraftTree, budget: int, max_depth: int) -> None:
         """Let the scheduler choose among nodes; upstream would take a list for a chain."""
-        request_id = batch.request_ids[request]
         self.trees[request_id] = tree
         self.grammar_trees[request_id] = ProposedTree(
             tree.token.tolist(),
             tree.parent.tolist(),
             budget,
-            max_depth=int(min(max_depth[request], self.num_nodes)),
+            max_depth=min(max_depth, self.num_nodes),
             room=self.num_nodes,
         )
 
-    def _grow(self, text: Committed, drafted: np.ndarray | None = None, hidden=None) -> FlatTrees:
-        """Grow the graph of every request in ``text`` and flatten it.
+    def _grow(self, text: Committed, drafted: np.ndarray | None = None, hidden=None) -> FlatTrees | None:
+        """Grow the graph of every request in ``text`` and flatten it; None if there are no nodes without a draft.
 
         Args:
             drafted: bool [num_graphs], graphs that the draft model has a part in, None for none; ``hidden``: its hidden
                 states at their roots.
         """
-        batch = text.batch
-        graphs = GraphBatch(*(array[: len(text.requests)] for array in self.graphs))
-        length, max_depth = batch.length[text.requests], text.max_depth[text.requests].astype(np.int32)
+        batch, length, trust = text.batch, text.length, text.trust
+        graphs = GraphBatch(*[array[: len(length)] for array in self.graphs])
         lines = batch.token_rows[text.requests]
         reset_all(graphs, batch.token_ids, lines, length)
-        choice = np.where(text.grammar[text.requests], GRAMMAR_CHOICE, 1).astype(np.int32)
-        num_nodes = self.num_nodes * choice
-        trust = self.trust.of([batch.request_ids[request] for request in text.requests])
         if self.drafter is not None and drafted is not None:
-            self.drafter.grow(graphs, drafted, text.requests, hidden, num_nodes, max_depth, trust, batch)
+            self.drafter.grow(graphs, drafted, text.requests, hidden, text.num_nodes, text.max_depth, trust, batch)
         if "ngram" in self.config.sources:
             chosen = trust[:, NGRAM] >= OFF_BELOW
-            deepest = np.minimum(max_depth, self.num_nodes)  # grammars roll back no further
+            deepest = np.minimum(text.max_depth, self.num_nodes)  # grammars roll back no further
             limits = self.config.top_k, deepest, MIN_NGRAM_MATCH
             graft_all_ngrams(graphs, batch.token_ids, lines, length, chosen, *limits)
         if self.shared is not None:
@@ -269,7 +300,9 @@ class Speculation:
                 request, tokens = text.requests[row], batch.token_ids[lines[row], : length[row]]
                 owner = batch.request_ids[request], batch.requests[request].lora_request
                 self.shared.graft(graphs, row, *owner, tokens, self.num_nodes)
-        return flatten(graphs, num_nodes, max_depth, self.planner.calibration.factor, trust)
+        if drafted is None and (graphs.size <= 1).all():
+            return None
+        return flatten(graphs, text.num_nodes, text.max_depth, self.planner.calibration.factor, trust)
 
     def take_grammar_trees(self) -> dict[str, ProposedTree]:
         """Graphs proposed for requests with structured output since the last call."""

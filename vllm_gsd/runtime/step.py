@@ -1,18 +1,18 @@
 """The verification half of a step: which scheduled rows are a graph, and how they attend."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_gsd.core.flatten import ancestor_masks, batch_masks
+from vllm_gsd.core.flatten import ancestor_masks, batch_masks, lay_tree
 from vllm_gsd.core.graph import NONE
 from vllm_gsd.core.verify import is_chain
-from vllm_gsd.runtime.draft_tree import FOREIGN, DraftTree, WalkTrees
+from vllm_gsd.runtime.draft_tree import FOREIGN, SOURCE_OF, DraftTree, WalkTrees
 from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
-
-NO_BLOCKS = torch.empty((0, 0), dtype=torch.int32)
 
 
 @dataclass
@@ -33,7 +33,8 @@ class VerifyStep:
     # Once ``set_positions`` has read them, int64: of those requests' roots, and of all their rows.
     root_positions: torch.Tensor | None = None
     row_positions: torch.Tensor | None = None
-    batch: TreeRows | None = None  # all rows, if all attend by the mask; without its block table
+    # All rows, if all attend by the mask: given the block table, its ``TreeRows``.
+    batch: Callable[..., TreeRows] | None = None
 
     @property
     def num_tree_requests(self) -> int:
@@ -103,7 +104,7 @@ class VerifyStep:
             common: upstream's ``CommonAttentionMetadata`` of the batch.
         """
         if self.batch is not None:
-            tree_rows = replace(self.batch, block_table=common.block_table_tensor[: len(self.has_tree)])
+            tree_rows = self.batch(block_table=common.block_table_tensor[: len(self.has_tree)])
             _attach_to(tree_rows, groups, draft_layers, attn_metadata)
             return
         self.attach(*self._tree_requests(common), self.tree_requests, groups, draft_layers, attn_metadata, common)
@@ -127,16 +128,16 @@ class VerifyStep:
         )
         return tree_rows, rows
 
-    def _whole_batch(self, starts: np.ndarray, positions: torch.Tensor) -> TreeRows:
+    def _whole_batch(self, starts: np.ndarray, positions: torch.Tensor) -> Callable[..., TreeRows]:
         """All rows of the batch, those before a request's root as a chain; gives nodes their position by depth."""
         num_rows, prefix = int(starts[-1]), np.zeros(len(self.has_tree), np.int64)
-        masks = np.empty((num_rows, (int(np.diff(starts).max()) + 63) // 64), np.int64)
+        masks = np.empty((num_rows, (int((starts[1:] - starts[:-1]).max()) + 63) // 64), np.int64)
         trees = self.trees.parent, self.trees.starts, self.depth, self.has_tree, self.first_rows
         batch_masks(*trees, starts, positions.numpy(), prefix, masks)
-        return TreeRows(
+        return partial(
+            TreeRows,
             query_start_loc=torch.from_numpy(starts),
             prefix_lens=torch.from_numpy(prefix.astype(np.int32)),
-            block_table=NO_BLOCKS,
             positions=positions[:num_rows],
             mask=torch.from_numpy(masks),
             rows=None,
@@ -212,26 +213,27 @@ def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.n
             cut, one with fewer leaves rows that nothing is sampled from.
         batch_ends: int64 [num_requests], where each request's rows end in the batch; those to verify are its last.
     """
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    token = np.zeros(starts[-1], np.int64)
-    parent = np.full(starts[-1], FOREIGN, np.int32)
-    depth = np.zeros(starts[-1], np.int32)
-    source = np.full(starts[-1], NONE, np.int8)
-    survival = np.zeros(starts[-1], np.float32)
+    starts = np.zeros(len(sizes) + 1, np.int32)
+    np.cumsum(sizes, out=starts[1:])
+    num_rows = int(starts[-1])
+    token = np.zeros(num_rows, np.int64)
+    parent = np.empty(num_rows, np.int32)
+    parent.fill(FOREIGN)
+    depth = np.zeros(num_rows, np.int32)
+    source = np.empty(num_rows, np.int8)
+    source.fill(NONE)
+    survival = np.zeros(num_rows, np.float32)
     parent[starts[:-1]] = NONE
-    chains = np.zeros(len(matched), np.bool_)
+    has_tree, chains = np.zeros(len(matched), np.bool_), np.zeros(len(matched), np.bool_)
     for index, tree in enumerate(matched):
         if tree is None:
             continue
-        first = starts[index] + 1
+        root = int(starts[index])
         count = min(int(sizes[index]) - 1, len(tree.token))
-        token[first : first + count] = tree.token[:count]
-        parent[first : first + count] = tree.parent[:count] + 1
-        depth[first : first + count] = tree.depth[:count]
-        source[first : first + count] = tree.source[:count]
-        survival[first : first + count] = tree.survival[:count]
-        chains[index] = is_chain(parent, starts[index], first + count)
-    has_tree = np.array([tree is not None for tree in matched])
+        nodes = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge, tree.survival
+        lay_tree(*nodes, SOURCE_OF, root + 1, count, (token, parent, depth, source, survival))
+        has_tree[index] = True
+        chains[index] = is_chain(parent, root, root + 1 + count)
     return VerifyStep(
         trees=WalkTrees(token, parent, starts),
         depth=depth,

@@ -60,9 +60,10 @@ class TrimmedHead(torch.nn.Module):
 
     def see(self, tokens: np.ndarray) -> None:
         """Texts have these tokens, int [n]."""
-        rare = np.unique(tokens[~self.known[tokens]])[-len(self.kept) :]
+        rare = tokens[~self.known[tokens]]
         if len(rare) == 0:
             return
+        rare = np.unique(rare)[-len(self.kept) :]
         places = (self.next + np.arange(len(rare))) % len(self.kept)
         self.next = int(places[-1]) + 1
         left = self.kept[places]

@@ -119,6 +119,37 @@ void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::
   }
 }
 
+void lay_tree(py::handle token, py::handle parent, py::handle depth, py::handle origin, py::handle via_merge,
+              py::handle survival, py::handle sources, int64_t first, int64_t count, py::handle rows) {
+  const Ints tokens(token, "token"), parents(parent, "parent"), depths(depth, "depth"), origins(origin, "origin");
+  const auto crossed = view<const bool, 1>(via_merge, "via_merge");
+  const auto likely = view<const float, 1>(survival, "survival");
+  const auto source_of = view<const int8_t, 2>(sources, "sources");
+  if (!PyTuple_Check(rows.ptr()) || PyTuple_GET_SIZE(rows.ptr()) != 5)
+    throw py::type_error("rows must be a tuple of five arrays");
+  const auto row = [&](int place) { return py::handle(PyTuple_GET_ITEM(rows.ptr(), place)); };
+  const auto all_tokens = view<int64_t, 1>(row(0), "rows' token");
+  const auto all_parents = view<int32_t, 1>(row(1), "rows' parent");
+  const auto all_depths = view<int32_t, 1>(row(2), "rows' depth");
+  const auto all_sources = view<int8_t, 1>(row(3), "rows' source");
+  const auto all_survival = view<float, 1>(row(4), "rows' survival");
+  check_size(std::min({tokens.size(), parents.size(), depths.size(), origins.size(), crossed.size(), likely.size()}),
+             count, "a tree");
+  check_size(first, 0, "first");
+  check_size(std::min({all_tokens.size(), all_parents.size(), all_depths.size(), all_sources.size(),
+                       all_survival.size()}),
+             first + count, "rows");
+  check_size(source_of.size(), 2, "sources");
+  for (int64_t node = 0; node < count; ++node) {
+    const int64_t line = first + node;
+    all_tokens[line] = tokens[node];
+    all_parents[line] = static_cast<int32_t>(parents[node] + 1);
+    all_depths[line] = static_cast<int32_t>(depths[node]);
+    all_sources[line] = source_of.row(crossed[node])[placed(origins[node], source_of.shape[1], "origin")];
+    all_survival[line] = likely[node];
+  }
+}
+
 void ancestor_masks(py::handle parent, py::handle starts, py::handle masks) {
   const Ints parents(parent, "parent"), start(starts, "starts");
   const auto mask = view<int64_t, 2>(masks, "masks");

@@ -26,6 +26,7 @@ void level_rows(py::handle graphs, py::handle slots, py::handle frontier, py::ha
                 py::handle depth, py::handle slot, py::handle mask);
 
 // text_rows.cpp
+int64_t next_rows(py::handle done, py::handle due, int64_t most, py::handle counts);
 void text_rows(py::handle done, py::handle counts, py::handle token_ids, py::handle token_rows, py::handle token,
                py::handle position, py::handle request, py::handle mask);
 py::array_t<int64_t> kv_slots(py::handle block_table, py::handle rows, py::handle positions, int64_t block_size);
@@ -34,6 +35,8 @@ py::array_t<int64_t> kv_slots(py::handle block_table, py::handle rows, py::handl
 void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust,
              py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle via_merge,
              py::handle survival, py::handle value, py::handle size);
+void lay_tree(py::handle token, py::handle parent, py::handle depth, py::handle origin, py::handle via_merge,
+              py::handle survival, py::handle sources, int64_t first, int64_t count, py::handle rows);
 void ancestor_masks(py::handle parent, py::handle starts, py::handle masks);
 void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::handle has_tree, py::handle first_rows,
                  py::handle batch_starts, py::handle positions, py::handle prefix, py::handle masks);

@@ -3,7 +3,7 @@
 
 PYBIND11_MODULE(_core, module) {
   // As in vllm_gsd/core/compiled.py: to be raised in both when a function comes, goes, or takes something else.
-  module.attr("INTERFACE") = 2;
+  module.attr("INTERFACE") = 3;
 
   module.def("reset", &gsd::reset);
   module.def("reset_all", &gsd::reset_all);
@@ -15,9 +15,11 @@ PYBIND11_MODULE(_core, module) {
   module.def("keep_best", &gsd::keep_best);
   module.def("parent_lines", &gsd::parent_lines);
   module.def("level_rows", &gsd::level_rows);
+  module.def("next_rows", &gsd::next_rows);
   module.def("text_rows", &gsd::text_rows);
   module.def("kv_slots", &gsd::kv_slots);
   module.def("_flatten", &gsd::flatten);
+  module.def("lay_tree", &gsd::lay_tree);
   module.def("ancestor_masks", &gsd::ancestor_masks);
   module.def("batch_masks", &gsd::batch_masks);
   module.def("longest_matches", &gsd::longest_matches);

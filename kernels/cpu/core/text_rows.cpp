@@ -15,6 +15,19 @@ int64_t mask_word(int64_t seen, int64_t word) {
 
 }  // namespace
 
+int64_t next_rows(py::handle done, py::handle due, int64_t most, py::handle counts) {
+  const Ints before(done, "done"), wanted(due, "due");
+  const auto count = view<int64_t, 1>(counts, "counts");
+  check_size(before.size(), wanted.size(), "done");
+  check_size(count.size(), wanted.size(), "counts");
+  int64_t left = most;
+  for (int64_t row = 0; row < wanted.size(); ++row) {
+    count[row] = std::min(std::max<int64_t>(wanted[row] - before[row], 0), left);
+    left -= count[row];
+  }
+  return most - left;
+}
+
 void text_rows(py::handle done, py::handle counts, py::handle token_ids, py::handle token_rows, py::handle token,
                py::handle position, py::handle request, py::handle mask) {
   const Ints before(done, "done"), count(counts, "counts"), lines(token_rows, "token_rows");

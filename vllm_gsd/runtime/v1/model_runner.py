@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
 from vllm_gsd.core.outcome import kv_moves
@@ -22,6 +23,8 @@ from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.v1.plan import plan_step
 from vllm_gsd.runtime.v1.walk import walk
+
+NO_ROWS = torch.empty(0, dtype=torch.int32)
 
 
 class GraphModelRunner(CPUModelRunner):
@@ -84,6 +87,21 @@ class GraphModelRunner(CPUModelRunner):
                 self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
         return result
 
+    def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray):
+        """See upstream; says no more than which rows need logits, as the walk does without rejection sampling."""
+        sizes = num_draft_tokens + 1
+        ends = np.cumsum(sizes)
+        rows = np.arange(ends[-1]) + np.repeat(cu_num_scheduled_tokens - ends, sizes)
+        return SpecDecodeMetadata(
+            draft_token_ids=NO_ROWS,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=NO_ROWS,
+            cu_num_sampled_tokens=NO_ROWS,
+            target_logits_indices=NO_ROWS,
+            bonus_logits_indices=NO_ROWS,
+            logits_indices=torch.from_numpy(rows),
+        )
+
     def _build_attention_metadata(self, *args: Any, **kwargs: Any):
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
@@ -127,8 +145,9 @@ class GraphModelRunner(CPUModelRunner):
 
     def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
         step, self.step = self.step, None
-        if spec_decode_metadata is None or logits is None or step is None:
+        if spec_decode_metadata is None or logits is None:
             return super()._sample(logits, spec_decode_metadata)
+        assert step is not None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
         with self.drafter.stats.timed("walk_seconds"):
             output, places = walk(

@@ -29,7 +29,7 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
         tree = proposed.get(request_id)
         if tree is not None and request_id in kept:
             tree = tree.select(kept[request_id])
-        if tree is not None and np.array_equal(tree.token[: len(tokens)], tokens):
+        if tree is not None and tree.token[: len(tokens)].tolist() == tokens:
             matched[index] = tree
         else:
             has_placeholders = has_placeholders or min(tokens) < 0

@@ -48,7 +48,7 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
     if not stateful and _takes_the_best(metadata):
         rows = (torch.from_numpy(part) for part in trees)
         best = from_first_rank(argmax_of_walks(logits, *rows).cpu().numpy())
-        path = np.full((num_requests, int(np.diff(trees.starts).max())), PLACEHOLDER, np.int32)
+        path = np.full((num_requests, int((trees.starts[1:] - trees.starts[:-1]).max())), PLACEHOLDER, np.int32)
         longest = follow(*trees, best, places, path)
         return SamplerOutput(torch.from_numpy(path[:, :longest].copy()), None), places
     active = np.ones(num_requests, np.bool_)
