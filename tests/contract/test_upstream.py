@@ -303,7 +303,7 @@ def test_rows_that_need_logits(drafts, prompt):
     """Ours are upstream's; what else its rejection sampler would read is left out."""
     runner = object.__new__(GraphModelRunner)
     runner.arange_np, runner._arange_scratch = np.arange(500), np.empty(500, np.int64)
-    runner.device = torch.device("cpu")
+    runner.device, runner.all_rows = torch.device("cpu"), torch.arange(500)
     runner.input_ids = SimpleNamespace(gpu=torch.zeros(500, dtype=torch.int32))
     num_drafts = np.array(drafts, np.int32)
     ends = np.cumsum(num_drafts + 1 + prompt * (num_drafts == 0))

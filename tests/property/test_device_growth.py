@@ -278,11 +278,10 @@ def test_flattened_lists_are_the_cores(random):
     )
     assert np.array_equal(got.size, expected.size)
     for row, size in enumerate(expected.size):
-        for name in ("token", "parent", "depth", "via_merge", "survival", "value"):
+        for name in ("token", "parent", "depth", "origin", "via_merge", "survival", "value"):
             assert np.array_equal(getattr(got, name)[row, :size], getattr(expected, name)[row, :size]), name
             assert (getattr(got, name)[row, size:] == (NONE if name == "parent" else 0)).all()
-        origin = graphs.origin[row, expected.node[row, :size]]
-        assert np.array_equal(got.origin[row, :size], origin)
+        assert np.array_equal(expected.origin[row, :size], graphs.origin[row, expected.node[row, :size]])
 
 
 def test_bins_begin_where_the_cores_do():

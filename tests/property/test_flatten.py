@@ -125,7 +125,7 @@ def test_a_batch_gives_what_each_graph_gives_alone(batch):
         alone = flatten(*build([one]))
         size = alone.size[0]
         assert trees.size[row] == size
-        for field in ("token", "parent", "depth", "node", "via_merge"):
+        for field in ("token", "parent", "depth", "node", "origin", "via_merge"):
             together, single = getattr(trees, field), getattr(alone, field)
             assert np.array_equal(together[row, :size], single[0, :size])
 

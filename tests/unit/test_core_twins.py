@@ -314,9 +314,19 @@ def plan(core, random):
     values = random.choice(random.random(9), int(random.integers(1, 60)))
     drafted = int(random.integers(0, num_requests + 1))
     told.append(core.rates.level_size(*batch, float(random.random()), spent, worth, drafted, values, children))
+    usual = random.random(levels) * 9, random.random(levels)
+    found, left = random.random(int(random.integers(0, 30))), float(random.random())
+    told.append(core.rates.drafts_rate(*batch, spent, found, left, drafted, worth, *usual))
+    core.rates.follow_children(children, random.random((3, len(children))).astype(np.float32), 0.25)
+    told.append(copies(children))
     size = random.integers(0, 17, num_requests).astype(np.int32)
     value = -np.sort(-random.choice(random.random(30), (num_requests, 16)), axis=1).astype(np.float32)
-    length = random.integers(1, 5000, num_requests)
+    length, known = random.integers(1, 5000, num_requests), (worth, *usual)
+    chosen = random.random(num_requests) < 0.6
+    chosen[0] = True
+    run = random.integers(1, 99, int(random.integers(0, levels + 1)))
+    core.rates.follow_graphs(*known, value, size, chosen, run, int(random.integers(1, 9)), 0.04)
+    told.append(copies(known))
     told.append(core.rates.best_nodes(*batch, value, size, length, spent, float(random.random())))
     overhead = core.overhead.Overhead()
     for _ in range(20):

@@ -25,6 +25,7 @@ class FlatTrees(NamedTuple):
     parent: np.ndarray  # int32, place of the parent in the list, NONE for children of the root
     depth: np.ndarray  # int32, children of the root are 1
     node: np.ndarray  # int32, node of the graph
+    origin: np.ndarray  # int8, ORIGIN_* of it
     via_merge: np.ndarray  # bool, whether the path to this place uses a merged edge
     survival: np.ndarray  # float32, product of conditional probabilities along the path
     value: np.ndarray  # float32, calibrated survival, never above the parent's
@@ -41,7 +42,7 @@ class FlatTrees(NamedTuple):
 
 @compiled
 def _flatten(
-    graphs, num_nodes, max_depth, factor, trust, token, parent, depth, node_of, via_merge, survival, value, size
+    graphs, num_nodes, max_depth, factor, trust, token, parent, depth, node_of, origin, via_merge, survival, value, size
 ):
     for row in range(len(num_nodes)):
         # Entries: (-value, order of discovery, node, place of the parent, depth, via a merged edge, survival).
@@ -79,6 +80,7 @@ def _flatten(
             parent[row, place] = above
             depth[row, place] = level
             node_of[row, place] = source
+            origin[row, place] = graphs.origin[row, source]
             via_merge[row, place] = crossed or graphs.merged[row, source] != NONE
             survival[row, place] = likely
             value[row, place] = chance
@@ -114,6 +116,7 @@ def flatten(
         parent=parent,
         depth=np.zeros(shape, np.int32),
         node=np.zeros(shape, np.int32),
+        origin=np.zeros(shape, np.int8),
         via_merge=np.zeros(shape, np.bool_),
         survival=np.zeros(shape, np.float32),
         value=np.zeros(shape, np.float32),
@@ -130,8 +133,7 @@ def lay_tree(token, parent, depth, origin, via_merge, survival, sources, first, 
     """Write the rows of a flattened graph's nodes behind its root's.
 
     Args:
-        token, parent, depth, via_merge, survival: [nodes], of a row of ``FlatTrees``.
-        origin: int8 [nodes], ORIGIN_* of each node.
+        token, parent, depth, origin, via_merge, survival: [nodes], of a row of ``FlatTrees``.
         sources: int8 [2, NUM_ORIGINS], a node's source by whether it lies behind a merged edge, and by its origin.
         first, count: the first node's row; how many nodes are written.
         rows: outputs, token int64, parent int32 (place in the tree, the root's is 0), depth int32, source int8 and

@@ -74,21 +74,21 @@ class Planner:
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as of ``wants_drafts``."""
         assert self.costs is not None
-        drafts_ms = rates.drafts_ms(self.tables, num_drafted * self.levels, self.level_share)
-        worth = np.repeat(left * self.worth, num_drafted)
-        return self._rate(np.concatenate((found, worth)), self.overhead.draft_ms + drafts_ms)
+        spent = self.plain_ms + self.overhead.graph_ms + self.overhead.draft_ms
+        usual = left, num_drafted, self.worth, self.levels, self.level_share
+        return rates.drafts_rate(self.tables, self.num_requests, self.context, spent, found, *usual)
 
     def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
         """Whether to draft at all; if ``probing``, only for a few requests.
 
         Args:
             num_drafted: requests of the batch that could be drafted for.
-            found: float [n], chances of the nodes that other sources have found already.
+            found: float64 [n], chances of the nodes that other sources have found already.
             left: mean chance that the target leaves those at the root, so that drafted nodes count.
         """
         if self.costs is None:
             return True
-        without = max(self._plain_rate(), self._rate(found, 0.0))
+        without = max(self._plain_rate(), self._rate(found))
         self.drafting = self._drafts_rate(found, left, num_drafted) > without
         if self.drafting:
             self.resting = self.steps % PLAIN_EVERY == 0
@@ -101,10 +101,10 @@ class Planner:
         assert self.costs is not None
         return self.num_requests / (self.costs.target_ms(self.num_requests, self.context) + self.plain_ms)
 
-    def _rate(self, chances: np.ndarray, drafts_ms: float) -> float:
-        """Tokens per millisecond after so much drafting, verifying the right number of the nodes."""
+    def _rate(self, chances: np.ndarray) -> float:
+        """Tokens per millisecond without drafting, verifying the right number of the nodes; 0 if there are none."""
         assert self.costs is not None
-        spent = self.plain_ms + self.overhead.graph_ms + drafts_ms
+        spent = self.plain_ms + self.overhead.graph_ms
         return rates.best_rate(self.tables, self.num_requests, self.context, spent, chances)
 
     @property
@@ -132,7 +132,7 @@ class Planner:
     def drafted(self, probs: np.ndarray) -> None:
         """A level was drafted: candidates' probabilities, float [rows, top_k], best first."""
         rows = len(probs)
-        self.children += NEWEST * (np.add.reduce(probs, axis=0) / rows - self.children)
+        rates.follow_children(self.children, probs, NEWEST)
         if not self.rows:
             # The first level runs over what was accepted last; a text that the draft had missed is made up for once.
             self.num_drafted = rows
@@ -168,7 +168,9 @@ class Planner:
         if costs is None or not size.any():
             return size
         if pure.any() and self.num_drafted:
-            self._learn(values[pure], size[pure])
+            weight = NEWEST_TRIED if self.probing else NEWEST
+            known = self.worth, self.levels, self.level_share
+            rates.follow_graphs(*known, values, size, pure, np.array(self.rows), self.num_drafted, weight)
         if self.resting:
             return np.zeros_like(size)
         spent = self.plain_ms + self.drafting_ms()
@@ -177,16 +179,5 @@ class Planner:
         if not chosen.any() and self.steps % PROBE_EVERY == 0:
             return np.minimum(size, 1)  # only to learn what becomes of them
         rows = self.num_requests + int(chosen.sum())
-        self.planned = rows, costs.target_ms(rows, self.context + float(chosen @ context))
+        self.planned = rows, costs.target_ms(rows, self.context + float((chosen * context).sum()))
         return chosen
-
-    def _learn(self, values: np.ndarray, size: np.ndarray) -> None:
-        weight = NEWEST_TRIED if self.probing else NEWEST
-        count = min(values.shape[1], len(self.worth))
-        real = np.arange(count) < size[:, None]
-        mean = np.zeros(len(self.worth))
-        mean[:count] = np.where(real, values[:, :count], 0.0).mean(axis=0)
-        self.worth += weight * (mean - self.worth)
-        run = len(self.rows)
-        self.level_share += weight * ((np.arange(len(self.levels)) < run) - self.level_share)
-        self.levels[:run] += weight * (np.array(self.rows) / self.num_drafted - self.levels[:run])

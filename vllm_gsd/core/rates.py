@@ -44,6 +44,61 @@ def best_rate(tables, num_requests, context, spent, chances):
 
 
 @compiled
+def drafts_rate(tables, num_requests, context, spent, found, left, num_drafted, worth, levels, share):
+    """``best_rate`` after drafting as it usually goes.
+
+    Args:
+        tables, num_requests, context, spent: as for ``best_rate``, without the draft levels.
+        found: float64 [n], chances of the nodes that are there without a draft.
+        left: mean chance that the target leaves those at the root.
+        num_drafted: requests to draft for.
+        worth: of ``level_size``; levels, share: float64 [n], rows of each level for each of those requests, and in how
+            many of the steps it is run.
+    """
+    spent += drafts_ms(tables, num_drafted * levels, share)
+    return best_rate(
+        tables, num_requests, context, spent, np.concatenate((found, np.repeat(left * worth, num_drafted)))
+    )
+
+
+@compiled
+def follow_children(children, probs, weight):
+    """Let ``children`` float64 [k] follow the mean over rows of ``probs`` float32 [rows, k]; the newest's weight."""
+    for child in range(len(children)):
+        total = 0.0
+        for row in range(len(probs)):
+            total += probs[row, child]
+        children[child] += weight * (total / len(probs) - children[child])
+
+
+@compiled
+def follow_graphs(worth, levels, share, values, size, chosen, rows, num_drafted, weight):
+    """Let what is known of drafted graphs follow those of this step.
+
+    Args:
+        worth, levels, share: updated; as for ``drafts_rate``.
+        values, size: as for ``best_nodes``; chosen: bool [num_graphs], the drafted ones, at least one.
+        rows: int64 [levels run], rows of each; num_drafted: requests drafted for.
+        weight: of the newest.
+    """
+    count = 0
+    for graph in range(len(size)):
+        count += chosen[graph]
+    for place in range(len(worth)):
+        total = 0.0
+        for graph in range(len(size)):
+            if chosen[graph] and place < size[graph]:
+                total += values[graph, place]
+        worth[place] += weight * (total / count - worth[place])
+    for level in range(len(levels)):
+        if level < len(rows):
+            levels[level] += weight * (rows[level] / num_drafted - levels[level])
+            share[level] += weight * (1.0 - share[level])
+        else:
+            share[level] -= weight * share[level]
+
+
+@compiled
 def level_size(tables, num_requests, context, plain, spent, worth, num_drafted, values, children):
     """How many nodes to draft from, best first; 0 if the level would bring less than the rest of the step for its time.
 

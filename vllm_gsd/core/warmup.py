@@ -45,7 +45,7 @@ def warm_up() -> None:
     ancestor_masks(parent, starts, np.zeros((len(parent), 1), np.int64))
     levels, zeros = np.zeros(len(parent), np.int32), np.zeros(len(parent), np.int64)
     rows_of_nodes = line_tokens, parent, levels, np.zeros(len(parent), np.int8), np.zeros(len(parent), np.float32)
-    tree = trees.token[0], trees.parent[0], trees.depth[0], graphs.origin[0, trees.node[0]]
+    tree = trees.token[0], trees.parent[0], trees.depth[0], trees.origin[0]
     sources = np.zeros((2, NUM_ORIGINS), np.int8)
     lay_tree(*tree, trees.via_merge[0], trees.survival[0], sources, 1, len(parent) - 1, rows_of_nodes)
     whole = starts, zeros, np.zeros(1, np.int64), np.zeros((len(parent), 1), np.int64)

@@ -226,7 +226,7 @@ class Speculation:
         chances, left = np.zeros(0), 1.0
         if found is not None:  # so there are nodes
             real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
-            chances = found.value[real]
+            chances = found.value[real].astype(np.float64)
             left = 1.0 - float(found.value[real & (found.depth == 1)].sum()) / count
         chosen = text.requests
         if not self.planner.wants_drafts(count, chances, max(0.0, left)):
@@ -244,8 +244,7 @@ class Speculation:
     def _propose(self, proposals: list[DraftTree], text: Committed, trees: FlatTrees) -> None:
         """Choose the nodes to verify, remember them, and write them to ``proposals``."""
         most = np.minimum(trees.size, self.num_nodes)
-        origin = self.graphs.origin[np.arange(len(most))[:, None], trees.node]
-        copied = COPIED[origin] & (np.arange(origin.shape[1]) < most[:, None])
+        copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) < most[:, None])
         sizes = self.planner.choose(trees.value, most, text.length, (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, request in enumerate(text.requests.tolist()):
@@ -255,7 +254,7 @@ class Speculation:
                 token=trees.token[row, :size],
                 parent=trees.parent[row, :size],
                 depth=trees.depth[row, :size],
-                origin=origin[row, :size],
+                origin=trees.origin[row, :size],
                 via_merge=trees.via_merge[row, :size],
                 survival=trees.survival[row, :size],
             )

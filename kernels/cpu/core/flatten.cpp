@@ -79,8 +79,8 @@ class Flattener {
 }  // namespace
 
 void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust,
-             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle via_merge,
-             py::handle survival, py::handle value, py::handle size) {
+             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle origin,
+             py::handle via_merge, py::handle survival, py::handle value, py::handle size) {
   const Graphs batch(graphs);
   const Ints most(num_nodes, "num_nodes"), deepest(max_depth, "max_depth");
   const Factor factors(factor, "factor");
@@ -96,6 +96,7 @@ void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::
   const auto parents = output(view<int32_t, 2>(parent, "parent"), "parent");
   const auto depths = output(view<int32_t, 2>(depth, "depth"), "depth");
   const auto nodes = output(view<int32_t, 2>(node_of, "node"), "node");
+  const auto origins = output(view<int8_t, 2>(origin, "origin"), "origin");
   const auto via = output(view<bool, 2>(via_merge, "via_merge"), "via_merge");
   const auto survivals = output(view<float, 2>(survival, "survival"), "survival");
   const auto values = output(view<float, 2>(value, "value"), "value");
@@ -111,6 +112,7 @@ void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::
       parents.row(row)[place] = from.parent;
       depths.row(row)[place] = from.depth;
       nodes.row(row)[place] = from.node;
+      origins.row(row)[place] = graph.origin[from.node];
       via.row(row)[place] = from.crossed || graph.merged[from.node] != kNone;
       survivals.row(row)[place] = from.survival;
       values.row(row)[place] = from.value;

@@ -33,8 +33,8 @@ py::array_t<int64_t> kv_slots(py::handle block_table, py::handle rows, py::handl
 
 // flatten.cpp
 void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust,
-             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle via_merge,
-             py::handle survival, py::handle value, py::handle size);
+             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle origin,
+             py::handle via_merge, py::handle survival, py::handle value, py::handle size);
 void lay_tree(py::handle token, py::handle parent, py::handle depth, py::handle origin, py::handle via_merge,
               py::handle survival, py::handle sources, int64_t first, int64_t count, py::handle rows);
 void ancestor_masks(py::handle parent, py::handle starts, py::handle masks);
@@ -73,6 +73,11 @@ void learn_of_requests(py::handle seen, py::handle row, py::handle source, py::h
 double read(py::handle table, double rows);
 double drafts_ms(py::handle tables, py::handle rows, py::handle share);
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances);
+double drafts_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle found, double left,
+                   int64_t num_drafted, py::handle worth, py::handle levels, py::handle share);
+void follow_children(py::handle children, py::handle probs, double weight);
+void follow_graphs(py::handle worth, py::handle levels, py::handle share, py::handle values, py::handle size,
+                   py::handle chosen, py::handle rows, int64_t num_drafted, double weight);
 int64_t level_size(py::handle tables, int64_t num_requests, double context, double plain, double spent,
                    py::handle worth, int64_t num_drafted, py::handle values, py::handle children);
 py::array_t<int32_t> best_nodes(py::handle tables, int64_t num_requests, double total, py::handle values,

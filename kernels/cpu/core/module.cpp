@@ -38,6 +38,9 @@ PYBIND11_MODULE(_core, module) {
   module.def("read", &gsd::read);
   module.def("drafts_ms", &gsd::drafts_ms);
   module.def("best_rate", &gsd::best_rate);
+  module.def("drafts_rate", &gsd::drafts_rate);
+  module.def("follow_children", &gsd::follow_children);
+  module.def("follow_graphs", &gsd::follow_graphs);
   module.def("level_size", &gsd::level_size);
   module.def("best_nodes", &gsd::best_nodes);
   module.def("_follow", &gsd::follow_clock);

@@ -69,18 +69,21 @@ double most_per_ms(const Tables& tables, int64_t num_requests, double context, d
   return best;
 }
 
+// As ``rates.drafts_ms``, of ``times`` as many rows.
+double levels_ms(const Tables& tables, const Table& rows, const Table& share, double times) {
+  check_size(share.size(), rows.size(), "share");
+  double total = 0.0;
+  for (int64_t level = 0; level < rows.size(); ++level)
+    total += share[level] * (read_table(tables.draft, times * rows[level]) + tables.level_ms);
+  return total;
+}
+
 }  // namespace
 
 double read(py::handle table, double rows) { return read_table(table_of(table, "table"), rows); }
 
 double drafts_ms(py::handle tables, py::handle rows, py::handle share) {
-  const Tables table(tables);
-  const auto levels = view<const double, 1>(rows, "rows"), shares = view<const double, 1>(share, "share");
-  check_size(shares.size(), levels.size(), "share");
-  double total = 0.0;
-  for (int64_t level = 0; level < levels.size(); ++level)
-    total += shares[level] * (read_table(table.draft, levels[level]) + table.level_ms);
-  return total;
+  return levels_ms(Tables(tables), view<const double, 1>(rows, "rows"), view<const double, 1>(share, "share"), 1.0);
 }
 
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances) {
@@ -89,6 +92,64 @@ double best_rate(py::handle tables, int64_t num_requests, double context, double
     std::vector<double> each(given.data, given.data + given.size());
     return most_per_ms(table, num_requests, context, spent, each);
   });
+}
+
+double drafts_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle found, double left,
+                   int64_t num_drafted, py::handle worth, py::handle levels, py::handle share) {
+  const Tables table(tables);
+  const auto rows = view<const double, 1>(levels, "levels"), shares = view<const double, 1>(share, "share");
+  const auto there = view<const double, 1>(found, "found"), known = view<const double, 1>(worth, "worth");
+  check_size(num_drafted, 0, "num_drafted");
+  spent += levels_ms(table, rows, shares, static_cast<double>(num_drafted));
+  std::vector<double> each(there.data, there.data + there.size());
+  each.reserve(each.size() + num_drafted * known.size());
+  for (int64_t i = 0; i < known.size(); ++i) each.insert(each.end(), num_drafted, left * known[i]);
+  return most_per_ms(table, num_requests, context, spent, each);
+}
+
+void follow_children(py::handle children, py::handle probs, double weight) {
+  const auto known = view<double, 1>(children, "children");
+  either<float, double, 2>(probs, "probs", [&](const auto& seen) {
+    check_size(seen.shape[1], known.size(), "a row of probs");
+    for (int64_t child = 0; child < known.size(); ++child) {
+      double total = 0.0;
+      for (int64_t row = 0; row < seen.size(); ++row) total += seen.row(row)[child];
+      known[child] += weight * (divided(total, static_cast<double>(seen.size())) - known[child]);
+    }
+  });
+}
+
+void follow_graphs(py::handle worth, py::handle levels, py::handle share, py::handle values, py::handle size,
+                   py::handle chosen, py::handle rows, int64_t num_drafted, double weight) {
+  const auto known = view<double, 1>(worth, "worth"), each = view<double, 1>(levels, "levels");
+  const auto run = view<double, 1>(share, "share");
+  const auto taken = view<const bool, 1>(chosen, "chosen");
+  const Ints sizes(size, "size"), row(rows, "rows");
+  check_size(taken.size(), sizes.size(), "chosen");
+  check_size(run.size(), each.size(), "share");
+  either<float, double, 2>(values, "values", [&](const auto& value) {
+    check_size(value.size(), sizes.size(), "values");
+    double count = 0.0;
+    for (int64_t graph = 0; graph < sizes.size(); ++graph) {
+      check_size(value.shape[1], sizes[graph], "a row of values");
+      count += taken[graph];
+    }
+    for (int64_t place = 0; place < known.size(); ++place) {
+      double total = 0.0;
+      for (int64_t graph = 0; graph < sizes.size(); ++graph)
+        if (taken[graph] && place < sizes[graph]) total += value.row(graph)[place];
+      known[place] += weight * (divided(total, count) - known[place]);
+    }
+  });
+  for (int64_t level = 0; level < each.size(); ++level) {
+    if (level < row.size()) {
+      const double of_each = divided(static_cast<double>(row[level]), static_cast<double>(num_drafted));
+      each[level] += weight * (of_each - each[level]);
+      run[level] += weight * (1.0 - run[level]);
+    } else {
+      run[level] -= weight * run[level];
+    }
+  }
 }
 
 int64_t level_size(py::handle tables, int64_t num_requests, double context, double plain, double spent,

@@ -34,6 +34,7 @@ class GraphModelRunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
         self.drafter.bind(self)
+        self.all_rows = torch.arange(self.max_num_tokens)
         self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
             entry_points(group=LOGITSPROCS_GROUP)
         )
@@ -89,9 +90,10 @@ class GraphModelRunner(CPUModelRunner):
 
     def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray):
         """See upstream; says no more than which rows need logits, as the walk does without rejection sampling."""
-        sizes = num_draft_tokens + 1
-        ends = np.cumsum(sizes)
-        rows = np.arange(ends[-1]) + np.repeat(cu_num_scheduled_tokens - ends, sizes)
+        num_rows, rows = len(num_draft_tokens) + int(num_draft_tokens.sum()), self.all_rows
+        if num_rows < cu_num_scheduled_tokens[-1]:  # prompts among them
+            sizes = num_draft_tokens + 1
+            rows = torch.from_numpy(np.repeat(cu_num_scheduled_tokens - np.cumsum(sizes), sizes)) + rows[:num_rows]
         return SpecDecodeMetadata(
             draft_token_ids=NO_ROWS,
             num_draft_tokens=num_draft_tokens.tolist(),
@@ -99,7 +101,7 @@ class GraphModelRunner(CPUModelRunner):
             cu_num_sampled_tokens=NO_ROWS,
             target_logits_indices=NO_ROWS,
             bonus_logits_indices=NO_ROWS,
-            logits_indices=torch.from_numpy(rows),
+            logits_indices=rows[:num_rows],
         )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any):
