@@ -56,14 +56,13 @@ def drafts_rate(tables, num_requests, context, spent, found, left, num_drafted, 
             many of the steps it is run.
     """
     spent += drafts_ms(tables, num_drafted * levels, share)
-    return best_rate(
-        tables, num_requests, context, spent, np.concatenate((found, np.repeat(left * worth, num_drafted)))
-    )
+    chances = np.concatenate((found, np.repeat(left * worth, num_drafted)))
+    return best_rate(tables, num_requests, context, spent, chances)
 
 
 @compiled
 def follow_children(children, probs, weight):
-    """Let ``children`` float64 [k] follow the mean over rows of ``probs`` float32 [rows, k]; the newest's weight."""
+    """Let ``children`` float64 [k] follow the mean over rows of ``probs`` float [rows, k], by the newest's weight."""
     for child in range(len(children)):
         total = 0.0
         for row in range(len(probs)):
