@@ -32,7 +32,7 @@ def extensions():
         "vllm_gsd._C",
         sorted(glob("kernels/cpu/*.cpp")),
         depends=sorted(glob("kernels/cpu/*.h")),
-        extra_compile_args=["-O3", "-fopenmp", "-std=c++20", "-Wno-psabi", "-Wno-maybe-uninitialized"],
+        extra_compile_args=["-O3", "-g0", "-fopenmp", "-std=c++20", "-Wno-psabi", "-Wno-maybe-uninitialized"],
         extra_link_args=["-fopenmp"],
         optional=True,
     )

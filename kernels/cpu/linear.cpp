@@ -1,5 +1,6 @@
 // vllm_gsd::linear: x @ weight.T in bfloat16 for a step's rows, which are few: the time is that of reading the weights
 // once, as long as the next weights are fetched while the present ones are multiplied. Python: vllm_gsd/ops/linear.py.
+// Here with AVX512-BF16; linear_widened.cpp has other processors' kernel.
 //
 // Weights are packed [groups, size / 2, panels, 16, 2]: a group is 16 * panels output columns, the pairs of its inputs
 // one after the other, so that a group is read from its first byte to its last.
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "isa.h"
+#include "linear.h"
 #include "ops.h"
 
 #define GSD_WITH_BF16
@@ -27,12 +29,7 @@ constexpr int64_t kLine = 64;          // bytes of a cache line, and of 16 pairs
 // cache; of more rows the sums do not fit into it as well, and arithmetic takes longest anyway.
 constexpr int64_t kRowsOfBlocks = 24, kPairsOfBlock = 48;
 
-struct Linear {
-  const c10::BFloat16 *x, *weight, *bias;
-  c10::BFloat16* out;
-  int64_t x_stride, columns, groups, pairs;
-  int panels;
-
+struct PairedLinear : LinearJob {
   // Rows [begin, end) by groups [first, last).
   void run(int64_t begin, int64_t end, int64_t first, int64_t last) const {
     const int64_t most = avx512bf16::most_rows(panels), rows = end - begin;
@@ -86,7 +83,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
                     "x must be bfloat16 [..., ", size, "], not ", x.scalar_type(), " ", x.sizes());
   TORCH_CHECK_VALUE(!bias || (bias->scalar_type() == at::kBFloat16 && bias->numel() == columns),
                     "bias must be bfloat16 [", columns, "]");
-  TORCH_CHECK_VALUE(current_isa() >= Isa::avx512bf16, "packed weights need a processor with AVX512-BF16");
+  TORCH_CHECK_VALUE(current_isa() >= Isa::avx2, "packed weights need a processor with AVX2");
+  const bool pairs = current_isa() >= Isa::avx512bf16;
+  TORCH_CHECK_VALUE(pairs || weight.size(2) == 1, "weight must be packed in single panels without AVX512-BF16");
   auto shape = x.sizes().vec();
   shape.back() = columns;
   at::Tensor out = at::empty(shape, x.options());
@@ -94,7 +93,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   at::Tensor rows = x.reshape({-1, size});
   if (rows.stride(1) != 1) rows = rows.contiguous();
   const at::Tensor added = bias ? bias->contiguous() : at::Tensor();
-  const Linear job{rows.const_data_ptr<c10::BFloat16>(),
+  const LinearJob job{rows.const_data_ptr<c10::BFloat16>(),
                    weight.const_data_ptr<c10::BFloat16>(),
                    bias ? added.const_data_ptr<c10::BFloat16>() : nullptr,
                    out.mutable_data_ptr<c10::BFloat16>(),
@@ -105,8 +104,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
                    static_cast<int>(weight.size(2))};
   const int64_t count = rows.size(0);
   at::parallel_for(0, job.groups, 1, [&](int64_t first, int64_t last) {
+    if (!pairs) return linear_widened(job, 0, count, first, last);
     const int64_t blocks = (count + kRowsAtOnce - 1) / kRowsAtOnce;
-    for (int64_t b = 0; b < blocks; ++b) job.run(count * b / blocks, count * (b + 1) / blocks, first, last);
+    for (int64_t b = 0; b < blocks; ++b) PairedLinear{job}.run(count * b / blocks, count * (b + 1) / blocks, first, last);
   });
 #endif
   return out;

@@ -12,8 +12,16 @@ ISAS = ["vec", "vec16", "amx"]
 
 
 def writer(upstream, isa):
+    """Writes rows as vLLM does; skips where its library for this processor has no layout for AMX."""
+
     def write(key, value, key_cache, value_cache, slots):
-        upstream.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+        try:
+            upstream.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+        except RuntimeError as error:
+            lacks_amx = not torch.cpu._is_avx512_bf16_supported()  # vLLM's library for such processors does
+            if isa == "amx" and lacks_amx and "Unsupported CPU attention configuration" in str(error):
+                pytest.skip("vLLM's library for processors without AVX512-BF16 has no layout for AMX")
+            raise
 
     return write
 

@@ -12,15 +12,24 @@ import torch
 from vllm_gsd.ops import HAVE_EXTENSION
 
 COLUMNS = 16  # of a vector register: a weight has a multiple of so many
-_AVX512_BF16 = 3  # of ``current_isa``
+_AVX2, _AVX512_BF16 = 1, 3  # of ``current_isa``
+
+
+def _isa() -> int:
+    return torch.ops.vllm_gsd.current_isa() if HAVE_EXTENSION else 0
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor does, two products an instruction; else weights become float32 on their way."""
+    return _isa() >= _AVX512_BF16
 
 
 def packs(weight: torch.Tensor) -> bool:
-    """Whether :func:`linear` serves this weight on this processor: bfloat16, AVX512-BF16, sizes that fit registers."""
+    """Whether :func:`linear` serves this weight on this processor: bfloat16, AVX2, sizes that fit registers."""
     if not HAVE_EXTENSION or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.dim() != 2:
         return False
     columns, size = weight.shape
-    return torch.ops.vllm_gsd.current_isa() >= _AVX512_BF16 and not columns % COLUMNS and not size % 2 and size > 0
+    return _isa() >= _AVX2 and not columns % COLUMNS and not size % 2 and size > 0
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -30,8 +39,8 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         weight: ``[columns, size]``, columns a multiple of 16 and size of 2.
 
     Returns:
-        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. Four panels are the fastest, fewer are
-        taken where the groups would be shared out unevenly among torch's threads.
+        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. With AVX512-BF16 four panels are the
+        fastest, fewer are taken where the groups would be shared out unevenly among torch's threads; else it is one.
     """
     columns, size = weight.shape
     panels, threads = columns // COLUMNS, torch.get_num_threads()
@@ -40,7 +49,8 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         """Panels of the thread that has most of them, were groups so wide."""
         return -(-(panels // width) // threads) * width
 
-    width = min((w for w in (4, 3, 2, 1) if not panels % w), key=longest)
+    widths = (4, 3, 2, 1) if multiplies_bfloat16() else (1,)
+    width = min((w for w in widths if not panels % w), key=longest)
     grouped = weight.view(panels // width, width, COLUMNS, size // 2, 2)
     return grouped.permute(0, 3, 1, 2, 4).contiguous()
 
@@ -49,6 +59,14 @@ def unpack_weight(packed: torch.Tensor) -> torch.Tensor:
     """The ``[columns, size]`` that :func:`pack_weight` was given."""
     groups, pairs, width, panel, _ = packed.shape
     return packed.permute(0, 2, 3, 1, 4).reshape(groups * width * panel, 2 * pairs)
+
+
+def read_columns(packed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Rows ``[..., size]`` of the weight, those of ``columns``, int64 ``[...]``."""
+    _, pairs, width, _, _ = packed.shape
+    panel = columns // COLUMNS
+    rows = packed[panel // width, :, panel % width, columns % COLUMNS]
+    return rows.reshape(*columns.shape, 2 * pairs)
 
 
 def write_columns(packed: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:

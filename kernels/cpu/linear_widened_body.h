@@ -1,0 +1,106 @@
+// linear for processors that don't multiply bfloat16: weights become float32 in registers; see linear_widened.cpp.
+
+#if GSD_LANES >= 8
+constexpr int kPanelVectors = 16 / GSD_LANES;
+constexpr int kTileRows = GSD_LANES == 16 ? 12 : 6;  // as many sums as leave registers for weights
+// Inputs of a block: its weights stay in the first-level cache while all rows are multiplied by them.
+constexpr int64_t kBlockInputs = 192;
+constexpr int64_t kInputStride = kBlockInputs + 16;  // so that rows don't compete for one place in the cache
+constexpr int64_t kFetchPairs = 8;                   // how often the next weights are asked for
+
+// R rows by `pairs` pairs of inputs of one panel.
+struct WidenedPart {
+  const c10::BFloat16* weight;  // [pairs][16][2]
+  const float* x;               // [R][kInputStride]
+  float* sums;                  // [R][16]
+  const char* ahead;            // the next weights: so many cache lines are fetched every kFetchPairs
+  int64_t pairs, lines;
+  bool adds;  // to what is in `sums`
+};
+
+template <int R>
+static void widened_tile(const WidenedPart& part) {
+  vf sum[R][kPanelVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = part.adds ? load(part.sums + r * 16 + v * kLanes) : vf{};
+  const float* x = part.x;
+  const c10::BFloat16* weight = part.weight;
+  const char* ahead = part.ahead;
+  for (int64_t left = part.pairs; left > 0; left -= kFetchPairs) {
+    for (int64_t line = 0; line < part.lines; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+    for (int64_t k = left < kFetchPairs ? left : kFetchPairs; k > 0; --k, x += 2, weight += 32) {
+      vf even[kPanelVectors], odd[kPanelVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) load_pair(weight + 2 * v * kLanes, even[v], odd[v]);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const vf first = splat(x[r * kInputStride]);
+#pragma GCC unroll 2
+        for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = first * even[v] + sum[r][v];
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const vf second = splat(x[r * kInputStride + 1]);
+#pragma GCC unroll 2
+        for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = second * odd[v] + sum[r][v];
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) store(part.sums + r * 16 + v * kLanes, sum[r][v]);
+}
+
+template <int... R>
+static void widened_tile_of(int64_t rows, const WidenedPart& part, std::integer_sequence<int, R...>) {
+  static constexpr void (*table[])(const WidenedPart&) = {widened_tile<R + 1>...};
+  table[rows - 1](part);
+}
+
+// Rows [begin, end) of x in float32, [blocks][rows][kInputStride].
+static void widen_inputs(const LinearJob& job, int64_t begin, int64_t end, float* inputs) {
+  for (int64_t from = 0; from < 2 * job.pairs; from += kBlockInputs)
+    for (int64_t row = begin; row < end; ++row, inputs += kInputStride) {
+      const c10::BFloat16* x = job.x + row * job.x_stride + from;
+      const int64_t count = 2 * job.pairs - from < kBlockInputs ? 2 * job.pairs - from : kBlockInputs;
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes) store(inputs + i, load(x + i));
+      for (; i < count; ++i) inputs[i] = x[i];
+    }
+}
+
+// Rows [begin, end) by panels [first, last); `inputs` and `sums` have room for what widen_inputs and [rows][16] need.
+static void widened_rows(const LinearJob& job, int64_t begin, int64_t end, int64_t first, int64_t last, float* inputs,
+                         float* sums) {
+  const int64_t rows = end - begin, chunks = (rows + kTileRows - 1) / kTileRows;
+  widen_inputs(job, begin, end, inputs);
+  for (int64_t panel = first; panel < last; ++panel) {
+    for (int64_t from = 0; from < job.pairs; from += kBlockInputs / 2) {
+      WidenedPart part;
+      part.pairs = job.pairs - from < kBlockInputs / 2 ? job.pairs - from : kBlockInputs / 2;
+      part.weight = job.weight + (panel * job.pairs + from) * 32;
+      part.adds = from > 0;
+      // Chunks share the fetching of the block behind this one, or memory rests while the last of them run.
+      const bool is_last = panel + 1 == last && from + part.pairs == job.pairs;
+      part.lines = is_last ? 0 : (kFetchPairs + chunks - 1) / chunks;
+      const int64_t share = (part.pairs + kFetchPairs - 1) / kFetchPairs * part.lines;
+      for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t top = rows * c / chunks, bottom = rows * (c + 1) / chunks;
+        part.x = inputs + (2 * from / kBlockInputs * rows + top) * kInputStride;
+        part.sums = sums + top * 16;
+        part.ahead = reinterpret_cast<const char*>(part.weight) + (part.pairs + c * share) * 64;
+        widened_tile_of(bottom - top, part, std::make_integer_sequence<int, kTileRows>{});
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const int64_t column = panel * 16 + v * kLanes;
+        const vf sum = load(sums + row * 16 + v * kLanes);
+        store(job.out + (begin + row) * job.columns + column, job.bias ? sum + load(job.bias + column) : sum);
+      }
+  }
+}
+#endif
