@@ -17,7 +17,7 @@ from vllm.lora.ops.torch_ops import bgmv_expand
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
@@ -271,10 +272,25 @@ def test_weights_are_packed_here():
     assert parameters(utils.dispatch_cpu_unquantized_gemm) == ["layer", "remove_weight"]
     assert parameters(utils.cpu_unquantized_gemm) == ["layer", "x", "weight", "bias"]
     assert "layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
+    # Embeddings and LM heads, which may be tied, are asked for rows and products through their method.
+    assert parameters(UnquantizedEmbeddingMethod.embedding) == ["layer", "input_"]
+    assert "layer.weight = embed_tokens.weight" in inspect.getsource(UnquantizedEmbeddingMethod.tie_weights)
+    assert "quant_method.embedding(self," in inspect.getsource(VocabParallelEmbedding.forward)
+    assert (
+        "if self.head_dtype is None or self.head_dtype == hidden_states.dtype:\n            return lm_head.quant_method"
+        in (inspect.getsource(LogitsProcessor._apply_head))
+    )
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         source = inspect.getsource(method.process_weights_after_loading)
         assert "utils import dispatch_cpu_unquantized_gemm" in source
     assert "load_dummy_weights" in parameters(cpu_worker.CPUWorker.load_model)
+
+
+def test_worker_memory_stands_on_these():
+    assert parameters(cpu_worker.CPUWorker.determine_available_memory) == []
+    assert parameters(cpu_worker.CPUWorker.compile_or_warm_up_model) == []
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
+    assert (spec.block_size, spec.page_size_bytes) == (16, 16 * 2 * 3 * 64 * 2)
 
 
 def test_shared_suffixes_read_these():

@@ -72,6 +72,10 @@ SIGNATURES = [
     (f"{GPU}/spec_decode/__init__.py", "init_speculator", ["vllm_config", "device", "req_states"]),
     (RUNNER, "GPUModelRunner.capture_model", []),
     ("v1/worker/gpu_worker.py", "Worker._make_model_runner", []),
+    # runtime.worker_memory: overridden
+    ("v1/worker/gpu_worker.py", "Worker.load_model", []),
+    ("v1/worker/gpu_worker.py", "Worker.determine_available_memory", []),
+    ("v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model", []),
     # runtime.v2.draft_graphs: called
     (
         CUDA_GRAPHS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine_probes import forget_prefixes, hidden_states_kept
-from engine_process import run
+from engine_process import model_runner, run
 from tiny_eagle import chain_steps, load_exact
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -42,6 +42,19 @@ def test_equals_plain_vllm(start_engine, tiny_eagle, prompts, short, expected, c
     assert run(engine, prompts, GREEDY) == expected[0]
     assert run(engine, short, SEEDED) == expected[1]
     assert [run(engine, [prompt], GREEDY)[0] for prompt in prompts[:3]] == expected[0][:3]
+
+
+def cache_bytes(llm) -> tuple[int, int]:
+    """Of the KV cache, and of the hidden states beside it."""
+    runner = model_runner(llm)
+    return sum(layer.size for layer in runner.kv_cache_config.kv_cache_tensors), runner.drafter.features.states.nbytes
+
+
+def test_hidden_states_are_part_of_the_memory_for_the_kv_cache(start_engine, tiny_eagle):
+    given = 1 << 26
+    kv, features = start_engine({"model": str(tiny_eagle)}, kv_cache_memory_bytes=given).call(cache_bytes)
+    assert 0 < features < kv
+    assert 0.99 * given < kv + features < 1.001 * given  # a block and a row of rounding
 
 
 def accepted_by(engine, prompts, params=GREEDY):

@@ -1,9 +1,12 @@
 """In bfloat16 the models' matrices lie packed for our own kernel, and the answers are plain vLLM's up to rounding."""
 
+import contextlib
+
 import pytest
 import torch
 from adapters import RANK, build_adapter, generate_adapted
-from engine_process import Params, model_runner
+from engine_process import Engine, Params, model_runner
+from transformers import AutoModelForCausalLM
 
 from vllm_gsd.ops.linear import packs
 
@@ -30,12 +33,43 @@ def layers_by_kind(llm) -> dict[str, set[bool]]:
     return found
 
 
+def weights_of_ends(llm) -> list[tuple[int, int]]:
+    """Addresses and dimensions of the target's embedding and LM head."""
+    model = model_runner(llm).model
+    return [(layer.weight.data_ptr(), layer.weight.dim()) for layer in (model.model.embed_tokens, model.lm_head)]
+
+
 def test_all_layers_are_packed(gsd):
     found = gsd.call(layers_by_kind)
     for name in ("target", "draft"):
         layers = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear")
         assert all(found[f"{name} {layer}"] == {True} for layer in layers)
     assert found["target ParallelLMHead"] == {True}
+
+
+@pytest.fixture
+def tied_target(tiny_pair, tmp_path):
+    """The tiny target with one matrix for its embedding and its LM head."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair.target)
+    model.config.tie_word_embeddings = True
+    model.model.embed_tokens.weight = model.lm_head.weight
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_embedding_and_lm_head(gsd, plain, tied_target, tiny_pair, random_prompts):
+    """A matrix that is both is kept once, packed; an embedding of its own stays as it is."""
+    embedding, lm_head = gsd.call(weights_of_ends)
+    assert embedding[1] == 2 and lm_head[1] == 5
+    prompts = random_prompts(5, 5, 60)
+    configs = [None, {"method": "gsd", "model": str(tiny_pair.draft)}]
+    with contextlib.ExitStack() as stack:
+        engines = [Engine(tied_target, config, skip_tokenizer_init=True, **ENGINE) for config in configs]
+        for engine in engines:
+            stack.callback(engine.close)
+        embedding, lm_head = engines[1].call(weights_of_ends)
+        assert embedding == lm_head and lm_head[1] == 5
+        assert_close(*(engine.generate(prompts, GREEDY) for engine in engines))
 
 
 def test_other_types_are_upstreams(start_engine):

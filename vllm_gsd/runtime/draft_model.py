@@ -1,6 +1,7 @@
 """The draft model inside vLLM: same loader, same paged KV pool, same block tables as the target."""
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,7 @@ class DraftModel:
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
         if self.reads_features:
             share_ends(self.model, target_model)
+            gc.collect()  # its own ends refer to themselves, and vLLM exempts from collection what is there later
         if self.token_ids is not None:
             head, size = self.model.lm_head, self.model_config.get_vocab_size()
             self.head = TrimmedHead(lambda ids: head_rows(head, ids), size, self.token_ids, self.device)
@@ -260,12 +262,11 @@ def share_ends(draft: Any, target: Any) -> None:
 
 def head_rows(lm_head: Any, ids: torch.Tensor) -> torch.Tensor:
     """Rows [n, hidden] of an LM head that may be spread over ranks; all of them ask for the same tokens, int64 [n]."""
-    weight = lm_head.weight.data
     if lm_head.tp_size == 1:
-        return weight[ids]
+        return lm_head.quant_method.embedding(lm_head, ids)
     shard = lm_head.shard_indices
     own = (ids >= shard.org_vocab_start_index) & (ids < shard.org_vocab_end_index)
-    rows = weight[torch.where(own, ids - shard.org_vocab_start_index, 0)]
+    rows = lm_head.quant_method.embedding(lm_head, torch.where(own, ids - shard.org_vocab_start_index, 0))
     return parallel_state.get_tp_group().all_reduce(rows.masked_fill_(~own[:, None], 0.0))
 
 

@@ -54,6 +54,13 @@ class Drafter:
         self.features: Features | None = None
         self.lines = np.zeros((num_requests, capacity), np.int64)
 
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes a token for hidden states of the target; 0 where the draft does not read them."""
+        if not self.model.reads_features:
+            return 0
+        return self.model.hidden_size * torch.empty((), dtype=self.model.model_config.dtype).element_size()
+
     def prepare(self, num_blocks: int, block_size: int) -> None:
         """The KV cache has this size."""
         if self.model.reads_features:

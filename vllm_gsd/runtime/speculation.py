@@ -124,6 +124,11 @@ class Speculation:
         """Where the target's hidden states are kept, if the draft reads them."""
         return None if self.drafter is None else self.drafter.features
 
+    @property
+    def feature_bytes(self) -> int:
+        """What they take a token, 0 for nothing."""
+        return 0 if self.drafter is None else self.drafter.feature_bytes
+
     # --- between steps ----------------------------------------------------------------------------
 
     def forget(self, request_ids) -> None:

@@ -18,7 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilat
 from vllm_gsd.core.outcome import kv_moves
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
-from vllm_gsd.runtime.speculation import check_kv_groups
+from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
 from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.v1.plan import plan_step
@@ -38,6 +38,11 @@ class GraphModelRunner(CPUModelRunner):
         self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
             entry_points(group=LOGITSPROCS_GROUP)
         )
+
+    @property
+    def speculation(self) -> Speculation:
+        """What is shared with the other runner."""
+        return self.drafter
 
     # --- start-up ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.runtime.packed_weights import PacksWeights
 from vllm_gsd.runtime.ranks import forget_shared_memory
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
+from vllm_gsd.runtime.worker_memory import SharesMemory
 
 logger = init_logger("vllm.gsd")
 
@@ -27,7 +28,7 @@ def _with_all_processors(upstream):
     return build_logitsprocs
 
 
-class GraphCPUWorker(PacksWeights, cpu_worker.CPUWorker):
+class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
     """``worker_cls`` of an engine whose speculative method is gsd."""
 
     def init_device(self) -> None:
