@@ -12,7 +12,7 @@ VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]
 
 
 @pytest.fixture
-def command(tiny_pair, tmp_path):
+def command(tiny_pair, preforked, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [
         {"turns": [" ".join(f"w{(7 * i + j) % 500}" for j in range(12))], "category": ("one", "two")[i % 2]}
@@ -20,7 +20,7 @@ def command(tiny_pair, tmp_path):
     ]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     return [
-        *VLLM_GSD, "bench", str(prompts), "--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft),
+        preforked, *VLLM_GSD, "bench", str(prompts), "--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft),
         "--out", str(tmp_path / "out"), "--max-tokens", "12", "--max-model-len", "256", "--dtype", "float32",
         "--modes", "eager", "--engine-args", '{"kv_cache_memory_bytes": 67108864}', "--choose-with", "2",
     ]  # fmt: skip
@@ -61,6 +61,14 @@ def test_all_methods(command, tmp_path):
         assert rows["gsd-tree"]["step_parts_ms"]["compaction"] > 0
     assert set(report["categories"]) == {"one", "two"}
     assert set(report["categories"]["one"]) == set(ran)
+    for shares in report["forms"].values():
+        assert set(shares) == {"gsd", "gsd-tree", "gsd-chain"}
+        for form in shares.values():
+            assert form["without"] + form["chains"] + form["branched"] == pytest.approx(1)
+            accepted = sum(share for name, share in form.items() if name.startswith("accepted_"))
+            assert accepted == pytest.approx(1)
+        assert shares["gsd"]["branched"] > 0
+        assert shares["gsd-tree"]["accepted_merged"] == 0
     page = Path(files["page"]).read_text()
     for name in ("speed-up-over-batch-size", "step-breakdown", "acceptance-by-depth", "speed-up-by-category"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -82,16 +90,17 @@ def test_a_draft_that_reads_hidden_states(command, tmp_path, tiny_eagle):
     assert row["step_parts_ms"]["draft"] > 0
 
 
-def test_apart_with_a_choice_and_analyses(command, tmp_path, monkeypatch):
+def test_apart_with_a_choice_and_analyses(command, preforked, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     from vllm_gsd.bench import analyses
     from vllm_gsd.cli.main import app
 
+    monkeypatch.setattr(sys, "executable", preforked)
     monkeypatch.setattr(analyses, "ABLATIONS", {"top_k": [1, 3], "merge_ngram": [2]})
     monkeypatch.setattr(analyses, "BASE", {**analyses.BASE, "top_k": 3})
     command += ["--methods", "draft_model", "--chain-lengths", "1,2", "--repeats", "1", "--apart", "--analyses"]
-    done = CliRunner().invoke(app, command[1:])
+    done = CliRunner().invoke(app, command[2:])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out" / "bench.json").read_text())
     (row,) = report["batches"]["1"].values()

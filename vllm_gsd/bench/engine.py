@@ -49,7 +49,8 @@ def run(
     """Answer the chats greedily, at most ``concurrency`` at a time.
 
     Returns:
-        ``seconds``; per chat ``tokens``, ``latency`` and ``ttft`` (seconds); ``counters`` of vLLM's metrics;
+        ``seconds``; per chat ``tokens``, ``latency`` and ``ttft`` (seconds), and its own ``counters`` where parts are
+        asked for and chats come one by one; ``counters`` of vLLM's metrics;
         ``decode``: ``steps`` in which no prompt was read, their ``seconds``, and ``parts``, seconds by part, if asked
         for; ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
@@ -61,8 +62,8 @@ def run(
     tokenizer = llm.get_tokenizer()
     waiting = deque(enumerate(token_ids_of(tokenizer, chat) for chat in chats))
     begun: dict[str, float] = {}
-    seen = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
-    before = counters_of(llm)
+    seen: list[dict[str, Any]] = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
+    before = since_request = counters_of(llm)
     forget_responses(runner_of(llm))
     decode: dict[str, Any] = {"steps": 0, "seconds": 0.0}
     if clock is not None:
@@ -90,11 +91,14 @@ def run(
             if output.finished:
                 row["latency"] = waited
                 del begun[output.request_id]
+                if with_parts and concurrency == 1:
+                    counters = counters_of(llm)
+                    row["counters"] = gained(since_request, counters)
+                    since_request = counters
     seconds = time.perf_counter() - start
-    after = counters_of(llm)
     result: dict[str, Any] = {"seconds": seconds, "requests": seen, "decode": decode, "peak_mb": peak_mb()}
     result["cudagraphs_captured"] = compilation_counter.num_cudagraph_captured
-    result["counters"] = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    result["counters"] = gained(before, counters_of(llm))
     if clock is not None:
         clock.on = False
         if with_parts:
@@ -125,6 +129,11 @@ def counters_of(llm: Any) -> dict[str, float]:
             name = f"{metric.name}[{reason}]" if reason else metric.name
             values[name] = values.get(name, 0.0) + float(metric.value)
     return values
+
+
+def gained(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What counters rose by."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def peak_mb() -> float:

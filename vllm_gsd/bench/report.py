@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from statistics import median
 from typing import Any
 
+from vllm_gsd.bench import categories
 from vllm_gsd.bench.parts import PARTS
 from vllm_gsd.bench.turns import Runs, Work, tokens_per_second
 
@@ -19,7 +19,8 @@ def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipp
 
     Returns:
         ``batches[batch][method]`` as ``_row`` describes it, ``categories[category][method]`` ratios to plain at the
-        smallest batch, and ``skipped`` methods with the reason.
+        smallest batch, ``forms[category][method]`` what its steps verified there, if requests came one by one, and
+        ``skipped`` methods with the reason.
     """
     batches: dict[str, dict[str, Any]] = {}
     for batch in work.batch_sizes:
@@ -32,7 +33,8 @@ def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipp
             }
             for method in runs.timed
         }
-    return {"batches": batches, "categories": _categories(runs, work), "skipped": skipped}
+    ratios, forms = categories.speed_ratios(runs, work), categories.forms(runs, work)
+    return {"batches": batches, "categories": ratios, "forms": forms, "skipped": skipped}
 
 
 def _row(
@@ -105,29 +107,3 @@ def _by_depth(results: list[dict[str, Any]]) -> list[float]:
     while shares and shares[-1] == 0:
         shares.pop()
     return shares
-
-
-def _categories(runs: Runs, work: Work) -> dict[str, dict[str, float]]:
-    """Speed ratio to plain of each category's requests at the smallest batch size, median over the turns."""
-    batch = min(work.batch_sizes)
-    names = [request.category for request in work.requests]
-    if "plain" not in runs.timed or not any(names):
-        return {}
-    speeds: dict[str, list[dict[str, float]]] = {}
-    for method, timed in runs.timed.items():
-        speeds[method] = []
-        for result in timed[batch]:
-            tokens: dict[str, float] = defaultdict(float)
-            seconds: dict[str, float] = defaultdict(float)
-            for index, request in enumerate(result["requests"]):
-                category = names[index % len(names)]
-                tokens[category] += request["tokens"]
-                seconds[category] += request["latency"]
-            speeds[method].append({category: tokens[category] / seconds[category] for category in tokens})
-    return {
-        category: {
-            method: median(mine[category] / plain[category] for mine, plain in zip(turns, speeds["plain"], strict=True))
-            for method, turns in speeds.items()
-        }
-        for category in dict.fromkeys(names)
-    }
