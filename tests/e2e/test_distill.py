@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import SECONDS
 
 from vllm_gsd.distill.hidden_states import Features, write_features
 from vllm_gsd.distill.train import load_answers
@@ -19,12 +20,12 @@ VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]
 
 
 @pytest.fixture
-def command(tiny_pair, tmp_path):
+def command(tiny_pair, preforked, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": " ".join(f"w{(7 * i + j) % 500}" for j in range(12))} for i in range(40)]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     return [
-        *VLLM_GSD, "distill", "--target", str(tiny_pair.target), "--out", str(tmp_path / "draft"),
+        preforked, *VLLM_GSD, "distill", "--target", str(tiny_pair.target), "--out", str(tmp_path / "draft"),
         "--prompts", str(prompts), "--max-tokens", "16", "--params", "300000", "--vocab-size", "400", "--epochs", "40",
     ]  # fmt: skip
 
@@ -32,7 +33,7 @@ def command(tiny_pair, tmp_path):
 def kill_once(command, path, pattern):
     """Run until a file like that is there, then kill the command and all it started."""
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + SECONDS
     while not list(path.glob(pattern)):
         assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < deadline
@@ -44,10 +45,10 @@ def kill_once(command, path, pattern):
 def test_killed_at_any_stage_it_goes_on(command, tmp_path, tiny_pair, start_engine, random_prompts):
     work = tmp_path / "draft.work"
     size = command.index("--params")
-    command[size : size + 2] = ["--eagle"]
+    command[size : size + 2] = ["--eagle", "--eager"]
     written = {}
     for stage in ("features/*[0-9].npy", "answers/*.parquet", "checkpoints/checkpoint-*/trainer_state.json"):
-        kill_once(command, work, stage)
+        kill_once(command[1:], work, stage)  # not forked from a process that would outlive it
         if stage.startswith("answers"):  # hidden states come with the answers, and are made where they are missing
             answers = list(work.glob("answers/*.parquet"))
             (work / "features").rename(tmp_path / "with-answers")

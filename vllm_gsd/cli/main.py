@@ -80,6 +80,9 @@ def distill(
     batch: Annotated[int, typer.Option(min=1, help="Requests that the target answers at once.")] = 96,
     seed: int = 0,
     engine: Annotated[bool, typer.Option(help="Measure the draft in the real engine at the end.")] = True,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Engines without torch.compile: they start sooner and run slower.")
+    ] = False,
     work: Annotated[
         Path | None, typer.Option(help="Where a run keeps what it has done, to go on later. [OUT.work]")
     ] = None,
@@ -115,6 +118,7 @@ def distill(
         batch=batch,
         seed=seed,
         engine=engine,
+        eager=eager,
     )
     try:
         results = run(options, out, work or out.with_name(out.name + ".work"))

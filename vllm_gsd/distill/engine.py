@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 
-def compare(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+def compare(
+    target: Path, draft: Path, prompts: list[list[int]], max_tokens: int, eager: bool = False
+) -> dict[str, float]:
     """Greedy decoding of prompts (token ids) one at a time, plain and with the draft.
 
     Returns:
@@ -23,20 +25,21 @@ def compare(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int
         the default configuration.
     """
     gsd = {"method": "gsd", "model": str(draft)}
-    every_node = _run(target, {**gsd, "sources": ["draft"], "budget": 16}, prompts, max_tokens)
-    plain = _run(target, None, prompts, max_tokens)
-    auto = _run(target, gsd, prompts, max_tokens)
+    job = {"target": str(target), "prompts": prompts, "tokens": max_tokens, "eager": eager}
+    every_node = _run(job, {**gsd, "sources": ["draft"], "budget": 16})
+    plain = _run(job, None)
+    auto = _run(job, gsd)
     return {
         "tokens_per_step": every_node["tokens_per_step"],
         "speed_up": auto["tokens_per_second"] / plain["tokens_per_second"],
     }
 
 
-def _run(target: Path, config: dict[str, Any] | None, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+def _run(job: dict[str, Any], config: dict[str, Any] | None) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder) / "job.json", Path(folder) / "result.json"
-        job.write_text(json.dumps({"target": str(target), "config": config, "prompts": prompts, "tokens": max_tokens}))
-        command = [sys.executable, "-m", "vllm_gsd.distill.engine", str(job), str(result)]
+        asked, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps({**job, "config": config}))
+        command = [sys.executable, "-m", "vllm_gsd.distill.engine", str(asked), str(result)]
         subprocess.run(command, check=True, stdout=sys.stderr)
         report: dict[str, float] = json.loads(result.read_text())
         return report
@@ -54,6 +57,7 @@ def main(job_path: str, result_path: str) -> None:
         dtype="bfloat16",
         max_model_len=longest,
         max_num_seqs=1,
+        enforce_eager=job["eager"],
         kv_cache_memory_bytes=1 << 30,
         speculative_config=job["config"],
         disable_log_stats=False,

@@ -31,7 +31,7 @@ OWN_TOKENS, SHORTEST_REQUEST = 96, 9
 MOST_TURNS, LEAST_SHARE = 64, 0.1
 
 
-def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float) -> LLM:
+def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float, eager: bool) -> LLM:
     """The target in vLLM, set up for throughput."""
     # The engine in a process of its own polls, and on a CPU that takes a core from the model.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -43,6 +43,7 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
         max_model_len=max_model_len,
         max_num_seqs=batch,
         kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+        enforce_eager=eager,
         disable_log_stats=True,
         # With it, hidden states of shared beginnings would be computed once and seen in one answer only.
         enable_prefix_caching=False,

@@ -66,6 +66,7 @@ class Options:
     batch: int = 96
     seed: int = 0
     engine: bool = True
+    eager: bool = False
 
 
 def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
@@ -103,7 +104,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
         logger.info("decoding %d prompts with the draft and without", min(ENGINE_PROMPTS, len(held_out)))
         texts = [row["input_ids"][: int(row["prompt_len"])].tolist() for row in held_out]
         chosen = texts[:: max(1, len(texts) // ENGINE_PROMPTS)][:ENGINE_PROMPTS]
-        results |= compare(Path(options.target), work / "trained", chosen, 96)
+        results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager)
     _finish(options, work, out, training, results)
     return results
 
@@ -157,7 +158,11 @@ def make_answers(options: Options, work: Path) -> list[Path]:
             longest = options.longest + options.max_tokens
             started.append(
                 generate.start_target(
-                    options.target, max_model_len=longest, batch=options.batch, kv_cache_gib=KV_CACHE_GIB
+                    options.target,
+                    max_model_len=longest,
+                    batch=options.batch,
+                    kv_cache_gib=KV_CACHE_GIB,
+                    eager=options.eager,
                 )
             )
         return started[0]
