@@ -1,6 +1,8 @@
 """Fixtures of the end-to-end tests."""
 
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pair
 
-from engine_process import Engine, draft_every_level
+from engine_process import ENVIRONMENT, Engine, draft_every_level
 from text_pair import build_text_pair
 from tiny_eagle import build_tiny_eagle
 from tiny_pair import VOCAB_SIZE, build_tiny_pair
@@ -19,6 +21,30 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def preforked(tmp_path_factory):
+    """A Python for programs that import vLLM, as a command; it starts them by forking (see ``preforked.py``)."""
+    folder = tmp_path_factory.mktemp("preforked")
+    program, address, command = Path(__file__).with_name("preforked.py"), folder / "socket", folder / "python"
+    ask = f'exec "{sys.executable}" -SE "{program}" "{address}" "$@"'
+    command.write_text(f"""#!/bin/sh
+PREFORKED="$0"
+export PREFORKED
+case "$1 $2" in "-m vllm_gsd."*) {ask} ;; "-"*) exec "{sys.executable}" "$@" ;; *) {ask} ;; esac
+""")
+    command.chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, program, "--serve", address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"},
+    )
+    assert b"listening\n" in server.stdout
+    yield str(command)
+    server.stdin.close()
+    server.wait()
 
 
 @pytest.fixture(scope="session")

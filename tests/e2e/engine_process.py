@@ -5,14 +5,21 @@ forked from one that has imported vLLM already: an engine for the tiny pair star
 Functions below whose first argument is ``llm`` run in the engine's process.
 """
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
+
+import psutil
+from patience import SECONDS
 
 # One thread each: two busy OpenMP threads on a machine shared with others wait for one another most of the time.
 ENVIRONMENT = {
@@ -34,9 +41,6 @@ DEFAULTS = {
     "kv_cache_memory_bytes": 1 << 27,
     "disable_log_stats": False,
 }
-START_SECONDS = 180
-CALL_SECONDS = 240
-END_SECONDS = 30
 
 
 class EngineError(RuntimeError):
@@ -101,7 +105,6 @@ class Engine:
 
     server = forkserver.ForkServer()  # what the processes are forked from
     preload = Path(__file__).stem  # what it imports
-    patience = 1  # how many times those seconds
 
     def __init__(self, model, speculative_config=None, setup=(), before=(), **options):
         arguments = {**DEFAULTS, "model": str(model), "speculative_config": speculative_config, **options}
@@ -118,7 +121,7 @@ class Engine:
             self.process.start()
         theirs.close()
         try:
-            self._receive(START_SECONDS)
+            self._receive()
         except BaseException:
             self._end()
             raise
@@ -126,7 +129,7 @@ class Engine:
     def call(self, function, *args):
         """Run ``function(llm, *args)``, a function of this module, in the engine's process."""
         self.connection.send((function, args))
-        return self._receive(CALL_SECONDS)
+        return self._receive()
 
     def generate(self, prompts, params) -> list[Answer]:
         """Answers to ``prompts`` (lists of token ids, or chat messages as strings), in order.
@@ -147,15 +150,14 @@ class Engine:
         """Shut the engine down and see to it that its process ends by itself."""
         if self.process.is_alive():
             self.connection.send(None)
-        self.process.join(END_SECONDS * self.patience)
+        self.process.join(SECONDS)
         exit_code = self.process.exitcode
         self._end()
         assert exit_code == 0, f"the engine's process did not end properly (exit code {exit_code})"
 
-    def _receive(self, seconds: float):
-        seconds *= self.patience
-        if not self.connection.poll(seconds):
-            raise EngineError(f"no answer from the engine within {seconds} s")
+    def _receive(self):
+        if not self.connection.poll(SECONDS):
+            raise EngineError(f"no answer from the engine within {SECONDS} s: {self._state()}")
         try:
             ok, value = self.connection.recv()
         except EOFError as error:
@@ -163,6 +165,18 @@ class Engine:
         if not ok:
             raise EngineError(value)
         return value
+
+    def _state(self) -> str:
+        """Whether the process is slow or hangs; where it is, it says on stderr."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(1)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(self.process.pid).cpu_times()
+            free = psutil.virtual_memory().available >> 20
+            load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+            return f"it took {times.user:.0f} + {times.system:.0f} s of a processor; load {load}, {free} MiB free"
+        return "its process is gone"
 
     def _end(self) -> None:
         if self.process.is_alive():
@@ -178,6 +192,7 @@ def run(engine: Engine, prompts, params) -> list[list[int]]:
 
 def _serve(connection, arguments, setup, before) -> None:
     """The engine's process: build the engine, do what is asked, shut down."""
+    faulthandler.register(signal.SIGUSR1)
     try:
         for function in before:
             function()

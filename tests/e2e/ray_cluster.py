@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from patience import SECONDS
 from serve_process import free_port
 
-START_SECONDS = 300
 RAY = Path(sys.executable).parent / "ray"
 # `ray start` would write a token for clients; the processes of a test are a test's own.
 CLIENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -48,7 +48,7 @@ class RayCluster:
         where = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
         command = [RAY, "start", *where, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
         log = self.folder.with_name(f"{self.folder.name}-node-{len(self.nodes)}.log")
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + SECONDS
         while True:
             with log.open("wb") as stream:
                 node = subprocess.Popen(
@@ -74,7 +74,7 @@ class RayCluster:
         self.nodes.remove(node)
         node.send_signal(signal.SIGTERM)
         try:
-            node.wait(60)
+            node.wait(SECONDS)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(node.pid, signal.SIGKILL)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from engine_process import ENVIRONMENT
+from patience import SECONDS
 
-START_SECONDS = 400
-SECONDS = 120  # for what takes one or two
+VLLM = Path(sys.executable).parent / "vllm"
+FORKING = Path(__file__).with_name("forking.py")
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Server:
 
     def wait(self) -> None:
         """Until it answers."""
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             assert self.process.poll() is None, self.log.read_text()[-5000:]
             try:
@@ -65,12 +66,13 @@ def server_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path, *flags: str, **options):
+def serving(model: Path, folder: Path, *flags: str, command=(sys.executable, FORKING, VLLM), **options):
     """A server of ``model`` (named "target") that may not answer yet, killed in the end.
 
     Args:
         folder: where its log goes.
         flags, options: further arguments of ``vllm serve``, ``--flag`` and ``--some-option value``.
+        command: instead of ``vllm``.
     """
     port = free_port()
     options = {
@@ -87,7 +89,7 @@ def serving(model: Path, folder: Path, *flags: str, **options):
     words = [str(word) for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "vllm", "serve", model, "--enforce-eager", *flags, *words],
+            [*command, "serve", model, "--enforce-eager", *flags, *words],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=server_environment(),

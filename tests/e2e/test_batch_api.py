@@ -4,11 +4,11 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from engine_process import Engine
-from serve_process import START_SECONDS, server_environment
+from patience import SECONDS
+from serve_process import FORKING, VLLM, server_environment
 
 QUESTIONS = [f"Question number {index}?" for index in range(12)]
 TIME = r"[0-2][0-9]:[0-5][0-9]"
@@ -56,11 +56,11 @@ def test_run_batch(text_pair, expected, tmp_path):
     }
     words = [str(word) for option in options.items() for word in option]
     done = subprocess.run(
-        [Path(sys.executable).parent / "vllm", "run-batch", "--enforce-eager", *words],
+        [sys.executable, FORKING, VLLM, "run-batch", "--enforce-eager", *words],
         capture_output=True,
         text=True,
         env=server_environment(),
-        timeout=START_SECONDS,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert "GraphProposer" in done.stdout + done.stderr  # vLLM logs its configuration

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
+from unittest import mock
 
 import pytest
-from serve_process import SECONDS, serving
+from patience import SECONDS
+from serve_process import serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,13 +31,18 @@ def expected(start_engine, asked):
 def server(expected, tiny_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data_parallel")
     (folder / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(tiny_pair.draft), "budget": 16}))
-    with serving(
-        tiny_pair.target,
-        folder,
-        speculative_config=folder / "gsd.json",
-        data_parallel_size=2,
-        kv_cache_memory_bytes=1 << 26,
-    ) as server:
+    # Two API servers share their metrics in a folder, which must be there before a process imports what writes them.
+    (folder / "metrics").mkdir()
+    with (
+        mock.patch.dict(os.environ, PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")),
+        serving(
+            tiny_pair.target,
+            folder,
+            speculative_config=folder / "gsd.json",
+            data_parallel_size=2,
+            kv_cache_memory_bytes=1 << 26,
+        ) as server,
+    ):
         server.wait()
         yield server
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from engine_process import ENVIRONMENT
+from patience import SECONDS
 from ray_cluster import ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PROGRAM = Path(__file__).parents[2] / "examples/ray/batch.py"
 PROMPTS = 500
 MAX_TOKENS = 6
-SECONDS = 400
 
 
 @pytest.fixture(scope="module")

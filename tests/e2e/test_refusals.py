@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from engine_process import ENVIRONMENT
+from patience import SECONDS
 
-SECONDS = 300
 BINARY = bytes(range(256)) * 10
 # name of the file: (its content or None for no file, what the sentence must have in it).
 FILES = {

@@ -6,7 +6,8 @@ import signal
 
 import psutil
 import pytest
-from serve_process import SECONDS, serving
+from patience import SECONDS
+from serve_process import VLLM, serving
 
 MAX_TOKENS = 24
 QUESTIONS = [
@@ -30,7 +31,7 @@ def server(expected, built_in_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     config = {"method": "gsd", "model": str(built_in_pair.draft), "sources": ["draft", "ngram"]}
     (folder / "gsd.json").write_text(json.dumps(config))
-    with serving(built_in_pair.target, folder, speculative_config=folder / "gsd.json") as server:
+    with serving(built_in_pair.target, folder, command=[VLLM], speculative_config=folder / "gsd.json") as server:
         server.wait()
         yield server
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
-from serve_process import SECONDS, serving
+from patience import SECONDS
+from serve_process import serving
 from text_pair import FIRST
 
 CITIES = ["Rome", "Oslo", "Paris"]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import SECONDS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_structured"
 
@@ -14,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_structured"
 def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair):
     # A fixed budget: what pays is the planner's business, and on a busy machine that may be no graph at all.
     command = [sys.executable, str(SCRIPT), "--requests", "50", "--gsd", json.dumps({"budget": 16})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert report["crashes"] == []

@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from patience import SECONDS
 from ray_cluster import ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -17,7 +17,7 @@ STEPS = 1000  # of which the ranks' graphs are compared
 
 
 @pytest.fixture(scope="module")
-def run(tiny_pair, random_prompts, tmp_path_factory):
+def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
     """Runs an engine over 100 mixed requests, at most eight at a time: greedy, seeded, penalised, short and long."""
     prompts = random_prompts(100)
     params = []
@@ -41,12 +41,12 @@ def run(tiny_pair, random_prompts, tmp_path_factory):
             },
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder / "result.json")]
+        command = [preforked, str(PROGRAM), str(folder / "job.json"), str(folder / "result.json")]
         # vLLM wants a list of cores for each rank; here both share all there are.
         cores = f"0-{os.cpu_count() - 1}"
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join([cores] * size), "OMP_NUM_THREADS": "1"}
         variables = {**os.environ, **threads, **(environment or {})}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((folder / "result.json").read_text())
 

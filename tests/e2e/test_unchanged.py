@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from engine_process import ENVIRONMENT
+from patience import SECONDS
 
-SECONDS = 300
 # Engines of this module run in programs of their own: VLLM_PLUGINS and the log level are read at import.
 ENGINES = {"installed": {}, "absent": {"VLLM_PLUGINS": ""}}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import interpreter
 import pytest
 from engine_process import run
+from patience import SECONDS
 from v2_engine import OPTIONS, TRITON
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
             "TORCHDYNAMO_DISABLE": "1",  # there is no driver that it could compile for
         }
         command = [sys.executable, PROGRAM, folder / "job.json", folder / "result.json"]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((folder / "result.json").read_text())
 

@@ -36,7 +36,6 @@ class V2Engine(Engine):
 
     server = forkserver.ForkServer()
     preload = "preload_v2"
-    patience = 5
 
     def __init__(
         self,

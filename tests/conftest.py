@@ -1,0 +1,35 @@
+"""Which files of tests come first, and the threads of all their processes."""
+
+import os
+
+import pytest
+
+# One thread each, unless a test says otherwise: threads of OpenMP wait for one another on a processor, and with as many
+# busy processes as processors that is most of what they would do.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Those that take longest, by the log of a whole run: begun last, they would keep one process busy while others have
+# nothing left to do.
+LONGEST = (
+    "test_tensor_parallel",
+    "test_distill",
+    "test_bench",
+    "test_data_parallel",
+    "test_limits",
+    "test_structured_output",
+    "test_triton",
+    "test_lossless_tiny",
+    "test_ray_batch",
+    "test_v2",
+    "test_serve",
+    "test_killed",
+    "test_gpu_path",
+    "test_serve_features",
+    "test_v2_parallel",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The rest stays in its order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))

@@ -1,0 +1,91 @@
+"""Python programs forked from a process that has imported vLLM, which takes ten seconds of a processor each time.
+
+``preforked.py SOCKET PROGRAM [ARGUMENTS]`` asks the process behind the socket (``preforked.py --serve SOCKET``) to run
+a program, a file or ``-m MODULE``, with this process's files, variables and folder, and ends as that ends: for whoever
+started it, this process is the program. Not for programs whose variables are read while vLLM is imported.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+
+import forking  # beside this file
+
+
+def ask(path: str, arguments: list[str]) -> int:
+    """Have a program run, pass signals on to it; its exit code."""
+    job = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(path)
+        socket.send_fds(server, [b"-"], [0, 1, 2])
+        server.sendall(json.dumps(job).encode() + b"\n")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: server.send(bytes([number])))
+        return int(server.makefile().read() or 1)
+
+
+def serve(path: str) -> None:
+    """Import vLLM, then run programs until standard input ends."""
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("listening", flush=True)
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                os._exit(keep(client))
+            client.close()
+
+
+def keep(client: socket.socket) -> int:
+    """Run one program for a client; it does not outlive it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, files, *_ = socket.recv_fds(client, 1, 3)
+    with client.makefile() as lines:
+        job = json.loads(lines.readline())
+    program = os.fork()
+    if program == 0:
+        client.close()
+        run(job, files)
+    for file in files:
+        os.close(file)
+    ended = os.pidfd_open(program)
+    while ended not in select.select([client, ended], [], [])[0]:
+        said = client.recv(1)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program, said[0] if said else signal.SIGKILL)
+        if not said:
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    with contextlib.suppress(OSError):
+        client.sendall(str(code if code >= 0 else 128 - code).encode())
+    return 0
+
+
+def run(job: dict, files: list[int]) -> None:
+    """The program itself, to the end of this process."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.executable = os.environ.get("PREFORKED", sys.executable)  # what it starts as ``sys.executable -m``
+    sys.exit(forking.run(job["arguments"]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(sys.argv[2])
+    else:
+        sys.exit(ask(sys.argv[1], sys.argv[2:]))
