@@ -5,6 +5,9 @@
 // converted in the micro-kernel; other layouts and incomplete tiles are first copied into scratch, as floats.
 // With GSD_BF16 all stays bfloat16, multiplied pair by pair without conversion; the softmax's weights are rounded to
 // bfloat16 for that, as FlashAttention rounds them.
+//
+// A step's weights drive the KV cache out of the caches, and how it is read is not what processors guess ahead. So
+// values are fetched while their keys are multiplied, and a span's keys while the values of the one before it are.
 
 #include "multiply_body.h"
 
@@ -97,6 +100,8 @@ class TaskRun {
     const int64_t first_tile = first_ / kTile, tiles = (end_ - first_tile * kTile + kTile - 1) / kTile;
     const int64_t begin = (first_tile + tiles * task.split / task.splits) * kTile;
     const int64_t end = std::min(end_, (first_tile + tiles * (task.split + 1) / task.splits) * kTile);
+    task_end_ = end;
+    fetch_keys(begin, begin + kSpan);
     for (int64_t t = begin; t < end; t += kSpan) {
       const int64_t span_end = std::min(t + kSpan, end);
       score(t, span_end);
@@ -186,6 +191,30 @@ class TaskRun {
   const T* key_page(int64_t t) const { return cache_.key_page<T>(block_of(t), kv_head_); }
   const T* value_page(int64_t t) const { return cache_.value_page<T>(block_of(t), kv_head_); }
 
+  // Where the share of tokens [t, t + count) of a page's bytes begins and how many they are; of t's page only. Where in
+  // a page a token lies does not matter: all shares are fetched before the page is read.
+  std::pair<const char*, int64_t> share_of(const T* page, int64_t t, int64_t count) const {
+    const int64_t offset = t % cache_.block_size;
+    count = std::min(count, cache_.block_size - offset);
+    return {reinterpret_cast<const char*>(page + offset * size_), count * size_ * static_cast<int64_t>(sizeof(T))};
+  }
+
+  void fetch_keys(int64_t begin, int64_t end) const {
+    for (int64_t t = begin; t < std::min(end, task_end_); t += kTile) {
+      const auto [from, bytes] = share_of(key_page(t), t, kTile);
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    }
+  }
+
+  // Part `part` of `parts` of the share of tokens [t, t + count), fetched in the course of `products` products.
+  template <typename Page>
+  Ahead ahead(const Page& page_of, int64_t t, int64_t count, int64_t part, int64_t parts, int64_t products) const {
+    if (t >= task_end_) return {reinterpret_cast<const char*>(query_), 0};
+    const auto [from, bytes] = share_of(page_of(t), t, count);
+    const int64_t begin = bytes * part / parts / 64 * 64, end = bytes * (part + 1) / parts;
+    return {from + begin, (end - begin + products - 1) / products};
+  }
+
   void score(int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t += kTile) {
       if (op_.keys_in_place && inside(t, kTile)) {
@@ -195,18 +224,24 @@ class TaskRun {
           column[i] = key_page(at) + cache_.key.token[at % cache_.block_size] + cache_.key.dim[0];
         }
         const int64_t ld = cache_.key.dim[1] - cache_.key.dim[0];
-        score_tile(column, ld, t - begin);
+        score_tile(column, ld, t, t - begin);
       } else {
         copy_keys(t);
         const Held* column[2] = {keys_, keys_ + 16};
-        score_tile(column, kTile, t - begin);
+        score_tile(column, kTile, t, t - begin);
       }
     }
   }
 
-  // column: the first dimension of keys 0..15 and 16..31 of the tile; ld: distance of dimensions
+  // column: the first dimension of keys 0..15 and 16..31 of the tile; ld: distance of dimensions; t: its first key;
+  // at: where in the span that is
   template <typename B>
-  void score_tile(const B* const column[2], int64_t ld, int64_t at) {
+  void score_tile(const B* const column[2], int64_t ld, int64_t t, int64_t at) {
+    constexpr int64_t kCalls = kTile / kLanes / kVectors;
+    const auto values_ahead = [&](int64_t call) {
+      const auto page = [this](int64_t token) { return value_page(token); };
+      return ahead(page, t, kTile, call, num_groups_ * kCalls, size_ / kPer);
+    };
     constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
@@ -214,14 +249,14 @@ class TaskRun {
       float* to = scores_ + begin * kScoreStride + at;
 #if GSD_BF16
       static_assert(kTile == kVectors * kLanes);
-      pair_score_fn(rows, sizes)(query, column, ld, size_ / 2, op_.scale, to, kScoreStride);
+      pair_score_fn(rows, sizes)(query, column, ld, size_ / 2, op_.scale, to, kScoreStride, values_ahead(g));
 #else
       const MultiplyFn<B> fn = score_fn<B>(rows, sizes);
       for (int v = 0; v < kTile / kLanes; v += kVectors) {
         const B* vectors[kVectors];
         for (int n = 0; n < kVectors; ++n)
           vectors[n] = column[(v + n) * kLanes / 16] + (v + n) * kLanes % 16;
-        fn(query, vectors, ld, size_, to + v * kLanes, kScoreStride);
+        fn(query, vectors, ld, size_, to + v * kLanes, kScoreStride, values_ahead(g * kCalls + v / kVectors));
       }
 #endif
     }
@@ -351,7 +386,7 @@ class TaskRun {
         const int64_t stop = std::min(end, t - offset + cache_.block_size);
         next = t + (stop - t) / 16 * 16;
         const T* values = value_page(t) + cache_.value.token[offset];
-        add_run(values, cache_.value.dim, step, t - begin, next - t);
+        add_run(values, cache_.value.dim, step, t, t - begin, next - t);
         continue;
       }
       copy_values(t, next, values_);
@@ -360,15 +395,22 @@ class TaskRun {
         copy_values(next, stop, values_ + (next - t) * padded_);
         next = stop;
       }
-      add_run(values_, nullptr, padded_, t - begin, round_up(next - t, 16));
+      add_run(values_, nullptr, padded_, t, t - begin, round_up(next - t, 16));
     }
   }
 
-  // values: `length` rows at distance ld; dim: where their dimensions lie, null: one after the other
+  // values: `length` rows at distance ld; dim: where their dimensions lie, null: one after the other; t: the token of
+  // the first; at: where in the span that is
   template <typename B>
-  void add_run(const B* values, const int32_t* dim, int64_t ld, int64_t at, int64_t length) {
+  void add_run(const B* values, const int32_t* dim, int64_t ld, int64_t t, int64_t at, int64_t length) {
     const auto column = [&](int64_t d) { return values + (dim ? dim[d] : d); };
     constexpr int64_t kWide = kVectors * kLanes;
+    const int64_t calls = num_groups_ * (padded_ / kWide + padded_ % kWide / kLanes);
+    int64_t call = 0;
+    const auto keys_ahead = [&] {
+      const auto page = [this](int64_t token) { return key_page(token); };
+      return ahead(page, t + kSpan, length, call++, calls, length / kPer);
+    };
     constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
@@ -376,12 +418,12 @@ class TaskRun {
 #if GSD_BF16
       const MultiplyPairsFn wide = pair_output_fn<kVectors>(rows, sizes), narrow = pair_output_fn<1>(rows, sizes);
       const auto add = [&](MultiplyPairsFn fn, const B* const* vectors, int64_t d) {
-        fn(weights, vectors, ld, length / 2, 1.0f, output_ + begin * padded_ + d, padded_);
+        fn(weights, vectors, ld, length / 2, 1.0f, output_ + begin * padded_ + d, padded_, keys_ahead());
       };
 #else
       const MultiplyFn<B> wide = output_fn<B, kVectors>(rows, sizes), narrow = output_fn<B, 1>(rows, sizes);
       const auto add = [&](MultiplyFn<B> fn, const B* const* vectors, int64_t d) {
-        fn(weights, vectors, ld, length, output_ + begin * padded_ + d, padded_);
+        fn(weights, vectors, ld, length, output_ + begin * padded_ + d, padded_, keys_ahead());
       };
 #endif
       int64_t d = 0;
@@ -412,7 +454,7 @@ class TaskRun {
   const PagedCache& cache_;
   const int64_t request_, kv_head_, begin_, count_, size_, padded_, row0_, prefix_;
   const int32_t* const blocks_;
-  int64_t first_ = 0, end_ = 0, num_groups_ = 0;
+  int64_t first_ = 0, end_ = 0, task_end_ = 0, num_groups_ = 0;
   Held *keys_, *values_;
   Factor *query_, *weights_;  // weights_ in the place of scores_, if they are floats
   float *scores_, *output_, *highest_, *total_;
