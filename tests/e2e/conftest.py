@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pair
 
+from engine_pool import Kept, Pool
 from engine_process import ENVIRONMENT, Engine, draft_every_level
 from text_pair import build_text_pair
 from tiny_eagle import build_tiny_eagle
@@ -66,26 +67,29 @@ def text_pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start_engine(tiny_pair):
-    """Starts engines of the tiny pair and shuts them down after the module's tests.
+def engine_pool():
+    """Engines of the module's tests."""
+    pool = Pool()
+    yield pool
+    pool.leave(0)
+
+
+@pytest.fixture(scope="module")
+def start_engine(engine_pool, tiny_pair):
+    """Starts engines of the tiny pair.
 
     ``start_engine(gsd, setup=(), **options)``: ``gsd`` is None for plain vLLM, else a dict of keys beside method and
     model; ``setup`` are functions that the engine's process calls first. Equal arguments give the same engine again.
     """
-    engines: dict[str, Engine] = {}
 
-    def start(gsd: dict | None = None, setup: tuple = (), **options) -> Engine:
+    def start(gsd: dict | None = None, setup: tuple = (), **options) -> Kept:
+        config = None if gsd is None else {"method": "gsd", "model": str(tiny_pair.draft), **gsd}
+        calls = [*setup, draft_every_level] if gsd is not None else [*setup]
+        options = {"skip_tokenizer_init": True, **options}
         key = repr((gsd, setup, sorted(options.items())))
-        if key not in engines:
-            config = None if gsd is None else {"method": "gsd", "model": str(tiny_pair.draft), **gsd}
-            options.setdefault("skip_tokenizer_init", True)
-            calls = [*setup, draft_every_level] if gsd is not None else [*setup]
-            engines[key] = Engine(tiny_pair.target, config, calls, **options)
-        return engines[key]
+        return engine_pool.engine(key, lambda: Engine(tiny_pair.target, config, calls, **options))
 
-    yield start
-    for engine in engines.values():
-        engine.close()
+    return start
 
 
 @pytest.fixture(scope="session")
@@ -97,22 +101,17 @@ def built_in_pair():
 
 
 @pytest.fixture(scope="module")
-def start_built_in(built_in_pair):
+def start_built_in(engine_pool, built_in_pair):
     """Starts an engine of the built-in pair, ``start_built_in(gsd=True)`` or plain, as ``start_engine`` does."""
-    engines: dict[str, Engine] = {}
 
-    def start(gsd: bool, **options) -> Engine:
-        key = repr((gsd, sorted(options.items())))
-        if key not in engines:
-            config = {"method": "gsd", "model": str(built_in_pair.draft)} if gsd else None
-            options = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 29, **options}
-            setup = [draft_every_level] if gsd else []
-            engines[key] = Engine(built_in_pair.target, config, setup, **options)
-        return engines[key]
+    def start(gsd: bool, **options) -> Kept:
+        config = {"method": "gsd", "model": str(built_in_pair.draft)} if gsd else None
+        options = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 29, **options}
+        setup = [draft_every_level] if gsd else []
+        key = repr(("built-in", gsd, sorted(options.items())))
+        return engine_pool.engine(key, lambda: Engine(built_in_pair.target, config, setup, **options))
 
-    yield start
-    for engine in engines.values():
-        engine.close()
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from engine_pool import Kept
 from v2_engine import HAVE_TRITON, OPTIONS, WITHOUT_TRITON, V2Engine
 
 
@@ -19,20 +20,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module")
-def start_v2(tiny_pair):
+def start_v2(engine_pool, tiny_pair):
     """Starts V2 engines of the tiny pair, as ``start_engine`` does."""
-    engines: dict[str, V2Engine] = {}
 
-    def start(gsd: dict | None = None, **options) -> V2Engine:
-        key = repr((gsd, sorted(options.items())))
-        if key not in engines:
-            config = None if gsd is None else {"method": "gsd", "model": str(tiny_pair.draft), **gsd}
-            engines[key] = V2Engine(tiny_pair.target, config, **options)
-        return engines[key]
+    def start(gsd: dict | None = None, **options) -> Kept:
+        config = None if gsd is None else {"method": "gsd", "model": str(tiny_pair.draft), **gsd}
+        key = repr(("V2", gsd, sorted(options.items())))
+        return engine_pool.engine(key, lambda: V2Engine(tiny_pair.target, config, **options))
 
-    yield start
-    for engine in engines.values():
-        engine.close()
+    return start
 
 
 @pytest.fixture(scope="session")
