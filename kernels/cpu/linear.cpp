@@ -1,6 +1,6 @@
 // vllm_gsd::linear: x @ weight.T in bfloat16 for a step's rows, which are few: the time is that of reading the weights
 // once, as long as the next weights are fetched while the present ones are multiplied. Python: vllm_gsd/ops/linear.py.
-// Here with AVX512-BF16; linear_widened.cpp has other processors' kernel.
+// Here by products of pairs of bfloat16, where they pay (isa.cpp); linear_widened.cpp has other processors' kernel.
 //
 // Weights are packed [groups, size / 2, panels, 16, 2]: a group is 16 * panels output columns, the pairs of its inputs
 // one after the other, so that a group is read from its first byte to its last.
@@ -85,12 +85,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
                     "bias must be bfloat16 [", columns, "]");
   TORCH_CHECK_VALUE(current_isa() >= Isa::avx2, "packed weights need a processor with AVX2");
   const bool pairs = current_isa() >= Isa::avx512bf16;
-  TORCH_CHECK_VALUE(pairs || weight.size(2) == 1, "weight must be packed in single panels without AVX512-BF16");
+  const int64_t most = pairs ? 4 : current_isa() == Isa::avx512 ? 2 : 1;
+  TORCH_CHECK_VALUE(weight.size(2) <= most, "weight must be packed in groups of at most ", most, " panels here");
   auto shape = x.sizes().vec();
   shape.back() = columns;
   at::Tensor out = at::empty(shape, x.options());
 #if GSD_X86
-  at::Tensor rows = x.reshape({-1, size});
+  at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, size});
   if (rows.stride(1) != 1) rows = rows.contiguous();
   const at::Tensor added = bias ? bias->contiguous() : at::Tensor();
   const LinearJob job{rows.const_data_ptr<c10::BFloat16>(),

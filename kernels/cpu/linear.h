@@ -14,7 +14,7 @@ struct LinearJob {
   int panels;
 };
 
-// Rows [begin, end) by groups [first, last) of single panels, on processors that don't multiply bfloat16.
+// Rows [begin, end) by groups [first, last) of one panel, or two with AVX-512, by products of float32.
 void linear_widened(const LinearJob& job, int64_t begin, int64_t end, int64_t first, int64_t last);
 
 }  // namespace gsd

@@ -1,6 +1,6 @@
-// linear.cpp's products where a processor has no instruction for them: AVX2, and AVX-512 without BF16. Products of
-// bfloat16 are exact in float32, and sums are taken in the order of the inputs. Arithmetic takes longest from about
-// eight rows on; below, the time is that of reading the weights, as with BF16.
+// linear.cpp's products where a processor has no instruction for them, or a slow one: AVX2, and AVX-512 without BF16 or
+// of Intel's make. Products of bfloat16 are exact in float32, and sums are taken in the order of the inputs. Arithmetic
+// takes longest from about eight rows on; below, the time is that of reading the weights, as with BF16.
 #include "linear.h"
 
 #include <c10/util/Half.h>
@@ -27,7 +27,7 @@ void in_parts(const LinearJob& job, int64_t begin, int64_t end, int64_t block, i
   const int64_t rows = end - begin, parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   const int64_t most = std::min(rows, kRowsAtOnce), blocks = (2 * job.pairs + block - 1) / block;
   if (static_cast<int64_t>(inputs.size()) < blocks * most * stride) inputs.resize(blocks * most * stride);
-  if (static_cast<int64_t>(sums.size()) < most * 16) sums.resize(most * 16);
+  if (static_cast<int64_t>(sums.size()) < most * job.panels * 16) sums.resize(most * job.panels * 16);
   for (int64_t p = 0; p < parts; ++p)
     run(begin + rows * p / parts, begin + rows * (p + 1) / parts, inputs.data(), sums.data());
 }
@@ -37,11 +37,11 @@ void in_parts(const LinearJob& job, int64_t begin, int64_t end, int64_t block, i
 void linear_widened(const LinearJob& job, int64_t begin, int64_t end, int64_t first, int64_t last) {
   if (current_isa() >= Isa::avx512) {
     in_parts(job, begin, end, avx512::kBlockInputs, avx512::kInputStride, [&](int64_t b, int64_t e, float* x, float* s) {
-      avx512::widened_rows(job, b, e, first, last, x, s);
+      (job.panels == 1 ? avx512::widened_rows<1> : avx512::widened_rows<2>)(job, b, e, first, last, x, s);
     });
   } else {
     in_parts(job, begin, end, avx2::kBlockInputs, avx2::kInputStride, [&](int64_t b, int64_t e, float* x, float* s) {
-      avx2::widened_rows(job, b, e, first, last, x, s);
+      avx2::widened_rows<1>(job, b, e, first, last, x, s);
     });
   }
 }

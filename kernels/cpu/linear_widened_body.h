@@ -1,62 +1,63 @@
-// linear for processors that don't multiply bfloat16: weights become float32 in registers; see linear_widened.cpp.
+// linear without products of bfloat16: weights become float32 in registers; see linear_widened.cpp.
 
 #if GSD_LANES >= 8
 constexpr int kPanelVectors = 16 / GSD_LANES;
 constexpr int kTileRows = GSD_LANES == 16 ? 12 : 6;  // as many sums as leave registers for weights
 // Inputs of a block: its weights stay in the first-level cache while all rows are multiplied by them.
-constexpr int64_t kBlockInputs = 192;
+constexpr int64_t kBlockInputs = GSD_LANES == 16 ? 96 : 192;
+constexpr int64_t kFetchPairs = GSD_LANES == 16 ? 1 : 8;  // how often the next weights are asked for
 constexpr int64_t kInputStride = kBlockInputs + 16;  // so that rows don't compete for one place in the cache
-constexpr int64_t kFetchPairs = 8;                   // how often the next weights are asked for
 
-// R rows by `pairs` pairs of inputs of one panel.
+// R rows by `pairs` pairs of inputs of P panels.
 struct WidenedPart {
-  const c10::BFloat16* weight;  // [pairs][16][2]
+  const c10::BFloat16* weight;  // [pairs][P][16][2]
   const float* x;               // [R][kInputStride]
-  float* sums;                  // [R][16]
+  float* sums;                  // [R][P][16]
   const char* ahead;            // the next weights: so many cache lines are fetched every kFetchPairs
   int64_t pairs, lines;
   bool adds;  // to what is in `sums`
 };
 
-template <int R>
+template <int R, int P>
 static void widened_tile(const WidenedPart& part) {
-  vf sum[R][kPanelVectors];
+  constexpr int kVectors = P * kPanelVectors;
+  vf sum[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = part.adds ? load(part.sums + r * 16 + v * kLanes) : vf{};
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = part.adds ? load(part.sums + (r * kVectors + v) * kLanes) : vf{};
   const float* x = part.x;
   const c10::BFloat16* weight = part.weight;
   const char* ahead = part.ahead;
   for (int64_t left = part.pairs; left > 0; left -= kFetchPairs) {
     for (int64_t line = 0; line < part.lines; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-    for (int64_t k = left < kFetchPairs ? left : kFetchPairs; k > 0; --k, x += 2, weight += 32) {
-      vf even[kPanelVectors], odd[kPanelVectors];
+    for (int64_t k = left < kFetchPairs ? left : kFetchPairs; k > 0; --k, x += 2, weight += P * 32) {
+      vf even[kVectors], odd[kVectors];
 #pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) load_pair(weight + 2 * v * kLanes, even[v], odd[v]);
+      for (int v = 0; v < kVectors; ++v) load_pair(weight + 2 * v * kLanes, even[v], odd[v]);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const vf first = splat(x[r * kInputStride]);
 #pragma GCC unroll 2
-        for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = first * even[v] + sum[r][v];
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = first * even[v] + sum[r][v];
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const vf second = splat(x[r * kInputStride + 1]);
 #pragma GCC unroll 2
-        for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = second * odd[v] + sum[r][v];
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = second * odd[v] + sum[r][v];
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) store(part.sums + r * 16 + v * kLanes, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(part.sums + (r * kVectors + v) * kLanes, sum[r][v]);
 }
 
-template <int... R>
+template <int P, int... R>
 static void widened_tile_of(int64_t rows, const WidenedPart& part, std::integer_sequence<int, R...>) {
-  static constexpr void (*table[])(const WidenedPart&) = {widened_tile<R + 1>...};
+  static constexpr void (*table[])(const WidenedPart&) = {widened_tile<R + 1, P>...};
   table[rows - 1](part);
 }
 
@@ -72,33 +73,36 @@ static void widen_inputs(const LinearJob& job, int64_t begin, int64_t end, float
     }
 }
 
-// Rows [begin, end) by panels [first, last); `inputs` and `sums` have room for what widen_inputs and [rows][16] need.
+// Rows [begin, end) by groups [first, last) of P panels; `inputs` and `sums` have room for what widen_inputs and
+// [rows][P][16] need.
+template <int P>
 static void widened_rows(const LinearJob& job, int64_t begin, int64_t end, int64_t first, int64_t last, float* inputs,
                          float* sums) {
+  constexpr int64_t kColumns = P * 16, kBlockPairs = kBlockInputs / 2;
   const int64_t rows = end - begin, chunks = (rows + kTileRows - 1) / kTileRows;
   widen_inputs(job, begin, end, inputs);
-  for (int64_t panel = first; panel < last; ++panel) {
-    for (int64_t from = 0; from < job.pairs; from += kBlockInputs / 2) {
+  for (int64_t group = first; group < last; ++group) {
+    for (int64_t from = 0; from < job.pairs; from += kBlockPairs) {
       WidenedPart part;
-      part.pairs = job.pairs - from < kBlockInputs / 2 ? job.pairs - from : kBlockInputs / 2;
-      part.weight = job.weight + (panel * job.pairs + from) * 32;
+      part.pairs = job.pairs - from < kBlockPairs ? job.pairs - from : kBlockPairs;
+      part.weight = job.weight + (group * job.pairs + from) * P * 32;
       part.adds = from > 0;
       // Chunks share the fetching of the block behind this one, or memory rests while the last of them run.
-      const bool is_last = panel + 1 == last && from + part.pairs == job.pairs;
-      part.lines = is_last ? 0 : (kFetchPairs + chunks - 1) / chunks;
+      const bool is_last = group + 1 == last && from + part.pairs == job.pairs;
+      part.lines = is_last ? 0 : (P * kFetchPairs + chunks - 1) / chunks;
       const int64_t share = (part.pairs + kFetchPairs - 1) / kFetchPairs * part.lines;
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t top = rows * c / chunks, bottom = rows * (c + 1) / chunks;
-        part.x = inputs + (2 * from / kBlockInputs * rows + top) * kInputStride;
-        part.sums = sums + top * 16;
-        part.ahead = reinterpret_cast<const char*>(part.weight) + (part.pairs + c * share) * 64;
-        widened_tile_of(bottom - top, part, std::make_integer_sequence<int, kTileRows>{});
+        part.x = inputs + (from / kBlockPairs * rows + top) * kInputStride;
+        part.sums = sums + top * kColumns;
+        part.ahead = reinterpret_cast<const char*>(part.weight) + (part.pairs * P + c * share) * 64;
+        widened_tile_of<P>(bottom - top, part, std::make_integer_sequence<int, kTileRows>{});
       }
     }
     for (int64_t row = 0; row < rows; ++row)
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const int64_t column = panel * 16 + v * kLanes;
-        const vf sum = load(sums + row * 16 + v * kLanes);
+      for (int64_t i = 0; i < kColumns; i += kLanes) {
+        const int64_t column = group * kColumns + i;
+        const vf sum = load(sums + row * kColumns + i);
         store(job.out + (begin + row) * job.columns + column, job.bias ? sum + load(job.bias + column) : sum);
       }
   }

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for tree_cases
 
 
 ISAS = ["baseline", "avx2", "avx512", "avx512bf16"]
+FASTEST = torch.ops.vllm_gsd.current_isa() if HAVE_EXTENSION else 0  # of this machine
 
 
 @pytest.fixture(params=ISAS)
@@ -25,7 +26,7 @@ def isa(request):
             pytest.skip(f"this machine has no {request.param}")
         yield request.param
     finally:
-        torch.ops.vllm_gsd.set_isa_limit(len(ISAS) - 1)
+        torch.ops.vllm_gsd.set_isa_limit(FASTEST)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def up_to_isa():
     """Lets one test use nothing better than an instruction set: ``up_to_isa("avx512")``."""
     yield lambda name: HAVE_EXTENSION and torch.ops.vllm_gsd.set_isa_limit(ISAS.index(name))
     if HAVE_EXTENSION:
-        torch.ops.vllm_gsd.set_isa_limit(len(ISAS) - 1)
+        torch.ops.vllm_gsd.set_isa_limit(FASTEST)
 
 
 @pytest.fixture

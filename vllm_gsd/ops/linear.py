@@ -12,16 +12,12 @@ import torch
 from vllm_gsd.ops import HAVE_EXTENSION
 
 COLUMNS = 16  # of a vector register: a weight has a multiple of so many
-_AVX2, _AVX512_BF16 = 1, 3  # of ``current_isa``
+_AVX2 = 1  # of ``current_isa``
+_WIDTHS = [(), (1,), (2, 1), (4, 3, 2, 1)]  # panels that registers have room for, by ``current_isa``
 
 
 def _isa() -> int:
     return torch.ops.vllm_gsd.current_isa() if HAVE_EXTENSION else 0
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this processor does, two products an instruction; else weights become float32 on their way."""
-    return _isa() >= _AVX512_BF16
 
 
 def packs(weight: torch.Tensor) -> bool:
@@ -49,7 +45,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         """Panels of the thread that has most of them, were groups so wide."""
         return -(-(panels // width) // threads) * width
 
-    widths = (4, 3, 2, 1) if multiplies_bfloat16() else (1,)
+    widths = _WIDTHS[_isa()]
     width = min((w for w in widths if not panels % w), key=longest)
     grouped = weight.view(panels // width, width, COLUMNS, size // 2, 2)
     return grouped.permute(0, 3, 1, 2, 4).contiguous()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from vllm_gsd.ops.linear import COLUMNS, linear, multiplies_bfloat16, pack_weight, write_columns
+from vllm_gsd.ops.linear import COLUMNS, linear, pack_weight, write_columns
 from vllm_gsd.runtime.int8_rows import Int8Rows, int8_pays
 from vllm_gsd.runtime.packed_weights import packs_weights
 
@@ -46,8 +46,7 @@ class TrimmedHead(torch.nn.Module):
         # Sizes that our kernel does not take are filled up with columns of nobody.
         room = recent + -(self.num_frequent + recent) % COLUMNS
         whole = torch.cat([weight, weight.new_zeros(room, weight.shape[1])])
-        together = packs_weights(whole) and (multiplies_bfloat16() or not int8_pays(weight))
-        self.columns = _Together(whole) if together else _Apart(weight, recent)
+        self.columns = _Together(whole) if packs_weights(whole) else _Apart(weight, recent)
         # The token of each column; -1 where there is none yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
