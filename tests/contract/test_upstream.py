@@ -15,12 +15,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.lora.ops.torch_ops import bgmv_expand
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
@@ -104,6 +109,7 @@ SIGNATURES = [
             "output_block_scale",
         ],
     ),
+    (CPUAttentionBackendImpl.do_kv_cache_update, ["layer", "key", "value", "kv_cache", "slot_mapping"]),
     (CPUAttentionMetadataBuilder.build, ["common_prefix_len", "common_attn_metadata", "fast_build"]),
     (register_backend, ["backend", "class_path", "is_mamba"]),
     # runtime.scheduler
@@ -125,6 +131,26 @@ SIGNATURES = [
         ["target_parallel_config", "speculative_draft_tensor_parallel_size", "draft_model_config"],
     ),
 ]
+
+
+def test_attention_may_write_its_keys_and_values_itself():
+    """runtime.cpu_attention does what upstream's other op would do: same conditions, slots, views of the cache."""
+    assert CPUAttentionBackend.forward_includes_kv_cache_update is False
+    source = inspect.getsource(attention.Attention.forward)
+    for condition in (
+        "not self.attn_backend.forward_includes_kv_cache_update",
+        "self.kv_sharing_target_layer_name is None",
+        "key is not None",
+        "value is not None",
+    ):
+        assert source.count(condition) >= 2, condition
+    source = inspect.getsource(attention.get_attention_context)
+    assert "slot_mapping = forward_context.slot_mapping" in source and "slot_mapping.get(layer_name)" in source
+    assert "if layer_slot_mapping is not None" in inspect.getsource(attention.unified_kv_cache_update)
+    source = inspect.getsource(CPUAttentionBackendImpl.do_kv_cache_update)
+    assert "if self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER):" in source
+    assert "(num_blocks, num_kv_heads, block_size * 2, -1)" in source and "kv_cache.chunk(2, dim=2)" in source
+    assert "self.kv_sharing_target_layer_name = " in inspect.getsource(CPUAttentionBackendImpl.__init__)
 
 
 @pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", ""))

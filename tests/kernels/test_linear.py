@@ -107,6 +107,15 @@ def test_refuses(x, packed, bias, says):
         linear(matrix(1, 64) if x is None else x, good if packed is None else packed, bias)
 
 
+def test_refuses_more_panels_than_registers(isa):
+    most = {"baseline": 0, "avx2": 1, "avx512": 2, "avx512bf16": 4}[isa]
+    if most == 0:
+        pytest.skip("packed weights need AVX2")
+    packed = torch.zeros(1, 2, most + 1, 16, 2, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="packed"):
+        linear(matrix(1, 4), packed)
+
+
 def test_packing_is_undone():
     for columns, size in ((16, 2), (176, 130), (3072, 576)):
         weight = matrix(columns, size)
