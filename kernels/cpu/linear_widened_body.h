@@ -6,7 +6,7 @@ constexpr int kTileRows = GSD_LANES == 16 ? 12 : 6;  // as many sums as leave re
 // Inputs of a block: its weights stay in the first-level cache while all rows are multiplied by them.
 constexpr int64_t kBlockInputs = GSD_LANES == 16 ? 96 : 192;
 constexpr int64_t kFetchPairs = GSD_LANES == 16 ? 1 : 8;  // how often the next weights are asked for
-constexpr int64_t kInputStride = kBlockInputs + 16;  // so that rows don't compete for one place in the cache
+constexpr int64_t kInputStride = kBlockInputs + 16;       // so that rows don't compete for one place in the cache
 
 // R rows by `pairs` pairs of inputs of P panels.
 struct WidenedPart {
@@ -89,12 +89,13 @@ static void widened_rows(const LinearJob& job, int64_t begin, int64_t end, int64
       part.adds = from > 0;
       // Chunks share the fetching of the block behind this one, or memory rests while the last of them run.
       const bool is_last = group + 1 == last && from + part.pairs == job.pairs;
-      part.lines = is_last ? 0 : (P * kFetchPairs + chunks - 1) / chunks;
-      const int64_t share = (part.pairs + kFetchPairs - 1) / kFetchPairs * part.lines;
+      const int64_t lines = (P * kFetchPairs + chunks - 1) / chunks;
+      const int64_t share = (part.pairs + kFetchPairs - 1) / kFetchPairs * lines;
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t top = rows * c / chunks, bottom = rows * (c + 1) / chunks;
         part.x = inputs + (from / kBlockPairs * rows + top) * kInputStride;
         part.sums = sums + top * kColumns;
+        part.lines = is_last || c * lines >= P * kFetchPairs ? 0 : lines;
         part.ahead = reinterpret_cast<const char*>(part.weight) + (part.pairs * P + c * share) * 64;
         widened_tile_of<P>(bottom - top, part, std::make_integer_sequence<int, kTileRows>{});
       }

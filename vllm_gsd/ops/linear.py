@@ -13,7 +13,7 @@ from vllm_gsd.ops import HAVE_EXTENSION
 
 COLUMNS = 16  # of a vector register: a weight has a multiple of so many
 _AVX2 = 1  # of ``current_isa``
-_WIDTHS = [(), (1,), (2, 1), (4, 3, 2, 1)]  # panels that registers have room for, by ``current_isa``
+_WIDTHS = [(1,), (1,), (2, 1), (4, 3, 2, 1)]  # panels that registers have room for, by ``current_isa``
 
 
 def _isa() -> int:
@@ -35,8 +35,9 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         weight: ``[columns, size]``, columns a multiple of 16 and size of 2.
 
     Returns:
-        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. With AVX512-BF16 four panels are the
-        fastest, fewer are taken where the groups would be shared out unevenly among torch's threads; else it is one.
+        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. As many panels as there are registers for
+        are the fastest, four by pairs of bfloat16 and two with AVX-512; fewer are taken where the groups would be shared
+        out unevenly among torch's threads.
     """
     columns, size = weight.shape
     panels, threads = columns // COLUMNS, torch.get_num_threads()

@@ -54,9 +54,9 @@ def tree_attention(
         alibi_slopes: unsupported.
         sinks: ``[num_heads]``, a logit that takes part in each head's softmax without a value.
 
-    Arithmetic is in float32. On processors with AVX512-BF16, bfloat16 pages that need no copy are multiplied as pairs
-    of bfloat16 (sums in float32), for which the softmax's weights are rounded to it, as in FlashAttention. Only the
-    keys that some row of its request attends are read.
+    Arithmetic is in float32. On AMD's processors with AVX512-BF16, bfloat16 pages that need no copy are multiplied as
+    pairs of bfloat16 (sums in float32), for which the softmax's weights are rounded to it, as in FlashAttention. Only
+    the keys that some row of its request attends are read.
 
     Raises:
         NotImplementedError: ``alibi_slopes`` is given (a slot's position is not known here).
