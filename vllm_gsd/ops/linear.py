@@ -35,9 +35,9 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         weight: ``[columns, size]``, columns a multiple of 16 and size of 2.
 
     Returns:
-        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. As many panels as there are registers for
-        are the fastest, four by pairs of bfloat16 and two with AVX-512; fewer are taken where the groups would be shared
-        out unevenly among torch's threads.
+        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. As many panels as there are registers
+        for are the fastest, four by pairs of bfloat16 and two with AVX-512; fewer are taken where the groups would be
+        shared out unevenly among torch's threads.
     """
     columns, size = weight.shape
     panels, threads = columns // COLUMNS, torch.get_num_threads()
