@@ -11,6 +11,7 @@ import torch
 from vllm import _custom_ops
 from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.lora.ops.torch_ops import bgmv_expand
@@ -264,6 +265,8 @@ def test_metric_hooks():
     assert hasattr(loggers.PrometheusStatLogger, "_kv_connector_cls")
     assert "KVConnectorLogging(" in inspect.getsource(loggers.LoggingStatLogger)
     assert "self._kv_connector_cls(" in inspect.getsource(loggers.PrometheusStatLogger.__init__)
+    for kind in ("counter", "gauge", "histogram"):
+        assert hasattr(KVConnectorProm, f"_{kind}_cls")
 
 
 def test_block_allocation_is_capped_at_max_model_len():

@@ -167,6 +167,14 @@ class TestTheGraphIsUsed:
         assert counts["gsd_nodes_accepted_ngram"] > 0
         assert counts["gsd_nodes_accepted_native"] > 0
 
+    @pytest.mark.parametrize(("config", "drafting"), [("default", 1), ("ngram-only", 0)])
+    def test_whether_drafts_pay_is_told(self, start_engine, random_prompts, config, drafting):
+        engine = start_engine(CONFIGS[config])
+        run(engine, random_prompts(2), greedy(4))
+        metrics = engine.metrics()
+        assert metrics["gsd_drafting"] == drafting
+        assert metrics["gsd_drafting_switches"] == 0
+
     def test_opt_out_verifies_nothing(self, start_engine, random_prompts):
         params = {**greedy(), "extra_args": {"gsd": False}}
         counts, tokens = counters_of_a_run(start_engine, "default", random_prompts(8), params)

@@ -18,7 +18,7 @@ from vllm_gsd.core.costs import Costs, convex
 from vllm_gsd.core.flatten import flatten
 from vllm_gsd.core.graph import ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
 from vllm_gsd.core.overhead import Overhead
-from vllm_gsd.core.planner import PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
+from vllm_gsd.core.planner import DECAY, FIRST_CHANCE, PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
 
 # Up to 8 rows cost little more than one, beyond them each adds a millisecond; as measured on a CPU.
 ROWS = np.array([1, 8, 16, 64, 256])
@@ -156,6 +156,39 @@ def test_comes_back_when_drafts_become_good():
         step(planner, 1, np.full(6, 0.01))
     drafted = [step(planner, 1, np.array([0.7, 0.5, 0.35, 0.2, 0.1, 0.1]))[0] for _ in range(400)]
     assert np.mean(drafted[-100:]) > 0.95
+
+
+def worth_so_that(ratio):
+    """Chances of a graph's nodes with which drafting for one request is ``ratio`` times as fast as not drafting."""
+    planner, low, high = planned(COSTS, 1), 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        planner.worth = middle * FIRST_CHANCE * DECAY ** np.arange(16)
+        gain = planner._drafts_rate(NOTHING_FOUND, 1.0, 1) / planner._plain_rate()
+        low, high = (middle, high) if gain < ratio else (low, middle)
+    return planner.worth
+
+
+def test_drafting_does_not_flap_where_it_hardly_matters():
+    """What is known moves by a percent from step to step, around where drafting is worth what it takes."""
+    planner, random, states = new_planner(), np.random.default_rng(0), []
+    even = worth_so_that(1.0)
+    for _ in range(500):
+        planner.worth = even * (1 + 0.01 * random.normal(size=16))
+        planner.begin(1, 100)
+        planner.wants_drafts(1, NOTHING_FOUND)
+        states.append(planner.drafting)
+    assert np.count_nonzero(np.diff(states)) == 1 and not states[-1]
+
+
+@pytest.mark.parametrize(("ratio", "was", "stays"), [(0.99, True, False), (1.01, True, True), (1.04, False, True)])
+def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays):
+    planner = new_planner()
+    planner.worth, planner.drafting = worth_so_that(ratio), was
+    planner.begin(1, 100)
+    assert planner.drafts_pay() == stays
+    planner.wants_drafts(1, NOTHING_FOUND)
+    assert planner.drafting == stays
 
 
 def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():

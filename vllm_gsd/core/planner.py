@@ -21,6 +21,9 @@ NEWEST_TRIED = 0.25
 PROBE_EVERY = 40
 # So many requests are drafted for then: in a large batch the draft has missed much of every text.
 PROBE_REQUESTS = 2
+# Given up as soon as it promises less than plain steps, it is taken up again where it promises so much more: what is
+# known is noisy, and who starts again has missed text to make up for.
+TAKE_UP_ABOVE = 1.03
 # While it pays, a plain step every so many steps tells what that would take.
 PLAIN_EVERY = 100
 # A middling draft: chance of its best child, and of each further one over the one before.
@@ -69,7 +72,9 @@ class Planner:
 
     def drafts_pay(self) -> bool:
         """Whether drafting for all requests of the batch would pay, as far as known by now: prompts ask."""
-        return self.costs is None or self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate()
+        if self.costs is None:
+            return True
+        return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle
 
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as of ``wants_drafts``."""
@@ -89,12 +94,17 @@ class Planner:
         if self.costs is None:
             return True
         without = max(self._plain_rate(), self._rate(found))
-        self.drafting = self._drafts_rate(found, left, num_drafted) > without
+        self.drafting = self._drafts_rate(found, left, num_drafted) > without * self._hurdle
         if self.drafting:
             self.resting = self.steps % PLAIN_EVERY == 0
             return not self.resting
         self.probing = self.steps % PROBE_EVERY == 0
         return self.probing
+
+    @property
+    def _hurdle(self) -> float:
+        """Share of the rate without drafts that drafts must exceed: hysteresis, so that drafting doesn't flap."""
+        return 1.0 if self.drafting else TAKE_UP_ABOVE
 
     def _plain_rate(self) -> float:
         """Tokens per millisecond without speculation."""

@@ -20,6 +20,7 @@ COUNTERS = {
     "nodes_cut": "Nodes of flattened graphs left out because verifying them would not pay.",
     "nodes_invalid": "Places of graphs left empty because grammars forbid their nodes.",
     "drafts_skipped": "Request-steps that were not drafted for because it would not pay.",
+    "drafting_switches": "Times that drafting was taken up or given up because that paid.",
     "nodes_verified": "Nodes of flattened graphs that the target verified.",
     "nodes_accepted_native": "Accepted nodes drafted on their own path.",
     "nodes_accepted_merged": "Accepted nodes reached over a merged edge.",
@@ -38,6 +39,10 @@ COUNTERS = {
     "compaction_seconds": "Seconds spent moving accepted KV.",
 }
 
+GAUGES = {
+    "drafting": "1 while drafts of the draft model pay, 0 while they do not or there is none.",
+}
+
 
 class GraphPrometheus:
     """Registers our metrics once per engine front end and records each step's changes."""
@@ -49,6 +54,18 @@ class GraphPrometheus:
                 per_engine,
             )
             for name, text in COUNTERS.items()
+        }
+        self.gauges = {
+            name: create_metric_per_engine(
+                prom._gauge_cls(
+                    name=f"vllm:gsd_{name}",
+                    documentation=text,
+                    labelnames=labelnames,
+                    multiprocess_mode="mostrecent",
+                ),
+                per_engine,
+            )
+            for name, text in GAUGES.items()
         }
         self.per_engine = per_engine
         self.fallbacks = prom._counter_cls(
@@ -71,6 +88,8 @@ class GraphPrometheus:
         stats = data[STATS_KEY]
         for name, amount in stats["counts"].items():
             self.counters[name][engine_idx].inc(amount)
+        for name, value in stats["state"].items():
+            self.gauges[name][engine_idx].set(value)
         for reason, amount in stats["fallbacks"].items():
             self.fallbacks.labels(*self.per_engine[engine_idx], reason).inc(amount)
         for length, times in stats["accepted_lengths"].items():

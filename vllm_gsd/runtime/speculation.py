@@ -171,6 +171,11 @@ class Speculation:
             self.trust.observe(with_tree, tree, source, chance, accepted)
             self.planner.calibration.observe(source, depth, survival, accepted)
 
+    def take_stats(self) -> dict[str, dict]:
+        """What happened since the last call, and the state now, for the scheduler."""
+        drafting = self.drafter is not None and self.planner.drafting
+        return {**self.stats.take(), "state": {"drafting": float(drafting)}}
+
     # --- drafting ---------------------------------------------------------------------------------
 
     def propose(self, batch: DraftBatch) -> list[DraftTree]:
@@ -234,7 +239,11 @@ class Speculation:
             chances = found.value[real].astype(np.float64)
             left = 1.0 - float(found.value[real & (found.depth == 1)].sum()) / count
         chosen = text.requests
-        if not self.planner.wants_drafts(count, chances, max(0.0, left)):
+        was_drafting = self.planner.drafting
+        wanted = self.planner.wants_drafts(count, chances, max(0.0, left))
+        if self.planner.drafting != was_drafting:
+            self.stats.counts["drafting_switches"] += 1
+        if not wanted:
             self.stats.counts["drafts_skipped"] += count
             return drafting
         if self.planner.probing and count > PROBE_REQUESTS:

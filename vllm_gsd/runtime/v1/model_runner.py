@@ -129,7 +129,7 @@ class GraphModelRunner(CPUModelRunner):
             slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
             features.write(slots.long(), state.hidden_states[:count])
         output = super().sample_tokens(grammar_output)
-        setattr(output, OUTPUT_ATTRIBUTE, self.drafter.stats.take())
+        setattr(output, OUTPUT_ATTRIBUTE, self.drafter.take_stats())
         return output
 
     def propose_draft_token_ids(self, scheduler_output, *args: Any, **kwargs: Any):

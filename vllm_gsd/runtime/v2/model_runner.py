@@ -183,7 +183,7 @@ class GraphModelRunner(GPUModelRunner):
         """See upstream; sends the step's statistics along with its output."""
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculation.stats.take())
+            setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculation.take_stats())
         return output
 
     def take_draft_token_ids(self):
