@@ -29,6 +29,7 @@ def command(tiny_pair, preforked, tmp_path):
 def test_all_methods(command, tmp_path):
     methods = "plain,draft_model,ngram,suffix,gsd,gsd-tree,gsd-chain"
     command += ["--methods", methods, "--chain-lengths", "2", "--batch-sizes", "1,3", "--repeats", "2"]
+    command += ["--contexts", "20,60", "--forms"]
     done = subprocess.run([*command, "--gsd", '{"budget": 8}'], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     files = json.loads(done.stdout.splitlines()[-1])
@@ -56,6 +57,13 @@ def test_all_methods(command, tmp_path):
                 assert row["tokens_per_step"]["median"] > 1.1
                 assert parts["draft"] > 0
                 assert row["acceptance_by_depth"][0] > 0.1
+            if method.startswith("gsd"):
+                levels = row["draft_levels"]
+                assert levels["per_step"] * levels["forward_ms"] == pytest.approx(parts["draft forward"])
+                assert levels["per_step"] * levels["beside_ms"] == pytest.approx(parts["draft"])
+                assert levels["per_step"] > 1
+            else:
+                assert "draft_levels" not in row
         assert rows["plain"]["ratio_to_plain"]["max"] == rows["plain"]["tokens_per_step"]["max"] == 1
         assert rows["gsd"]["tokens_per_step"]["median"] > rows["gsd-chain"]["tokens_per_step"]["median"]
         assert rows["gsd-tree"]["step_parts_ms"]["compaction"] > 0
@@ -69,10 +77,22 @@ def test_all_methods(command, tmp_path):
             assert accepted == pytest.approx(1)
         assert shares["gsd"]["branched"] > 0
         assert shares["gsd-tree"]["accepted_merged"] == 0
+    assert list(report["contexts"]) == ran
+    for method, row in report["contexts"].items():
+        assert list(row["step_ms"]) == ["20", "60"]
+        assert row["growth"]["low"] <= row["growth"]["mean"] <= row["growth"]["high"]
+        assert (row["tokens_per_step"]["60"] > 1.1) == (method not in ("plain", "ngram", "suffix"))
+    assert report["contexts"]["plain"]["tokens_per_step"] == {"20": 1, "60": 1}
+    turns = report["forms_in_turns"]
+    assert {category: ratios["prompts"] for category, ratios in turns.items()} == {"": 4, "one": 2, "two": 2}
+    for ratios in turns.values():
+        assert list(ratios) == ["prompts", "gsd-tree", "gsd-chain"]
+        assert 0.3 < ratios["gsd-tree"]["low"] <= ratios["gsd-tree"]["mean"] <= ratios["gsd-tree"]["high"] < 3
     page = Path(files["page"]).read_text()
-    for name in ("speed-up-over-batch-size", "step-breakdown", "acceptance-by-depth", "speed-up-by-category"):
+    names = ["speed-up-over-batch-size", "step-breakdown", "acceptance-by-depth", "speed-up-by-category"]
+    for name in [*names, "graph-over-tree-and-chain"]:
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert page.count("data:image/png") == 4
+    assert page.count("data:image/png") == 5
     assert "draft_model K=" in page
 
 
@@ -122,6 +142,8 @@ def test_apart_with_a_choice_and_analyses(command, preforked, tmp_path, monkeypa
         (["--methods", "plain,medusa"], '"medusa" is no method of the comparison'),
         (["--modes", "fast"], '--modes has "fast"'),
         (["--batch-sizes", "0"], '--batch-sizes is "0"'),
+        (["--contexts", "8,-1"], '--contexts is "8,-1"'),
+        (["--methods", "plain", "--forms"], '--forms needs "gsd"'),
         (["--chain-lengths", "a"], '--chain-lengths is "a"'),
         (["--gsd", "[]"], "--gsd is '[]'"),
         (["--methods", "plain", "--engine-args", '{"max_model_len": -5}'], "The engine of 'plain eager' died"),

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from typing import Any
 
+from vllm_gsd.bench.contexts import with_context
+from vllm_gsd.bench.forms import FormSwitch
 from vllm_gsd.bench.parts import PartsClock, runner_of
 from vllm_gsd.prompt_file import token_ids_of
 
@@ -31,9 +33,14 @@ def main() -> None:
     llm = LLM(**json.loads(sys.stdin.readline()), disable_log_stats=False)
     clock = PartsClock()
     has_parts = clock.attach(llm)
+    forms: FormSwitch | None = None
     answer({"ready": True, "peak_mb": peak_mb()})
     for line in sys.stdin:
-        answer(run(llm, clock if has_parts else None, **json.loads(line)))
+        job = json.loads(line)
+        if (form := job.pop("form", None)) is not None:
+            forms = forms or FormSwitch(runner_of(llm))
+            forms.to(form)
+        answer(run(llm, clock if has_parts else None, **job))
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -45,22 +52,33 @@ def run(
     concurrency: int,
     max_tokens: int,
     with_parts: bool = False,
+    ignore_eos: bool = False,
+    context: int | None = None,
+    behind: list[list[dict[str, str]]] | None = None,
 ) -> dict[str, Any]:
     """Answer the chats greedily, at most ``concurrency`` at a time.
+
+    Args:
+        with_parts: with the clock over the parts of a step.
+        context: so many tokens each, of the chats that it is ``behind`` and the chat itself; None: as they come.
 
     Returns:
         ``seconds``; per chat ``tokens``, ``latency`` and ``ttft`` (seconds), and its own ``counters`` where parts are
         asked for and chats come one by one; ``counters`` of vLLM's metrics;
-        ``decode``: ``steps`` in which no prompt was read, their ``seconds``, and ``parts``, seconds by part, if asked
-        for; ``peak_mb`` and ``cudagraphs_captured`` so far.
+        ``decode``: ``steps`` in which no prompt was read, their ``seconds``, and, if asked for, ``parts``, seconds by
+        part, and ``draft_levels``, our draft's forward passes; ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
     from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
 
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
     tokenizer = llm.get_tokenizer()
-    waiting = deque(enumerate(token_ids_of(tokenizer, chat) for chat in chats))
+    prompts = [token_ids_of(tokenizer, chat) for chat in chats]
+    if context is not None:
+        others = [token_ids_of(tokenizer, chat) for chat in behind or []]
+        prompts = [with_context(ids, others, context) for ids in prompts]
+    waiting = deque(enumerate(prompts))
     begun: dict[str, float] = {}
     seen: list[dict[str, Any]] = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
     before = since_request = counters_of(llm)
@@ -103,6 +121,7 @@ def run(
         clock.on = False
         if with_parts:
             decode["parts"] = dict(clock.seconds)
+            decode["draft_levels"] = clock.draft_levels
     return result
 
 

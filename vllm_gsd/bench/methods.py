@@ -11,8 +11,11 @@ from vllm_gsd.draft_check import reads_features
 METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd", "gsd-tree", "gsd-chain")
 MODES = ("eager", "compiled")
 # What makes the graph a tree, and a chain, as far as its config can say.
-AS_TREE = {"merge_ngram": 0}
-AS_CHAIN = {"merge_ngram": 0, "top_k": 1}
+FORMS: dict[str, dict[str, Any]] = {
+    "gsd": {},
+    "gsd-tree": {"merge_ngram": 0},
+    "gsd-chain": {"merge_ngram": 0, "top_k": 1},
+}
 # Longest suffix of the text that vLLM's ngram method looks for; its default is as good as any.
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
@@ -78,8 +81,7 @@ def settings_of(
     elif method == "suffix":
         configs = {"": {"method": "suffix"}}
     elif method != "plain":
-        form = {"gsd": {}, "gsd-tree": AS_TREE, "gsd-chain": AS_CHAIN}[method]
-        configs = {"": {"method": "gsd", "model": drafts.own, **gsd, **form}}
+        configs = {"": {"method": "gsd", "model": drafts.own, **gsd, **FORMS[method]}}
     return [Setting(method, detail, config, mode == "compiled") for detail, config in configs.items() for mode in modes]
 
 

@@ -28,6 +28,7 @@ class PartsClock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.draft_levels = 0  # forward passes of our own drafts
         self.running: list[str] = []
         self.since = 0.0
         self.on = False
@@ -60,6 +61,7 @@ class PartsClock:
     def restart(self) -> None:
         """Start again from zero."""
         self.seconds.clear()
+        self.draft_levels = 0
 
     def _wrap(self, owner: Any, name: str, part: str) -> None:
         function: Callable[..., Any] | None = getattr(owner, name, None)
@@ -70,6 +72,7 @@ class PartsClock:
             # The draft's own attention is drafting.
             if not self.on or (self.running and self.running[-1].startswith("draft") and part != "draft forward"):
                 return function(*args, **kwargs)
+            self.draft_levels += name == "_call"
             self._enter(part)
             try:
                 return function(*args, **kwargs)

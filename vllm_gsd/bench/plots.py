@@ -22,6 +22,8 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
     pictures = {"speed-up over batch size": _speed_up, "step breakdown": _steps, "acceptance by depth": _depths}
     if report["categories"]:
         pictures["speed-up by category"] = _categories
+    if "forms_in_turns" in report:
+        pictures["graph over tree and chain"] = _forms
     if "analyses" in report:
         pictures |= {"ablations": _ablations, "re-occurring n-grams": _recurring}
     files = []
@@ -31,7 +33,8 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
         figure.savefig(files[-1], dpi=120, bbox_inches="tight")
         plt.close(figure)
     data = {title: base64.b64encode(file.read_bytes()).decode() for title, file in zip(pictures, files, strict=True)}
-    page = jinja2.Environment(autoescape=True).from_string(PAGE.read_text()).render(**report, pictures=data)
+    template = jinja2.Environment(autoescape=True).from_string(PAGE.read_text())
+    page = template.render(**report, pictures=data, bounded=_bounded)
     (out / "index.html").write_text(page)
     return [*files, out / "index.html"]
 
@@ -105,6 +108,32 @@ def _categories(report: dict[str, Any]) -> plt.Figure:
     axes.axhline(1.0, color="grey", linewidth=1)
     axes.legend()
     return figure
+
+
+def _forms(report: dict[str, Any]) -> plt.Figure:
+    by_category = report["forms_in_turns"]
+    forms = [form for form in by_category[""] if form != "prompts"]
+    figure, axes = plt.subplots(figsize=(9, 5))
+    for place, form in enumerate(forms):
+        rows = [ratios[form] for ratios in by_category.values()]
+        means = [row["mean"] for row in rows]
+        low, high = ([row[end] or row["mean"] for row in rows] for end in ("low", "high"))
+        errors = [[m - a for m, a in zip(means, low, strict=True)], [b - m for m, b in zip(means, high, strict=True)]]
+        at = [index + 0.2 * place for index in range(len(rows))]
+        axes.errorbar(at, means, yerr=errors, fmt="o", capsize=3, label=f"over {form}")
+    names = [f"{category or 'all'} ({row['prompts']})" for category, row in by_category.items()]
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axes.set(ylabel="speed of the graph, in turns in one engine")
+    axes.axhline(1.0, color="grey", linewidth=1)
+    axes.legend()
+    return figure
+
+
+def _bounded(ratio: dict[str, float | None]) -> str:
+    """A mean and its bounds, where these are known."""
+    if ratio["low"] is None:
+        return f"{ratio['mean']:.3f}"
+    return f"{ratio['mean']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})"
 
 
 def _ablations(report: dict[str, Any]) -> plt.Figure:

@@ -46,7 +46,8 @@ def _row(
         ``tokens_per_second``, ``ttft_ms``, ``tpot_ms``, ``ratio_to_plain`` as median, min and max over the turns;
         ``tokens_per_step`` (of one request, steps without drafts counted); ``efficiency``, the ratio over it;
         ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the turn with the clock, means over its steps
-        without prompts; ``peak_mb``; ``cudagraphs`` where there are any.
+        without prompts; ``draft_levels``, of our drafts: how many ``per_step``, ``forward_ms`` of one and what it takes
+        ``beside_ms`` that; ``peak_mb``; ``cudagraphs`` where there are any.
     """
     speeds = [tokens_per_second(result) for result in results]
     decode = with_parts["decode"]
@@ -66,6 +67,12 @@ def _row(
         row["cudagraphs"] = {"captured": captured, "replayed": hits, "missed": misses}
     parts = decode.get("parts")
     row["step_parts_ms"] = parts and {part: 1e3 * parts.get(part, 0.0) / steps for part in PARTS}
+    if parts and (levels := decode["draft_levels"]):
+        row["draft_levels"] = {
+            "per_step": levels / steps,
+            "forward_ms": 1e3 * parts["draft forward"] / levels,
+            "beside_ms": 1e3 * parts["draft"] / levels,
+        }
     if plain is not None:
         row["ratio_to_plain"] = spread(
             [speed / tokens_per_second(other) for speed, other in zip(speeds, plain, strict=True)]

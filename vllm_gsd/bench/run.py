@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from vllm_gsd.bench import contexts, forms
 from vllm_gsd.bench.analyses import analyse, num_runs
 from vllm_gsd.bench.methods import BenchError, Drafts, missing_for, settings_of
 from vllm_gsd.bench.report import make_report
-from vllm_gsd.bench.turns import Work, choose, take_turns
+from vllm_gsd.bench.turns import Engines, Work, choose, take_turns
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Plan:
     lengths: list[int]
     drafts: Drafts
     gsd: dict[str, Any]
+    contexts: list[int]  # tokens of context, ascending; how a step grows with them
+    forms: bool  # graph, tree and chain in one engine
     analyses: bool
 
 
@@ -48,14 +51,24 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
         raise BenchError(f"None of {', '.join(plan.methods)} can run: {'; '.join(skipped.values())}.")
     if plan.analyses and plan.drafts.own is None:
         raise BenchError("--analyses needs a draft model.")
+    if plan.forms and "gsd" not in candidates:
+        raise BenchError('--forms needs "gsd" among --methods.')
     out.mkdir(parents=True, exist_ok=True)
     choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
-    turns = (work.repeats + 1) * len(work.batch_sizes) * len(candidates)
-    with _progress(choices + turns + (num_runs() if plan.analyses else 0)) as tick:
+    ticks = choices + (work.repeats + 1) * len(work.batch_sizes) * len(candidates)
+    ticks += work.repeats * (len(plan.contexts) * len(candidates) + plan.forms) + num_runs() * plan.analyses
+    with _progress(ticks) as tick, Engines(work) as engines:
         chosen = choose(candidates, work, tick)
-        runs = take_turns(chosen, work, tick)
+        runs = take_turns(chosen, engines, tick)
         report = {"settings": settings, **make_report(chosen, runs, work, skipped)}
         _write(report, out)
+        best = {method: by_batch[min(work.batch_sizes)]["setting"] for method, by_batch in chosen.items()}
+        if plan.contexts:
+            report["contexts"] = contexts.measure(best, engines, plan.contexts, tick)
+            _write(report, out)
+        if plan.forms:
+            report["forms_in_turns"] = forms.measure(best["gsd"], engines, tick)
+            _write(report, out)
         if plan.analyses:
             assert plan.drafts.own is not None
             report["analyses"] = analyse(plan.drafts.own, plan.gsd, plan.modes[-1] == "compiled", work, tick)

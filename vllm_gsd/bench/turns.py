@@ -115,6 +115,30 @@ def running(setting: Setting, work: Work) -> Iterator[Engine]:
         engine.close()
 
 
+class Engines:
+    """Engines by their settings, started when first needed; a context at whose end they end."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.alive: dict[str, Engine] = {}
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *failed: object) -> None:
+        self.stack.close()
+
+    def run(self, setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
+        """Give a job to the engine of this setting."""
+        if self.work.apart:
+            with running(setting, self.work) as engine:
+                return engine.run(job)
+        if setting.name not in self.alive:
+            self.alive[setting.name] = self.stack.enter_context(running(setting, self.work))
+        return self.alive[setting.name].run(job)
+
+
 def choose(candidates: dict[str, list[Setting]], work: Work, tick: Callable[[str], None]) -> dict[str, dict[int, Any]]:
     """Each method's fastest setting at each batch size, from a short run of all.
 
@@ -148,36 +172,29 @@ class Runs:
     parts: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
 
 
-def take_turns(chosen: dict[str, dict[int, Any]], work: Work, tick: Callable[[str], None]) -> Runs:
+def take_turns(chosen: dict[str, dict[int, Any]], engines: Engines, tick: Callable[[str], None]) -> Runs:
     """Every method's turn at every batch size, ``repeats`` times, and a last one with the clock over the parts."""
+    work = engines.work
     runs = Runs(
         {method: {batch: [] for batch in work.batch_sizes} for method in chosen}, {method: {} for method in chosen}
     )
-    with ExitStack() as stack:
-        alive: dict[str, Engine] = {}
-
-        def run(setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
-            if work.apart:
-                with running(setting, work) as engine:
-                    return engine.run(job)
-            if setting.name not in alive:
-                alive[setting.name] = stack.enter_context(running(setting, work))
-            return alive[setting.name].run(job)
-
-        methods = list(chosen)
-        for turn in range(work.repeats + 1):
-            last = turn == work.repeats
-            for batch in work.batch_sizes:
-                # Not always the same one after the same one.
-                for method in methods[turn % len(methods) :] + methods[: turn % len(methods)]:
-                    job = {**work.job(batch), "with_parts": last}
-                    result = run(chosen[method][batch]["setting"], job)
-                    if last:
-                        runs.parts[method][batch] = result
-                    else:
-                        runs.timed[method][batch].append(result)
-                    tick(f"turn {turn + 1}: {method}, batch {batch}")
+    for turn in range(work.repeats + 1):
+        last = turn == work.repeats
+        for batch in work.batch_sizes:
+            for method in rotated(list(chosen), turn):
+                job = {**work.job(batch), "with_parts": last}
+                result = engines.run(chosen[method][batch]["setting"], job)
+                if last:
+                    runs.parts[method][batch] = result
+                else:
+                    runs.timed[method][batch].append(result)
+                tick(f"turn {turn + 1}: {method}, batch {batch}")
     return runs
+
+
+def rotated(items: list[Any], turn: int) -> list[Any]:
+    """Not always the same one after the same one."""
+    return items[turn % len(items) :] + items[: turn % len(items)]
 
 
 def tokens_per_second(result: dict[str, Any]) -> float:

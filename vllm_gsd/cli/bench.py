@@ -42,6 +42,12 @@ def bench(
     apart: Annotated[
         bool, typer.Option("--apart", help="Start an engine anew for each turn: memory holds not all of them.")
     ] = False,
+    contexts: Annotated[
+        str, typer.Option(help="Tokens of context, comma-separated: how a step grows with them, one request at a time.")
+    ] = "",
+    forms: Annotated[
+        bool, typer.Option("--forms", help="Graph, tree and chain in turns in one engine, by category, with bounds.")
+    ] = False,
     analyses: Annotated[
         bool, typer.Option("--analyses", help="The paper's ablations and re-occurring n-grams, too.")
     ] = False,
@@ -85,6 +91,8 @@ def bench(
             lengths=_numbers(chain_lengths, "--chain-lengths"),
             drafts=Drafts.of(pair[1], pair[2]),
             gsd=_object(gsd, "--gsd"),
+            contexts=_numbers(contexts, "--contexts") if contexts else [],
+            forms=forms,
             analyses=analyses,
         )
         settings = {
