@@ -124,7 +124,7 @@ class Drafter:
         block_table = batch.block_table
         if len(running) < len(counts):
             block_table = block_table[to_device(running)]
-        if not serves_chains(self.model.device, self.model.model_config.dtype):
+        if not serves_chains(self.model.device, self.model.model_config):
             lengths = (done + counts)[running].astype(np.int32)
             return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
         tree = TreeRows(

@@ -359,7 +359,7 @@ def check_kv_groups(kv_cache_config) -> None:
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(
             f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
-            f"{len(kv_cache_config.kv_cache_groups)} groups (hybrid or sliding-window models are not supported)."
+            f"{len(kv_cache_config.kv_cache_groups)} groups."
         )
 
 

@@ -74,7 +74,7 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
     from vllm.platforms import current_platform
 
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    other_target = "use a decoder-only text model with full attention"
+    other_target = "use a decoder-only text model with attention layers alone"
     cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda()
     yield "this platform yet", not (cpu or cuda), "run on vLLM's CPU or CUDA platform"
     yield "pooling models", model.runner_type != "generate", "use a text-generation model"
@@ -84,8 +84,12 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
     yield "models with multi-head latent attention (MLA)", model.use_mla, other_target
     yield "Mamba, hybrid or attention-free models", model.is_hybrid or model.is_attention_free, other_target
     yield "diffusion language models", vllm_config.diffusion_config is not None, other_target
-    window = model.get_sliding_window()
-    yield f"sliding-window attention (window {window})", window is not None, other_target
+    window, nodes = model.get_sliding_window(), config.num_speculative_tokens
+    yield (
+        f'sliding-window attention (window {window}) with "num_speculative_tokens" {nodes}',
+        window is not None and window <= nodes,
+        "set it below the window",
+    )
     yield (
         f"pipeline parallelism (size {parallel.pipeline_parallel_size})",
         parallel.pipeline_parallel_size > 1,
@@ -149,5 +153,8 @@ def _unsupported_with_v2(vllm_config: VllmConfig):
     yield "trace replay", model.enable_trace_replay, "leave --enable-trace-replay off"
     yield "sampling masks", model.return_sampling_mask, "leave --return-sampling-mask off"
     yield "batch-sharded sampling", parallel.enable_batch_sharded_sampling, "leave it off"
+    window = model.get_sliding_window()
+    full = "use a model with full attention" if current_platform.is_cuda() else "set VLLM_USE_V2_MODEL_RUNNER=0"
+    yield f"sliding-window attention (window {window}) with Model Runner V2 yet", window is not None, full
     without = "leave --enable-lora off" if current_platform.is_cuda() else "set VLLM_USE_V2_MODEL_RUNNER=0"
     yield "LoRA with Model Runner V2 yet", vllm_config.lora_config is not None, without

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import ModelConfig
 
 from vllm_gsd.ops import HAVE_EXTENSION
 
@@ -34,6 +35,10 @@ class TreeRows:
     slot_positions: torch.Tensor | None = None
 
 
-def serves_chains(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our kernel is faster than upstream's for rows without branches and prompts too (kernels/README.md)."""
-    return HAVE_EXTENSION and device.type == "cpu" and dtype == torch.bfloat16
+def serves_chains(device: torch.device, model: ModelConfig) -> bool:
+    """Whether our kernel is faster than upstream's for rows without branches and prompts too (kernels/README.md).
+
+    Not of models with sliding windows: a prompt's rows lie farther apart than those, and masks name rows, not windows.
+    """
+    faster = HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
+    return faster and model.get_sliding_window() is None

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -51,6 +52,13 @@ class GraphModelRunner(CPUModelRunner):
         super().warming_up_model()
         with _set_global_compilation_settings(self.vllm_config):
             self.drafter.warm_up(min(64, self.max_num_tokens))
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """See upstream; what lies behind a sliding window is kept, so that all layers of both models share one table.
+
+        Upstream does the same on CPUs where layers with and without windows meet.
+        """
+        return {name: _kept_whole(spec) for name, spec in super().get_kv_cache_spec().items()}
 
     def initialize_kv_cache(self, kv_cache_config, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache; then prepare what reads and moves it."""
@@ -191,3 +199,10 @@ def _has_processor(request) -> bool:
     """Whether a built-in logits processor of vLLM holds state for the request."""
     params = request.sampling_params
     return params.min_tokens > 0 or params.min_p > 0 or bool(params.logit_bias)
+
+
+def _kept_whole(spec: Any) -> Any:
+    """How the KV of a layer is kept; its window is then its attention's alone to know."""
+    if type(spec) is not SlidingWindowSpec:
+        return spec
+    return replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",), sliding_window=None)

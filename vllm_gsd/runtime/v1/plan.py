@@ -36,6 +36,6 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     step.has_placeholders = has_placeholders
-    if batch_ends[-1] > 1 and serves_chains(runner.device, runner.dtype):  # a lone row gains nothing
+    if batch_ends[-1] > 1 and serves_chains(runner.device, runner.model_config):  # a lone row gains nothing
         step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
     return step

@@ -1,0 +1,116 @@
+"""Models whose layers attend within a sliding window, and cap their scores: plain vLLM's tokens, with graphs."""
+
+import contextlib
+
+import pytest
+import torch
+from engine_process import Engine, draft_every_level
+from tiny_pair import VOCAB_SIZE
+
+WINDOW = 24  # prompts are longer, and so are answers
+NODES = 16
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.12,
+    "eos_token_id": None,
+    "sliding_window": WINDOW,
+}
+# Class in transformers, and what is its own.
+FAMILIES = {
+    "every layer": ("Mistral", {}),
+    "every other layer, capped": ("Gemma2", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
+    "all but every third layer": (
+        "Gemma3",
+        {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"]},
+    ),
+}
+
+
+def build(folder, family, keys):
+    """A random target, and a draft that mostly agrees with it."""
+    import transformers
+
+    kind = "Gemma3Text" if family == "Gemma3" else family
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{kind}Config")(**SHAPE, **keys)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model.save_pretrained(folder / "target")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight += 0.04 * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engines(request, tmp_path_factory):
+    """Plain vLLM, with a draft model, and with copies of the text alone."""
+    target, draft = build(tmp_path_factory.mktemp("windowed"), *FAMILIES[request.param])
+    configs = [
+        None,
+        {"method": "gsd", "model": str(draft), "num_speculative_tokens": NODES},
+        {"method": "gsd", "model": None},
+    ]
+    with contextlib.ExitStack() as stack:
+        started = [
+            Engine(target, config, [draft_every_level] if config else [], skip_tokenizer_init=True)
+            for config in configs
+        ]
+        for engine in started:
+            stack.callback(engine.close)
+        yield started
+
+
+def answers(engine, prompts, batch):
+    """Tokens of every prompt, greedy and seeded, so many at a time."""
+    parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    sampling = [{"temperature": 0, "max_tokens": 60}, {"temperature": 0.8, "seed": 5, "max_tokens": 60}]
+    return [answer.tokens for params in sampling for part in parts for answer in engine.generate(part, params)]
+
+
+def forget_windows(_llm):
+    """Let graphs attend what lies behind the window too."""
+    from vllm_gsd.runtime import cpu_attention
+
+    attend = cpu_attention.tree_attention
+
+    def everything(*args, sliding_window, **kwargs):
+        return attend(*args, sliding_window=-1, **kwargs)
+
+    cpu_attention.tree_attention = everything
+
+
+def test_equals_plain_vllm(engines, random_prompts):
+    prompts = [prompt + prompt[-20:] for prompt in random_prompts(6, 30, 150)]
+    plain, drafted, copied = engines
+    for batch in (1, 6):
+        expected = answers(plain, prompts, batch)
+        for engine in (drafted, copied):
+            before = engine.metrics()["spec_decode_num_accepted_tokens"]
+            assert answers(engine, prompts, batch) == expected
+            assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
+    counts = drafted.metrics()
+    assert counts["gsd_nodes_accepted_native"] > counts["gsd_target_steps"] / 5
+    assert counts["gsd_kv_rows_moved"] > 0
+    drafted.call(forget_windows)
+    assert answers(drafted, prompts, 6) != expected  # or equal answers would prove nothing
+
+
+def test_windows_shorter_than_a_path_are_refused(tmp_path):
+    target, draft = build(tmp_path, *FAMILIES["every layer"])
+    with pytest.raises(
+        Exception, match=f'window {WINDOW}. with "num_speculative_tokens" {WINDOW}; set it below the window'
+    ):
+        Engine(
+            target,
+            {"method": "gsd", "model": str(draft), "num_speculative_tokens": WINDOW},
+            skip_tokenizer_init=True,
+        )
