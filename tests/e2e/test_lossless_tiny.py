@@ -1,7 +1,7 @@
 """Output with the graph equals plain vLLM's, token for token, in float32 on a tiny pair."""
 
 import pytest
-from engine_process import run
+from engine_process import model_runner, run
 
 SAMPLING = [
     {"temperature": 0.7},
@@ -86,12 +86,10 @@ def test_equals_plain_vllm(start_engine, workloads, plain, config, workload):
     assert [run(engine, batch, params) for batch in batches] == plain[workload]
 
 
-def mask_float32(_llm):
+def mask_float32(llm):
     """Let our kernel attend for chains, plain rows and prompts too, as it does in bfloat16."""
-    from vllm_gsd.runtime import drafting
-    from vllm_gsd.runtime.v1 import plan
-
-    plan.serves_chains = drafting.serves_chains = lambda *_: True
+    runner = model_runner(llm)
+    runner.masks_chains = runner.drafter.drafter.masks_chains = True
 
 
 @pytest.mark.parametrize("workload", ["greedy-1", "seeded-8", "mixed-32"])

@@ -3,6 +3,7 @@
 Everything else (plain decodes, prefill chunks, chains) goes to upstream's kernel untouched.
 """
 
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -13,11 +14,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
 )
 
 from vllm_gsd.ops.kv_layout import KVLayout
 from vllm_gsd.ops.tree_attention import tree_attention
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows, TreeRowsOnly
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -30,6 +32,31 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     def get_impl_cls() -> type["TreeCPUAttentionImpl"]:
         """The implementation class vLLM instantiates per layer."""
         return TreeCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["TreeCPUAttentionMetadataBuilder"]:
+        """The class of what builds the layers' metadata."""
+        return TreeCPUAttentionMetadataBuilder
+
+
+class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Upstream's, spared where its kernel has no rows to attend."""
+
+    idle = False
+
+    def build(self, *args, **kwargs):
+        """See upstream."""
+        return TreeRowsOnly() if TreeCPUAttentionMetadataBuilder.idle else super().build(*args, **kwargs)
+
+
+@contextmanager
+def no_rows_left(idle: bool):
+    """While metadata are built of a batch all of whose rows attend along graphs, if ``idle``."""
+    TreeCPUAttentionMetadataBuilder.idle = idle
+    try:
+        yield
+    finally:
+        TreeCPUAttentionMetadataBuilder.idle = False
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):

@@ -22,7 +22,7 @@ from vllm_gsd import draft_vocab
 from vllm_gsd.eagle_folder import is_eagle_config
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.ranks import from_first_rank
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows, TreeRowsOnly
 from vllm_gsd.runtime.trimmed_head import TrimmedHead
 
 
@@ -163,7 +163,7 @@ class DraftModel:
         Returns:
             hidden states [n, hidden].
         """
-        metadata = _LevelMetadata()
+        metadata = TreeRowsOnly()
         setattr(metadata, TREE_ROWS, tree)
         return self._run(tokens, tree.positions, slots, metadata, features)
 
@@ -178,7 +178,7 @@ class DraftModel:
         Returns:
             hidden states [n, hidden].
         """
-        metadata = _LevelMetadata()
+        metadata = TreeRowsOnly()
         setattr(metadata, TREE_ROWS, tree)
         return self._forward(tokens, tree.positions, slots, metadata, features)
 
@@ -222,10 +222,6 @@ class DraftModel:
         logits = self.head.hide(self.model.logits_processor(None, self.head(hidden)))
         probs, places = topk_softmax(logits, k)
         return probs, self.head.tokens_of(places)
-
-
-class _LevelMetadata:
-    """Attention metadata of a draft level: nothing but its tree rows."""
 
 
 @contextmanager

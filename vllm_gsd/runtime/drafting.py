@@ -42,6 +42,7 @@ class Drafter:
         self.config = config
         self.stats = stats
         self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, config.draft_vocab_size)
+        self.masks_chains = serves_chains(self.model.device, self.model.model_config)
         # Positions the draft knows; beyond them a request goes on without it.
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
@@ -87,16 +88,16 @@ class Drafter:
         drafted = wanted & (known <= room) & (known > done)
         due = np.minimum(known, room)
         counts = np.empty_like(done)
-        chosen = np.flatnonzero(drafted)
+        (chosen,) = drafted.nonzero()
         last_hidden = None
         while num_rows := next_rows(done, due, self.max_rows, counts):
             hidden = self._run_text(batch, done, counts, num_rows)
             done += counts
-            for request in np.flatnonzero(counts).tolist():
+            for request in counts.nonzero()[0].tolist():
                 tracker.advance(batch.request_ids[request], int(done[request]))
             if len(chosen) == 0:
                 continue
-            last_lines = np.cumsum(counts)[chosen] - 1
+            last_lines = counts.cumsum()[chosen] - 1
             if last_hidden is None and counts[chosen].all():  # nearly always one forward is enough
                 last_hidden = read_rows(hidden, self.model.to_device(last_lines))
                 continue
@@ -119,12 +120,12 @@ class Drafter:
         to_device = self.model.to_device
         slots = slots_of(batch.block_table, requests, positions, batch.block_size)
         features = self._features_before(batch, requests, positions)
-        running = np.flatnonzero(counts)
+        (running,) = counts.nonzero()
         starts = starts_of(counts[running])
         block_table = batch.block_table
         if len(running) < len(counts):
             block_table = block_table[to_device(running)]
-        if not serves_chains(self.model.device, self.model.model_config):
+        if not self.masks_chains:
             lengths = (done + counts)[running].astype(np.int32)
             return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
         tree = TreeRows(
@@ -176,12 +177,13 @@ class Drafter:
         block_rows = batch.block_table
         if count < len(block_rows):
             block_rows = block_rows[self.model.to_device(requests)]
-        room = np.where(drafted, np.minimum(self.max_slots, batch.capacity[requests] - length), 0).astype(np.int32)
+        room = np.minimum(self.max_slots, batch.capacity[requests] - length).astype(np.int32)
         deepest = np.minimum(max_depth, self.max_positions - length)
-        merge_ngram = np.where(trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram).astype(np.int32)
+        merge_ngram = np.full(count, config.merge_ngram, np.int32)
+        merge_ngram[trust[:, MERGED] < OFF_BELOW] = 0
         theta_prob = np.float32(config.theta_prob)
         hidden = root_hidden
-        self.lines[np.flatnonzero(drafted), 0] = np.arange(len(hidden))
+        self.lines[drafted.nonzero()[0], 0] = np.arange(len(hidden))
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.copy()
             probs, tokens = self.model.candidates(hidden, config.top_k)
@@ -225,7 +227,7 @@ class Drafter:
         depth, slot = np.empty((2, num_rows), np.int32)
         mask = np.empty((num_rows, slots.mask.shape[2]), np.int64)
         level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask)
-        request_of_row = np.repeat(np.arange(len(frontier_len)), frontier_len)
+        request_of_row = np.arange(len(frontier_len)).repeat(frontier_len)
         base = length[request_of_row]
         positions = base - 1 + depth
         to_device = self.model.to_device
@@ -248,7 +250,7 @@ class Drafter:
 def starts_of(counts: np.ndarray) -> np.ndarray:
     """Where each request's rows begin, and all end: int32 [len(counts) + 1]."""
     starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
+    counts.cumsum(out=starts[1:])
     return starts
 
 

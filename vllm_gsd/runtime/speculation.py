@@ -83,6 +83,7 @@ class Speculation:
         nodes = self.config.num_speculative_tokens
         capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
+        self.first_graphs: dict[int, GraphBatch] = {}  # the first so many
         self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
         self.trust = SourceTrust()
         self.copies = not {"ngram", "shared"}.isdisjoint(self.config.sources)  # whether hypotheses come for free
@@ -162,7 +163,7 @@ class Speculation:
         counts["kv_rows_moved"] += total[MOVED]
         for counter, place in ACCEPTED_COUNTERS.items():
             counts[counter] += total[place]
-        requests = np.flatnonzero(has_tree)
+        (requests,) = has_tree.nonzero()
         with_tree = [request_ids[request] for request in requests]
         self.stats.accepted_lengths.update(length[requests].tolist())
         self.stats.drafted_depths.update(zip(with_tree, deepest[requests].tolist(), strict=True))
@@ -191,7 +192,7 @@ class Speculation:
         speculates, grammar, max_depth = self._facts(batch)
         wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        text = self._committed(batch, np.flatnonzero(wanted), max_depth, grammar)
+        text = self._committed(batch, wanted.nonzero()[0], max_depth, grammar)
         trees = self._grow(text) if self.copies else None
         if self.drafter is not None:
             assert self.draft_kv is not None
@@ -207,7 +208,7 @@ class Speculation:
         proposals = [NO_NODES] * num_requests
         if trees is not None:
             self._propose(proposals, text, trees)
-        for request in np.flatnonzero(wanted & grammar):
+        for request in (wanted & grammar).nonzero()[0].tolist():
             if request_ids[request] not in self.grammar_trees:
                 self._offer_to_grammar(request_ids[request], NO_NODES, 0, int(max_depth[request]))  # it may force some
         return proposals
@@ -298,7 +299,9 @@ class Speculation:
                 states at their roots.
         """
         batch, length, trust = text.batch, text.length, text.trust
-        graphs = GraphBatch(*[array[: len(length)] for array in self.graphs])
+        count = len(length)
+        if (graphs := self.first_graphs.get(count)) is None:
+            graphs = self.first_graphs[count] = GraphBatch(*[array[:count] for array in self.graphs])
         lines = batch.token_rows[text.requests]
         reset_all(graphs, batch.token_ids, lines, length)
         if self.drafter is not None and drafted is not None:

@@ -214,7 +214,7 @@ def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.n
         batch_ends: int64 [num_requests], where each request's rows end in the batch; those to verify are its last.
     """
     starts = np.zeros(len(sizes) + 1, np.int32)
-    np.cumsum(sizes, out=starts[1:])
+    sizes.cumsum(out=starts[1:])
     num_rows = int(starts[-1])
     token = np.zeros(num_rows, np.int64)
     parent = np.empty(num_rows, np.int32)
@@ -242,5 +242,5 @@ def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.n
         survival=survival,
         first_rows=batch_ends - sizes,
         chains=chains,
-        tree_requests=np.flatnonzero(has_tree & ~chains),
+        tree_requests=(has_tree & ~chains).nonzero()[0],
     )

@@ -24,7 +24,8 @@ class TargetKV(ABC):
         """Move keys and values between slots; of a request, all reads come before all writes.
 
         Args:
-            sources, destinations: int64 [num_requests, most]; where a source is negative nothing is moved.
+            sources, destinations: int64 [num_requests, most]; where a source is negative nothing is moved. Or [n], all
+                of which are moved.
         """
 
 
@@ -38,11 +39,15 @@ class CPUTargetKV(TargetKV):
         self.layouts = [
             kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype) for layer in layers
         ]
+        if all(layout is self.layouts[0] for layout in self.layouts):
+            del self.layouts[1:]  # one stands for all
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """See ``TargetKV.move``."""
-        real = sources >= 0
-        move_kv(self.caches, self.layouts, sources[real], destinations[real])
+        if sources.dim() > 1:
+            real = sources >= 0
+            sources, destinations = sources[real], destinations[real]
+        move_kv(self.caches, self.layouts, sources, destinations)
 
 
 class PagedTargetKV(TargetKV):

@@ -35,6 +35,10 @@ class TreeRows:
     slot_positions: torch.Tensor | None = None
 
 
+class TreeRowsOnly:
+    """Attention metadata of layers all of whose rows attend along graphs: nothing but their TreeRows, once set."""
+
+
 def serves_chains(device: torch.device, model: ModelConfig) -> bool:
     """Whether our kernel is faster than upstream's for rows without branches and prompts too (kernels/README.md).
 

@@ -17,11 +17,13 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
 from vllm_gsd.core.outcome import kv_moves
+from vllm_gsd.runtime.cpu_attention import no_rows_left
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
 from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.target_kv import target_kv_of
+from vllm_gsd.runtime.tree_rows import serves_chains
 from vllm_gsd.runtime.v1.plan import plan_step
 from vllm_gsd.runtime.v1.walk import walk
 
@@ -34,6 +36,7 @@ class GraphModelRunner(CPUModelRunner):
     def __init__(self, vllm_config, device: torch.device):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
+        self.masks_chains = serves_chains(self.device, self.model_config)
         self.drafter.bind(self)
         self.all_rows = torch.arange(self.max_num_tokens)
         self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
@@ -118,7 +121,9 @@ class GraphModelRunner(CPUModelRunner):
         )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any):
-        attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        # What upstream's kernel would be told, if none of its rows are left to it, is not worked out.
+        with no_rows_left(self.step is not None and self.step.batch is not None):
+            attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
             draft_layers = set(self.drafter.layer_names)
             self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)

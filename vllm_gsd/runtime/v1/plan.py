@@ -5,7 +5,6 @@ import numpy as np
 from vllm_gsd.runtime.draft_tree import DraftTree
 from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE
 from vllm_gsd.runtime.step import VerifyStep, lay_out
-from vllm_gsd.runtime.tree_rows import serves_chains
 
 
 def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep:
@@ -36,6 +35,6 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     step.has_placeholders = has_placeholders
-    if batch_ends[-1] > 1 and serves_chains(runner.device, runner.model_config):  # a lone row gains nothing
+    if runner.masks_chains and batch_ends[-1] > 1:  # a lone row gains nothing
         step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
     return step
