@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 
 from vllm_gsd.ops import HAVE_EXTENSION
+from vllm_gsd.ops.huge_pages import HugePages
 
 COLUMNS = 16  # of a vector register: a weight has a multiple of so many
+_PAGES = HugePages()  # where packed weights lie
 _AVX2 = 1  # of ``current_isa``
 _WIDTHS = [(1,), (1,), (2, 1), (4, 3, 2, 1)]  # panels that registers have room for, by ``current_isa``
 
@@ -49,7 +51,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     widths = _WIDTHS[_isa()]
     width = min((w for w in widths if not panels % w), key=longest)
     grouped = weight.view(panels // width, width, COLUMNS, size // 2, 2)
-    return grouped.permute(0, 3, 1, 2, 4).contiguous()
+    return _PAGES.copy(grouped.permute(0, 3, 1, 2, 4))
 
 
 def unpack_weight(packed: torch.Tensor) -> torch.Tensor:
