@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.engine.arg_utils import EngineArgs
@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
@@ -48,6 +48,7 @@ from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
 
@@ -132,6 +133,23 @@ SIGNATURES = [
         ["target_parallel_config", "speculative_draft_tensor_parallel_size", "draft_model_config"],
     ),
 ]
+
+
+def test_metadata_are_built_by_the_backends_class():
+    """... which may leave them out where no row is left to upstream's kernel: only its own forward reads them."""
+    assert CPUAttentionBackend.get_builder_cls() is CPUAttentionMetadataBuilder
+    assert "get_builder_cls()" in inspect.getsource(AttentionGroup.create_metadata_builders)
+    assert "attn_group.build_metadata(" in inspect.getsource(GPUModelRunner._build_attention_metadata)
+    assert ".build(" in inspect.getsource(AttentionGroup.build_metadata)
+
+
+def test_layers_with_windows_can_be_kept_whole():
+    """``replace_as`` takes every field of the one kind to the other, but for the one that runtime.v1 drops."""
+    there = field_names(FullAttentionSpec)
+    assert field_names(SlidingWindowSpec) - there == {"extra_retained_tokens"}
+    assert "sliding_window" in there
+    assert parameters(replace_as) == ["spec", "target_cls", "drop", "changes"]
+    assert "hf_text_config, \"sliding_window\"" in inspect.getsource(ModelConfig.get_sliding_window)
 
 
 def test_attention_may_write_its_keys_and_values_itself():
