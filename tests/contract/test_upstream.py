@@ -149,7 +149,7 @@ def test_layers_with_windows_can_be_kept_whole():
     assert field_names(SlidingWindowSpec) - there == {"extra_retained_tokens"}
     assert "sliding_window" in there
     assert parameters(replace_as) == ["spec", "target_cls", "drop", "changes"]
-    assert "hf_text_config, \"sliding_window\"" in inspect.getsource(ModelConfig.get_sliding_window)
+    assert 'hf_text_config, "sliding_window"' in inspect.getsource(ModelConfig.get_sliding_window)
 
 
 def test_attention_may_write_its_keys_and_values_itself():
