@@ -6,14 +6,13 @@ import pytest
 import torch
 from adapters import RANK, build_adapter, generate_adapted
 from engine_process import Engine, Params, model_runner
+from rounding import assert_close
 from transformers import AutoModelForCausalLM
 
 from vllm_gsd.ops.linear import packs
 
 ENGINE = {"dtype": "bfloat16"}
 GREEDY = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "ignore_eos": True}
-# How far two computations of a log-probability in bfloat16 may lie apart in this model, whose logits reach 20.
-ROUNDING = 0.5
 
 pytestmark = pytest.mark.skipif(
     not packs(torch.empty(16, 2, dtype=torch.bfloat16)) or torch.cpu._is_amx_tile_supported(),
@@ -75,21 +74,6 @@ def test_embedding_and_lm_head(gsd, plain, tied_target, tiny_pair, random_prompt
 def test_other_types_are_upstreams(start_engine):
     found = start_engine({}).call(layers_by_kind)  # float32
     assert found and all(packed == {False} for packed in found.values())
-
-
-def assert_close(all_theirs, all_ours):
-    """Log-probabilities are equal but for rounding; so are texts, until two tokens are as good as one another."""
-    for theirs, ours in zip(all_theirs, all_ours, strict=True):
-        prompts = (answer.prompt_logprobs or [None] for answer in (theirs, ours))
-        for expected, got in list(zip(*prompts, strict=True))[1:]:
-            assert all(abs(got[token] - expected[token]) < ROUNDING for token in got.keys() & expected.keys())
-        expected, got = theirs.completions[0], ours.completions[0]
-        same = next((i for i, (a, b) in enumerate(zip(expected.tokens, got.tokens)) if a != b), None)  # noqa: B905
-        if same is not None:
-            first, second = sorted(expected.logprobs[same].values(), reverse=True)[:2]
-            assert first - second < ROUNDING
-        for a, b in list(zip(expected.logprobs, got.logprobs, strict=True))[:same]:
-            assert all(abs(a[token] - b[token]) < ROUNDING for token in a.keys() & b.keys())
 
 
 def test_answers(plain, gsd, random_prompts):

@@ -24,6 +24,7 @@ TREE_SIZE, CONTEXTS = 9, (32, 1024)
 LEVELS = 2
 
 
+@torch.inference_mode()
 def measure_costs(runner, drafter) -> Costs:
     """Time target forwards, draft levels and tree attention.
 
