@@ -10,7 +10,7 @@ VERSION = "0.1.0"
 def extensions():
     """The C++ extensions, or nothing where torch or a compiler is missing.
 
-    Without them the package still works: ``vllm_gsd.ops`` falls back to plain PyTorch, ``vllm_gsd.core`` to numba.
+    Without them the package still works: ``vllm_gsd.ops`` falls back to plain PyTorch, ``vllm_gsd.method`` to numba.
     """
     if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
         return [], {}
@@ -60,7 +60,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_gsd", "vllm_gsd.*"]),
-    package_data={"vllm_gsd": ["data/**/*", "distill/templates.json", "bench/page.html"]},
+    package_data={"vllm_gsd": ["data/**/*", "tools/distill/templates.json", "tools/bench/page.html"]},
     ext_modules=ext_modules,
     cmdclass=cmdclass,
     install_requires=["pydantic>=2.12", "numpy", "numba>=0.61", "safetensors", "typer>=0.12", "rich>=13"],
@@ -78,6 +78,6 @@ setup(
     },
     entry_points={
         "vllm.general_plugins": ["gsd = vllm_gsd:register"],
-        "console_scripts": ["vllm-gsd = vllm_gsd.cli.main:app"],
+        "console_scripts": ["vllm-gsd = vllm_gsd.tools.cli.main:app"],
     },
 )

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from vllm_gsd.models import ModelsError, built_in_pair
+from vllm_gsd.tools.models import ModelsError, built_in_pair
 
 PROMPTS = [
     "Explain in three sentences why the sky is blue.",

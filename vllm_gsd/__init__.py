@@ -14,7 +14,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from vllm_gsd.compat.hooks import install
+    from vllm_gsd.upstream.hooks import install
 
     install()
     _registered = True

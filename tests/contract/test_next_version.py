@@ -3,7 +3,7 @@
     VLLM_SOURCES=.../vllm python -m pytest tests/contract
 
 where the folder is that of a wheel's Python files (``pip download vllm==0.33.0 --no-deps``, then unzip).
-``test_upstream_v2`` reads them too. What differs is told apart in ``vllm_gsd/compat``.
+``test_upstream_v2`` reads them too. What differs is told apart in ``vllm_gsd/upstream``.
 """
 
 import ast

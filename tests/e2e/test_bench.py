@@ -115,8 +115,8 @@ def test_a_draft_that_reads_hidden_states(command, tmp_path, tiny_eagle):
 def test_apart_with_a_choice_and_analyses(command, preforked, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from vllm_gsd.bench import analyses
-    from vllm_gsd.cli.main import app
+    from vllm_gsd.tools.bench import analyses
+    from vllm_gsd.tools.cli.main import app
 
     monkeypatch.setattr(sys, "executable", preforked)
     monkeypatch.setattr(analyses, "ABLATIONS", {"top_k": [1, 3], "merge_ngram": [2]})

@@ -1,6 +1,6 @@
 """What the tests hold the core against: token graphs as objects and recursion, written from the design.
 
-Nothing of ``vllm_gsd.core`` is used to *judge*; ``grow`` only calls it level by level, as a proposer does.
+Nothing of ``vllm_gsd.method`` is used to *judge*; ``grow`` only calls it level by level, as a proposer does.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_gsd.core.graph import NONE, GraphBatch, new_graphs, reset
-from vllm_gsd.core.growth import add_candidates, next_frontier
+from vllm_gsd.method.graph import NONE, GraphBatch, new_graphs, reset
+from vllm_gsd.method.growth import add_candidates, next_frontier
 
 Draft = Callable[[tuple[int, ...]], np.ndarray]
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from reference_graph import can_reach, read_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_gsd.core.calibration import NUM_SOURCES, Calibration, calibrated
-from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
-from vllm_gsd.core.flatten import ancestor_masks, flatten
-from vllm_gsd.core.graph import (
+from vllm_gsd.method.calibration import NUM_SOURCES, Calibration, calibrated
+from vllm_gsd.method.draft_level import DraftSlots, level_rows, new_draft_slots
+from vllm_gsd.method.flatten import ancestor_masks, flatten
+from vllm_gsd.method.graph import (
     MAX_CONTEXT,
     NONE,
     ORIGIN_AGREED,
@@ -29,9 +29,12 @@ from vllm_gsd.core.graph import (
     new_graphs,
     reset,
 )
-from vllm_gsd.core.growth import add_candidates, next_frontier
-from vllm_gsd.core.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
-from vllm_gsd.ops import graph_flatten, graph_growth, graph_ngram, graph_state
+from vllm_gsd.method.growth import add_candidates, next_frontier
+from vllm_gsd.method.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
+from vllm_gsd.ops.flatten import api as graph_flatten
+from vllm_gsd.ops.growth import api as graph_growth
+from vllm_gsd.ops.growth import state as graph_state
+from vllm_gsd.ops.ngram import api as graph_ngram
 
 MANY = settings(derandomize=True, deadline=None, max_examples=150)
 SEEDS = st.integers(0, 2**32).map(lambda seed: np.random.default_rng([seed, 11]))

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference_graph import Limits, grow, has_cycle, random_draft, read_graph, unrolled
 
-from vllm_gsd.core.graph import ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
-from vllm_gsd.core.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
+from vllm_gsd.method.graph import ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
+from vllm_gsd.method.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 

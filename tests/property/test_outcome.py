@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.core.calibration import AGREED, NATIVE, NGRAM, NUM_SOURCES, SHARED
-from vllm_gsd.core.graph import NONE
-from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, kv_moves, tally
-from vllm_gsd.core.verify import follow, step_into
+from vllm_gsd.method.calibration import AGREED, NATIVE, NGRAM, NUM_SOURCES, SHARED
+from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, kv_moves, tally
+from vllm_gsd.method.verify import follow, step_into
 
 FOREIGN = -2
 

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 import vllm_gsd
-import vllm_gsd.core
+import vllm_gsd.method
 
-NAMES = [module.name for module in pkgutil.iter_modules(vllm_gsd.core.__path__)]
+NAMES = [module.name for module in pkgutil.iter_modules(vllm_gsd.method.__path__)]
 SWITCH = "VLLM_GSD_NO_EXTENSION"
 
 
 def load_core():
-    return SimpleNamespace(**{name: importlib.import_module(f"vllm_gsd.core.{name}") for name in NAMES})
+    return SimpleNamespace(**{name: importlib.import_module(f"vllm_gsd.method.{name}") for name in NAMES})
 
 
 TWINS = load_core()
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(TWINS.compiled._TWINS is None, reason="vllm_gsd.
 @pytest.fixture(scope="module")
 def by_numba():
     """The core without its twins. It stays in ``sys.modules``: numba's cache looks classes up there."""
-    ours = {name: module for name, module in sys.modules.items() if f"{name}.".startswith("vllm_gsd.core.")}
+    ours = {name: module for name, module in sys.modules.items() if f"{name}.".startswith("vllm_gsd.method.")}
     for name in ours:
         del sys.modules[name]
     with pytest.MonkeyPatch.context() as patch:
@@ -43,10 +43,10 @@ def by_numba():
     assert core.graph is not TWINS.graph
     assert hasattr(core.graph.reset, "py_func")
     yield core
-    for name in [name for name in sys.modules if f"{name}.".startswith("vllm_gsd.core.")]:
+    for name in [name for name in sys.modules if f"{name}.".startswith("vllm_gsd.method.")]:
         del sys.modules[name]
     sys.modules.update(ours)
-    vllm_gsd.core = ours["vllm_gsd.core"]
+    vllm_gsd.method = ours["vllm_gsd.method"]
 
 
 # --- one story, told twice --------------------------------------------------------------------------
@@ -347,11 +347,11 @@ def test_planning(by_numba, seed):
 # --- who serves -------------------------------------------------------------------------------------
 
 LOADED = """
-import importlib, pkgutil, sys, vllm_gsd.core
-for module in pkgutil.iter_modules(vllm_gsd.core.__path__):
-    importlib.import_module("vllm_gsd.core." + module.name)
-vllm_gsd.core.warmup.warm_up()
-print("numba" in sys.modules, "torch" in sys.modules, type(vllm_gsd.core.graph.reset).__name__)
+import importlib, pkgutil, sys, vllm_gsd.method
+for module in pkgutil.iter_modules(vllm_gsd.method.__path__):
+    importlib.import_module("vllm_gsd.method." + module.name)
+vllm_gsd.method.warmup.warm_up()
+print("numba" in sys.modules, "torch" in sys.modules, type(vllm_gsd.method.graph.reset).__name__)
 """
 
 

@@ -9,9 +9,9 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from vllm_gsd.ops.paged_tree_attention import paged_tree_attention_reference
-from vllm_gsd.runtime import cuda_attention
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.engine.attention import cuda as cuda_attention
+from vllm_gsd.engine.attention.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.ops.attention.paged import paged_tree_attention_reference
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 16, 16
 PAIRS = [

@@ -8,14 +8,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_gsd.runtime import trimmed_head
-from vllm_gsd.runtime.draft_model import DraftModel
-from vllm_gsd.runtime.drafting import slots_of
-from vllm_gsd.runtime.features import Features
-from vllm_gsd.runtime.tree_rows import TREE_ROWS
-from vllm_gsd.runtime.v2.device_step import DeviceStep, Proposals, empty_trees
-from vllm_gsd.runtime.v2.model_runner import GraphModelRunner
-from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
+from vllm_gsd.engine.attention.tree_rows import TREE_ROWS
+from vllm_gsd.engine.draft import trimmed_head
+from vllm_gsd.engine.draft.drafter import slots_of
+from vllm_gsd.engine.draft.features import Features
+from vllm_gsd.engine.draft.model import DraftModel
+from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, empty_trees
+from vllm_gsd.engine.v2.model_runner import GraphModelRunner
+from vllm_gsd.engine.v2.padded_rows import PaddedTreeRows
 
 # A device that PyTorch knows, and whose name makes no build of it look for the hardware.
 GPU = torch.device("lazy")

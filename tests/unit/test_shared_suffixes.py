@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_gsd.bench.engine import forget_responses
 from vllm_gsd.config import GSDConfig, GSDConfigError
-from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset
-from vllm_gsd.core.ngram import MATCH_PROB, graft_tree
+from vllm_gsd.method.graph import ORIGIN_SHARED, new_graphs, reset
+from vllm_gsd.method.ngram import MATCH_PROB, graft_tree
+from vllm_gsd.tools.bench.engine import forget_responses
 
 pytest.importorskip("arctic_inference", reason="arctic-inference was not built by scripts/setup")
-from vllm_gsd.runtime.shared_suffixes import READER, SharedSuffixes
+from vllm_gsd.engine.draft.shared_suffixes import READER, SharedSuffixes
 
 
 def lora(adapter):

@@ -3,7 +3,7 @@
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_gsd.compat import hooks
+from vllm_gsd.upstream import hooks
 
 
 @pytest.mark.parametrize(

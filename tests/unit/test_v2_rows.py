@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
-from vllm_gsd.core.graph import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
-from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES, DraftTree
-from vllm_gsd.runtime.step import lay_out
-from vllm_gsd.runtime.tree_rows import TREE_ROWS
-from vllm_gsd.runtime.v2.texts import Texts
+from vllm_gsd.engine.attention.tree_rows import TREE_ROWS
+from vllm_gsd.engine.v2.texts import Texts
+from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, DraftTree
+from vllm_gsd.engine.verify.step import lay_out
+from vllm_gsd.method.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
+from vllm_gsd.method.graph import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
 
 
 def tree_of(parent):

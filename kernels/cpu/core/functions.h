@@ -1,4 +1,4 @@
-// The functions of vllm_gsd._core, each the twin of one of vllm_gsd/core, which documents it; module.cpp names them.
+// The functions of vllm_gsd._core, each the twin of one of vllm_gsd/method, which documents it; module.cpp names them.
 #pragma once
 
 #include "array.h"

@@ -2,7 +2,7 @@
 #include "functions.h"
 
 PYBIND11_MODULE(_core, module) {
-  // As in vllm_gsd/core/compiled.py: to be raised in both when a function comes, goes, or takes something else.
+  // As in vllm_gsd/method/compiled.py: to be raised in both when a function comes, goes, or takes something else.
   module.attr("INTERFACE") = 3;
 
   module.def("reset", &gsd::reset);

@@ -1,0 +1,277 @@
+"""``GSDConfig``: the keys of ``gsd.json``, with every check that needs no engine. Imports nothing of vLLM.
+
+Whatever is wrong is one ``GSDConfigError``, and its message is one sentence that names the key, what was
+given and what is allowed: a user reads it at the end of a server's log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vllm_gsd.config.draft_check import check_draft
+from vllm_gsd.config.source import (
+    GSDConfigError,
+    fail,
+    is_inline,
+    is_path,
+    origin_of,
+    read,
+    shown,
+    with_underscores,
+)
+
+__all__ = ["GSDConfig", "GSDConfigError", "allowed", "check_draft_model", "extra_of", "is_gsd", "read"]
+
+METHOD = "gsd"
+# Keys that vLLM's own SpeculativeConfig has too, so that they do not tell whose a config is.
+_SHARED_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
+_PAPER = {"top_k": 4, "theta_prob": 0.2, "theta_sib": 0.3}
+_PAPER_SHOWN = ", ".join(f"{key} {value}" for key, value in _PAPER.items())
+
+Source = Literal["draft", "ngram", "shared"]
+
+
+def _either(values: Iterable[Any], last: str = "or") -> str:
+    """Values as JSON, in a sentence: '"a", "b" or null'."""
+    *some, end = (json.dumps(value) for value in values)
+    return f"{', '.join(some)} {last} {end}" if some else end
+
+
+def _default_sources(earlier: dict[str, Any]) -> tuple[Source, ...]:
+    return ("draft", "ngram") if earlier.get("model") else ("ngram",)
+
+
+class GSDConfig(BaseModel):
+    """What a user may set. Build it with ``load``: its errors are written for users, pydantic's are not."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    # Everything about a key is said here: messages, the command's help and the documentation are made from it. Of
+    # json_schema_extra, "allowed" and "default" say what types and bounds do not, "null" what null stands for.
+    method: Literal["gsd"] = Field(description="Selects graph-structured speculative decoding.")
+    model: str | None = Field(
+        pattern=r"\S",
+        description="The draft: a language model with the target's vocabulary, or an EAGLE head made for the target.",
+        json_schema_extra={"allowed": "a path or hub id of a draft model, or null for none"},
+    )
+    num_speculative_tokens: int = Field(
+        16, ge=1, le=256, description="Most nodes of the flattened graph that the target verifies per request and step."
+    )
+    max_depth: int = Field(6, ge=1, le=32, description="Most draft levels, and so the longest path of a graph.")
+    top_k: int = Field(8, ge=1, le=32, description="Out-degree of a node: how many candidates the draft gives it.")
+    theta_prob: float = Field(
+        0.02, ge=0, le=1, description="A node is not expanded if it is reached with a lower probability than this."
+    )
+    theta_sib: float = Field(
+        0.03, ge=0, le=1, description="A sibling is dropped if it has less than this share of its best sibling."
+    )
+    merge_ngram: int = Field(
+        2, ge=0, le=16, description="Tokens that must agree for two nodes to be merged; 0 turns merging off."
+    )
+    sources: tuple[Source, ...] = Field(
+        default_factory=_default_sources,
+        description="Where hypotheses come from: the draft model, n-gram matches of the request's own text, or "
+        "finished responses to other requests.",
+        json_schema_extra={
+            "allowed": f"a list with some of {_either(get_args(Source), 'and')}",
+            "default": '["draft", "ngram"], or ["ngram"] without a model',
+        },
+    )
+    shared_responses: int = Field(
+        1000, ge=1, le=1_000_000, description='Most finished responses that the source "shared" keeps.'
+    )
+    budget: int | Literal["auto"] = Field(
+        "auto",
+        description='"auto" drafts and verifies in each step as much as pays; a number runs every level and verifies '
+        "that many nodes.",
+        json_schema_extra={"allowed": '"auto" or a whole number from 1 to "num_speculative_tokens"'},
+    )
+    draft_tensor_parallel_size: int | None = Field(
+        None,
+        ge=1,
+        description="Tensor-parallel size of the draft: the target's, or 1 for a copy on every rank.",
+        json_schema_extra={"null": "the target's"},
+    )
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=32,
+        description="How many tokens the draft's LM head computes: the first of draft_vocab.json in its folder, else "
+        "the lowest ids.",
+        json_schema_extra={"null": "the draft's own"},
+    )
+    preset: Literal["paper"] | None = Field(
+        None, description=f'"paper" sets the thresholds of the paper ({_PAPER_SHOWN}) where the config has none.'
+    )
+    tree_attention: Literal["kernel", "flash_prefix", "xformers"] = Field(
+        "kernel",
+        description="On GPUs, what attends along a graph: our kernel, vLLM's FlashAttention for the prefix merged with "
+        "our kernel for the tree, or xformers.",
+    )
+
+    @classmethod
+    def load(cls, value: Any, origin: str | None = None) -> GSDConfig:
+        """Build a config from a path of a JSON file, an inline JSON object or a dict.
+
+        Args:
+            value: the path, the JSON or the dict; '-' in a key means '_', as in vLLM.
+            origin: what messages call the place the value comes from, where the caller has read it already.
+
+        Raises:
+            GSDConfigError: there is anything wrong with it; of several mistakes the first is told.
+        """
+        origin = origin or origin_of(value)
+        keys = with_underscores(value if isinstance(value, dict) else read(value), origin)
+        _check_keys(keys, origin)
+        try:
+            return cls.model_validate(keys)
+        except ValidationError as error:
+            fail(_clause(error, keys), origin)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("preset") == "paper":
+            return {**_PAPER, **data}
+        return data
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("sources")
+    @classmethod
+    def _check_sources(cls, value: tuple[Source, ...]) -> tuple[Source, ...]:
+        if not value:
+            raise ValueError(f'"sources" is empty, but must be {allowed("sources")}')
+        if len(set(value)) < len(value):
+            raise ValueError(f'"sources" is {shown(value)}, but must name each source once')
+        if "shared" in value and importlib.util.find_spec("arctic_inference") is None:
+            raise ValueError(
+                '"sources" has "shared", which needs the package arctic-inference; install it or leave "shared" out'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GSDConfig:
+        if self.model is None and "draft" in self.sources:
+            raise ValueError('"sources" has "draft" while "model" is null; name a model or leave "draft" out')
+        if self.model is not None and "draft" not in self.sources:
+            raise ValueError(
+                f'"sources" is {shown(self.sources)}, which never uses the "model" {shown(self.model)}; '
+                'add "draft" or set "model" to null'
+            )
+        if self.model is None and self.draft_vocab_size is not None:
+            raise ValueError(f'"draft_vocab_size" is {self.draft_vocab_size} while "model" is null; name a model')
+        most = self.num_speculative_tokens
+        if self.budget != "auto" and not 1 <= self.budget <= most:
+            raise ValueError(f'"budget" is {shown(self.budget)}, but must be {allowed("budget")}, here {most}')
+        return self
+
+
+def allowed(key: str) -> str:
+    """What a key of ``gsd.json`` may be, as messages and the documentation say it."""
+    field = GSDConfig.model_fields[key]
+    extra = extra_of(key)
+    if "allowed" in extra:
+        return extra["allowed"]
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    if names := [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]:
+        return _either([*names, None] if NoneType in kinds else names)
+    low, high = (
+        next((getattr(bound, name) for bound in field.metadata if hasattr(bound, name)), None) for name in ("ge", "le")
+    )
+    number = f"a {'whole ' if int in kinds else ''}number "
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+    return number + bounds + (f", or null for {extra['null']}" if NoneType in kinds else "")
+
+
+def extra_of(key: str) -> dict[str, str]:
+    """What a key's type and bounds do not say of it: "allowed", "default", "null"; see ``GSDConfig``."""
+    extra = GSDConfig.model_fields[key].json_schema_extra
+    return {name: str(said) for name, said in extra.items()} if isinstance(extra, dict) else {}
+
+
+def is_gsd(value: Any) -> bool:
+    """Whether a speculative config asks for method "gsd"; every other one is vLLM's business, untouched.
+
+    Args:
+        value: a path of a JSON file, an inline JSON text, or what was parsed from one.
+
+    Raises:
+        GSDConfigError: it plainly means "gsd" but misspells it, or it is a path that cannot be read.
+    """
+    origin = origin_of(value)
+    if is_inline(value):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            # Not ours to complain about, unless it is our config that is broken.
+            if f'"{METHOD}"' in value:
+                read(value)
+            return False
+    elif is_path(value):
+        value = read(value)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        return False
+    keys = {key.replace("-", "_"): given for key, given in value.items()}
+    if keys.get("method") == METHOD:
+        return True
+    if _means_gsd(keys):
+        _check_keys(keys, origin)
+    return False
+
+
+def check_draft_model(config: GSDConfig, target_vocab_size: int, target: str | os.PathLike[str] | None = None) -> None:
+    """Check, without loading weights, that the config's draft model exists and has the target's vocabulary.
+
+    Args:
+        config: nothing is done if its ``model`` is null.
+        target_vocab_size: the target's ``vocab_size``.
+        target: the target's path or hub id. The tokenizers are compared where both lie on this machine.
+
+    Raises:
+        GSDConfigError: the draft is missing, incomplete, or of another vocabulary, or cannot be trimmed as asked.
+    """
+    if config.model is not None:
+        check_draft(config.model, target_vocab_size, target, config.draft_vocab_size)
+
+
+def _means_gsd(keys: dict[str, Any]) -> bool:
+    """Whether keys that do not say "gsd" were still meant to."""
+    method = keys.get("method")
+    if isinstance(method, str):
+        return len(method) <= 8 and bool(difflib.get_close_matches(method.strip().lower(), [METHOD]))
+    if keys.keys() & (GSDConfig.model_fields.keys() - _SHARED_KEYS):
+        return True
+    return any(isinstance(given, str) and given == METHOD and key != "model" for key, given in keys.items())
+
+
+def _check_keys(keys: dict[str, Any], origin: str) -> None:
+    known = list(GSDConfig.model_fields)
+    if "method" in keys and keys["method"] != METHOD:
+        fail(f'"method" is {shown(keys["method"])}, but must be {allowed("method")}', origin)
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"the nearest is {shown(near[0])}" if near else "they are " + ", ".join(known)
+            fail(f'{shown(key)} is not one of the keys of method "gsd"; {hint}', origin)
+    for key in ("method", "model"):
+        if key not in keys:
+            fail(f'"{key}" is missing, but must be {allowed(key)}', origin)
+
+
+def _clause(error: ValidationError, keys: dict[str, Any]) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    key = str(first["loc"][0])
+    return f'"{key}" is {shown(keys[key])}, but must be {allowed(key)}'

@@ -1,0 +1,73 @@
+"""The checks at start-up: engine arguments and features that gsd does not support are rejected with one sentence."""
+
+from importlib.util import find_spec
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
+from vllm_gsd.config.draft_check import reads_features
+from vllm_gsd.engine.refusals import REFUSALS, Engine
+
+
+def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
+    """Refuse what can be known before the target's configuration is read.
+
+    Raises:
+        GSDConfigError: an engine argument contradicts gsd.
+    """
+    if args.worker_cls != "auto":
+        raise GSDConfigError(
+            f'gsd brings its own worker class, but --worker-cls is "{args.worker_cls}"; leave it at "auto".'
+        )
+    if args.scheduler_cls is not None:
+        raise GSDConfigError(
+            f"gsd brings its own scheduler class, but --scheduler-cls is {args.scheduler_cls}; leave it out."
+        )
+    if args.spec_method or args.spec_model or args.spec_tokens:
+        raise GSDConfigError(
+            "--spec-method, --spec-model and --spec-tokens are not for method gsd; put the keys into the gsd config."
+        )
+    if args.distributed_executor_backend == "ray" and find_spec("ray") is None:
+        raise GSDConfigError(
+            '--distributed-executor-backend is "ray", but Ray is not installed here; pip install "vllm-gsd[ray]" or '
+            'choose "mp".'
+        )
+    if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise GSDConfigError(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, but gsd goes with vLLM's second Ray executor only; leave it unset."
+        )
+
+
+def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -> None:
+    """Refuse models and engine features that gsd does not support.
+
+    Args:
+        v2: whether all was prepared for Model Runner V2.
+
+    Raises:
+        GSDConfigError: naming the feature and what is supported.
+    """
+    from vllm.platforms import current_platform
+
+    platform = "CPU" if current_platform.is_cpu() else "GPU" if current_platform.is_cuda() else ""
+    engine = Engine(vllm_config, config, "V2" if v2 else "V1", platform)
+    for refusal in REFUSALS:
+        if message := refusal.message(engine):
+            raise GSDConfigError(message)
+    if vllm_config.use_v2_model_runner != v2:
+        taken, expected = ("V1", "V2") if v2 else ("V2", "V1")
+        raise GSDConfigError(
+            f"vLLM takes Model Runner {taken} for this configuration, but gsd is prepared for {expected}; "
+            f"set VLLM_USE_V2_MODEL_RUNNER={int(v2)}."
+        )
+    target = vllm_config.model_config
+    check_draft_model(config, target.get_vocab_size(), target.model)
+    tp = config.draft_tensor_parallel_size
+    shares = config.model is not None and reads_features(config.model)
+    if shares and tp not in (None, vllm_config.parallel_config.tensor_parallel_size):
+        raise GSDConfigError(
+            f'gsd does not support "draft_tensor_parallel_size" {tp} of a draft of EAGLE\'s kind, which shares the '
+            "target's embedding; leave it out."
+        )

@@ -1,0 +1,80 @@
+"""Entry point of ``vllm-gsd``. One function a subcommand; the work itself lives in the package."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from vllm_gsd.tools.cli.bench import bench
+from vllm_gsd.tools.cli.console import fail
+from vllm_gsd.tools.cli.console import out as console
+from vllm_gsd.tools.cli.options import takes
+from vllm_gsd.tools.distill.options import DistillError, Options
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+app.command()(bench)
+
+
+# With a callback typer keeps "models" a subcommand even while it is the only one.
+@app.callback()
+def main() -> None:
+    """Graph-structured speculative decoding for vLLM."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # its handler writes to stderr
+
+
+@app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="Keep the target here, not in $VLLM_GSD_CACHE or the user's cache."),
+    ] = None,
+) -> None:
+    """Prepare the built-in pair of models and print where it lies."""
+    from vllm_gsd.tools.models import ModelsError, built_in_pair
+
+    try:
+        pair = built_in_pair(cache_dir)
+    except ModelsError as error:
+        fail(str(error))
+    paths = {"target": str(pair.target), "draft": str(pair.draft), "draft_model": str(pair.draft_model)}
+    if as_json:
+        typer.echo(json.dumps(paths))
+        return
+    table = Table("role", "folder")
+    for role, path in paths.items():
+        table.add_row(role, path)
+    console.print(table)
+
+
+@app.command()
+@takes(Options)
+def distill(
+    out: Annotated[Path, typer.Option(help="Folder to write the draft to.")],
+    work: Annotated[
+        Path | None, typer.Option(help="Where a run keeps what it has done, to go on later. [OUT.work]")
+    ] = None,
+    **given: Any,
+) -> None:
+    """Distil a draft from a target. Started again with the same options, it goes on where it stopped."""
+    from vllm_gsd.tools.distill.run import distill as run
+    from vllm_gsd.tools.distill.student import StudentError
+    from vllm_gsd.tools.prompt_file import PromptsError
+
+    try:
+        results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
+    except (DistillError, PromptsError, StudentError) as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(f"Distilling needs the package {error.name} (pip install 'vllm-gsd[distill]').")
+    typer.echo(json.dumps({"draft": str(out), **results}))
+
+
+if __name__ == "__main__":
+    app()

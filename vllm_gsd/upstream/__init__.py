@@ -1,0 +1,1 @@
+"""Every place where vLLM is wrapped or patched, and nothing else."""
