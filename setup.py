@@ -73,7 +73,7 @@ setup(
         "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
-            *("ruff", "mypy", "pre-commit", "gguf"),
+            *("ruff", "mypy", "import-linter", "pre-commit", "gguf"),
         ],
     },
     entry_points={

@@ -1,7 +1,7 @@
 """One engine in a process of its own: reads jobs from standard input, a JSON object a line, and answers each.
 
-``turns.Engine`` starts it as ``python -m vllm_gsd.tools.bench.engine``. The first line describes the engine,
-each further one a run over requests. The engine's core stays in this process, where its parts can be timed and nothing polls.
+``turns.Engine`` starts it as ``python -m vllm_gsd.tools.bench.engine``. Its first line describes the engine; each
+further line answers one job. The engine core stays in this process, so its parts can be timed and nothing polls.
 """
 
 from __future__ import annotations
