@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import docs_pages  # noqa: E402
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md")
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 # A path in backticks; "..." and "*" stand for any name, "::" begins the name of a test.
 PATH = re.compile(
     r"`(?:\.venv/bin/python |python |\./)?"
@@ -34,7 +34,8 @@ def check_page(page: Path) -> list[str]:
     """What is wrong with the links and paths of a page."""
     text = FENCE.sub("", page.read_text())
     where = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page.name
-    problems = [f"{where}: broken link {link}" for link in LINK.findall(text) if not _link_works(page, link)]
+    links = [inline or defined for inline, defined in LINK.findall(text)]
+    problems = [f"{where}: broken link {link}" for link in links if not _link_works(page, link)]
     if page.parent.name == "experiments":  # they name files as they were called then
         return problems
     for path, test in PATH.findall(text):

@@ -11,7 +11,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 BORROWED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*)\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
+# [text](target#anchor), or the definition of a reference: [name]: target
+LINK = re.compile(
+    r"(?<!!)\]\((?P<inline>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)|^(?P<name>\[[^\]]+\]:) (?P<defined>[^\s:]+)$", re.M
+)
 LANGUAGES = {
     ".py": "python",
     ".cpp": "cpp",
@@ -47,27 +50,26 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _site_link(match, page: str) -> str:
-    path = _repository_path(match["target"], page)
+    path = _repository_path(match, page)
     if source := _source(match, page):
         target = _page(source)
-    elif path.startswith("docs/"):
-        target = path.removeprefix("docs/")
     elif path in BORROWED.values():
         target = next(name for name, origin in BORROWED.items() if origin == path)
     else:
-        return match["text"]  # a folder, which is no page
-    return f"[{match['text']}]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{match['anchor'] or ''})"
+        target = path.removeprefix("docs/")
+    link = posixpath.relpath(target, posixpath.dirname(page) or ".") + (match["anchor"] or "")
+    return f"{match['name']} {link}" if match["name"] else f"]({link})"
 
 
 def _source(match, page: str) -> str | None:
-    path = _repository_path(match["target"], page)
+    path = _repository_path(match, page)
     outside = not path.startswith("docs/") and path not in BORROWED.values()
     return path if outside and (ROOT / path).is_file() else None
 
 
-def _repository_path(target: str, page: str) -> str:
+def _repository_path(match, page: str) -> str:
     base = BORROWED.get(page, f"docs/{page}")
-    return posixpath.normpath(posixpath.join(posixpath.dirname(base), target))
+    return posixpath.normpath(posixpath.join(posixpath.dirname(base), match["inline"] or match["defined"]))
 
 
 def _page(path: str) -> str:
