@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 BORROWED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 # [text](target#anchor), or the definition of a reference: [name]: target
 LINK = re.compile(
-    r"(?<!!)\]\((?P<inline>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)|^(?P<name>\[[^\]]+\]:) (?P<defined>[^\s:]+)$", re.M
+    r"\]\((?P<inline>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)|^(?P<name>\[[^\]]+\]:) (?P<defined>[^\s:]+)$", re.M
 )
 LANGUAGES = {
     ".py": "python",
