@@ -49,7 +49,8 @@ def test_what_is_wrong_is_found(check_docs, tmp_path, text, problem):
 def test_what_is_right_is_not(check_docs, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# A page, named\n\n[there](#a-page-named), [out](https://example.org), `vllm_gsd/*/__init__.py`, `./scripts/test`\n"
+        "# A page, named\n\n[there](#a-page-named), [out](https://example.org), `vllm_gsd/*/__init__.py`,\n"
+        "`./scripts/test`,\n"
         "`tests/unit/test_docs.py::test_what_is_right_is_not`\n\n```\n[code](nowhere.md)\n```\n"
     )
     assert check_docs.check_page(page) == []

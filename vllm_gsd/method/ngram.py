@@ -8,8 +8,8 @@ from vllm_gsd.method.graph import NONE, ORIGIN_NGRAM, add_child, agree, find_chi
 # Longest suffix of the text that is compared; beyond it a match is as sure as it gets.
 MAX_MATCH = 16
 # Chance that a copied token is right, by the number of tokens that matched before it: measured on answers of
-# SmolLM2-135M (docs/experiments, 2026-11-22-07); only the ranking of hypotheses depends on it, never what is accepted. The last one is that
-# of all longer matches together.
+# SmolLM2-135M (docs/experiments, 2026-11-22-07). Only the ranking of hypotheses depends on it, never what is accepted.
+# The last one is that of all longer matches together.
 MATCH_PROB = np.array(
     [
         *(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84),
