@@ -6,6 +6,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
+from vllm_gsd.tools.bench.methods import FORMS
 from vllm_gsd.tools.bench.turns import Runs, Work
 
 STEPS, DRAFTS = "vllm:gsd_target_steps", "vllm:spec_decode_num_drafts"
@@ -44,7 +45,7 @@ def forms(runs: Runs, work: Work) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for method, by_batch in runs.parts.items():
         requests = by_batch.get(1, {}).get("requests", [])
-        if not any(row.get("counters", {}).get(STEPS) for row in requests):
+        if method not in FORMS or not any(row.get("counters", {}).get(STEPS) for row in requests):
             continue
         for category, counters in _sums(_categories(work), requests, lambda row: row["counters"]).items():
             found[category][method] = _form(counters)

@@ -51,6 +51,7 @@ def run(
     chats: list[list[dict[str, str]]],
     concurrency: int,
     max_tokens: int,
+    opted_out: bool = False,
     with_parts: bool = False,
     ignore_eos: bool = False,
     context: int | None = None,
@@ -59,6 +60,7 @@ def run(
     """Answer the chats greedily, at most ``concurrency`` at a time.
 
     Args:
+        opted_out: whether the requests opt out of the graph.
         with_parts: with the clock over the parts of a step.
         context: so many tokens each, of the chats that it is ``behind`` and the chat itself; None: as they come.
 
@@ -72,7 +74,8 @@ def run(
     from vllm.compilation.counter import compilation_counter
 
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    extra_args = {"gsd": False} if opted_out else None
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra_args)
     tokenizer = llm.get_tokenizer()
     prompts = [token_ids_of(tokenizer, chat) for chat in chats]
     if context is not None:

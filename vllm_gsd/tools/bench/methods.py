@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_gsd.config.draft_check import reads_features
 
-METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd", "gsd-tree", "gsd-chain")
+METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
+# The engine of "gsd" with every request opted out of the graph: what our CPU kernels are worth alone.
+OFF = "gsd-off"
 MODES = ("eager", "compiled")
 # What makes the graph a tree, and a chain, as far as its config can say.
 FORMS: dict[str, dict[str, Any]] = {
@@ -48,6 +50,12 @@ class Setting:
     detail: str  # what tells it from other settings of its method: "K=2"
     speculative: dict[str, Any] | None  # vLLM's speculative_config
     compiled: bool
+    opted_out: bool = False  # whether every request opts out of the graph
+
+    @property
+    def engine(self) -> Setting:
+        """What the engine is started with: requests that opt out share the engine of those that do not."""
+        return replace(self, method="gsd", opted_out=False) if self.opted_out else self
 
     @property
     def name(self) -> str:
@@ -81,8 +89,12 @@ def settings_of(
     elif method == "suffix":
         configs = {"": {"method": "suffix"}}
     elif method != "plain":
-        configs = {"": {"method": "gsd", "model": drafts.own, **gsd, **FORMS[method]}}
-    return [Setting(method, detail, config, mode == "compiled") for detail, config in configs.items() for mode in modes]
+        configs = {"": {"method": "gsd", "model": drafts.own, **gsd, **FORMS.get(method, {})}}
+    return [
+        Setting(method, detail, config, mode == "compiled", opted_out=method == OFF)
+        for detail, config in configs.items()
+        for mode in modes
+    ]
 
 
 def missing_for(method: str, drafts: Drafts) -> str | None:

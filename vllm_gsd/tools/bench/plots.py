@@ -40,10 +40,16 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
 
 
 def _speed_up(report: dict[str, Any]) -> plt.Figure:
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, (over_plain, over_off) = plt.subplots(1, 2, figsize=(13, 5))
+    _ratio_by_batch(over_plain, report, "ratio_to_plain", "tokens/s over plain vLLM")
+    _ratio_by_batch(over_off, report, "ratio_to_off", "tokens/s over our engine without a graph")
+    return figure
+
+
+def _ratio_by_batch(axes: plt.Axes, report: dict[str, Any], name: str, label: str) -> None:
     batches = list(report["batches"])
     for method in report["batches"][batches[0]]:
-        ratios = [report["batches"][batch][method].get("ratio_to_plain") for batch in batches]
+        ratios = [report["batches"][batch][method].get(name) for batch in batches]
         if None in ratios:
             continue
         middle = [ratio["median"] for ratio in ratios]
@@ -58,12 +64,11 @@ def _speed_up(report: dict[str, Any]) -> plt.Figure:
             capsize=3,
             label=method,
         )
-    axes.set(xlabel="batch size", ylabel="tokens/s over plain vLLM's")
+    axes.set(xlabel="batch size", ylabel=label)
     axes.set_xscale("log", base=2)
     axes.axhline(1.0, color="grey", linewidth=1)
     if axes.get_legend_handles_labels()[1]:
         axes.legend()
-    return figure
 
 
 def _steps(report: dict[str, Any]) -> plt.Figure:

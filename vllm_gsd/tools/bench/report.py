@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from vllm_gsd.tools.bench import categories
+from vllm_gsd.tools.bench.methods import FORMS, OFF
 from vllm_gsd.tools.bench.parts import PARTS
 from vllm_gsd.tools.bench.turns import Runs, Work, tokens_per_second
 
@@ -24,12 +25,13 @@ def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipp
     """
     batches: dict[str, dict[str, Any]] = {}
     for batch in work.batch_sizes:
-        plain = runs.timed.get("plain", {}).get(batch)
+        plain, off = (runs.timed.get(method, {}).get(batch) for method in ("plain", OFF))
         batches[str(batch)] = {
             method: {
                 "setting": chosen[method][batch]["setting"].name,
                 "tried": chosen[method][batch]["tried"],
-                **_row(runs.timed[method][batch], runs.parts[method][batch], plain),
+                **_row(runs.timed[method][batch], runs.parts[method][batch]),
+                **_ratios(runs.timed[method][batch], plain, off if method in FORMS else None),
             }
             for method in runs.timed
         }
@@ -37,17 +39,15 @@ def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipp
     return {"batches": batches, "categories": ratios, "forms": forms, "skipped": skipped}
 
 
-def _row(
-    results: list[dict[str, Any]], with_parts: dict[str, Any], plain: list[dict[str, Any]] | None
-) -> dict[str, Any]:
+def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str, Any]:
     """One method at one batch size.
 
     Returns:
-        ``tokens_per_second``, ``ttft_ms``, ``tpot_ms``, ``ratio_to_plain`` as median, min and max over the turns;
-        ``tokens_per_step`` (of one request, steps without drafts counted); ``efficiency``, the ratio over it;
-        ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the turn with the clock, means over its steps
-        without prompts; ``draft_levels``, of our drafts: how many ``per_step``, ``forward_ms`` of one and what it takes
-        ``beside_ms`` that; ``peak_mb``; ``cudagraphs`` where there are any.
+        ``tokens_per_second``, ``ttft_ms`` and ``tpot_ms`` as median, min and max over the turns; ``tokens_per_step`` of
+        one request, steps without drafts counted; ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the
+        turn with the clock, means over its steps without prompts; ``draft_levels``, of our drafts: how many
+        ``per_step``, ``forward_ms`` of one and what it takes ``beside_ms`` that; ``peak_mb``; ``cudagraphs`` where
+        there are any.
     """
     speeds = [tokens_per_second(result) for result in results]
     decode = with_parts["decode"]
@@ -73,12 +73,31 @@ def _row(
             "forward_ms": 1e3 * parts["draft forward"] / levels,
             "beside_ms": 1e3 * parts["draft"] / levels,
         }
-    if plain is not None:
-        row["ratio_to_plain"] = spread(
-            [speed / tokens_per_second(other) for speed, other in zip(speeds, plain, strict=True)]
-        )
-        row["efficiency"] = row["ratio_to_plain"]["median"] / row["tokens_per_step"]["median"]
     return row
+
+
+def _ratios(
+    results: list[dict[str, Any]], plain: list[dict[str, Any]] | None, off: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Speeds of a method over those of others, turn by turn.
+
+    Args:
+        plain: results of plain vLLM, None if it did not run.
+        off: results of our engine with every request opted out, for the forms of the graph; None if it did not run.
+
+    Returns:
+        ``ratio_to_plain``, what a user gets, and ``ratio_to_off``, what the graph itself is worth, as median, min and
+        max; ``efficiency``, the second of the two (the first where there is no second) over the tokens per step.
+    """
+    ratios: dict[str, Any] = {}
+    for name, others in (("ratio_to_plain", plain), ("ratio_to_off", off)):
+        if others is not None:
+            pairs = zip(results, others, strict=True)
+            ratios[name] = spread([tokens_per_second(ours) / tokens_per_second(other) for ours, other in pairs])
+    if ratios:
+        steps = median(tokens_per_step(result) for result in results)
+        ratios["efficiency"] = list(ratios.values())[-1]["median"] / steps
+    return ratios
 
 
 def spread(values: list[float]) -> dict[str, float]:

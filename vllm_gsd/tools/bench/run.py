@@ -95,18 +95,18 @@ def _progress(total: int):
         yield tick
 
 
-def summary(report: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Rows of a short table: batch, setting, tokens/s, ratio to plain, tokens per step."""
+def summary(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of a short table: batch, setting, tokens/s, ratio to plain, the graph's gain, tokens per step."""
     rows = []
     for batch, methods in report["batches"].items():
         for row in methods.values():
-            ratio = row.get("ratio_to_plain")
+            ratios = [row.get(name) for name in ("ratio_to_plain", "ratio_to_off")]
             rows.append(
                 (
                     batch,
                     row["setting"],
                     f"{row['tokens_per_second']['median']:.1f}",
-                    f"{ratio['median']:.2f}" if ratio else "",
+                    *(f"{ratio['median']:.2f}" if ratio else "" for ratio in ratios),
                     f"{row['tokens_per_step']['median']:.2f}",
                 )
             )

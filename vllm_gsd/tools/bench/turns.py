@@ -77,7 +77,7 @@ class Engine:
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """See ``engine.run`` for what comes back."""
-        return self._ask(job)
+        return self._ask({"opted_out": self.setting.opted_out, **job})
 
     def close(self) -> None:
         """End the process."""
@@ -134,9 +134,10 @@ class Engines:
         if self.work.apart:
             with running(setting, self.work) as engine:
                 return engine.run(job)
-        if setting.name not in self.alive:
-            self.alive[setting.name] = self.stack.enter_context(running(setting, self.work))
-        return self.alive[setting.name].run(job)
+        name = setting.engine.name
+        if name not in self.alive:
+            self.alive[name] = self.stack.enter_context(running(setting.engine, self.work))
+        return self.alive[name].run({**job, "opted_out": setting.opted_out})
 
 
 def choose(candidates: dict[str, list[Setting]], work: Work, tick: Callable[[str], None]) -> dict[str, dict[int, Any]]:
