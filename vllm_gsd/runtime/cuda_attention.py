@@ -29,7 +29,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm_gsd.ops.merge_attention import merge_attention
 from vllm_gsd.ops.paged_tree_attention import paged_tree_attention
 from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.runtime.tree_rows import TreeRows
+from vllm_gsd.upstream import wire
 
 #: What ``"tree_attention"`` in a gsd.json may be.
 IMPLEMENTATIONS = ("kernel", "flash_prefix", "xformers")
@@ -91,7 +92,7 @@ class _TreeRowsImpl:
     ) -> torch.Tensor:
         """See upstream's ``forward``."""
         upstream = functools.partial(super().forward, layer)  # type: ignore[misc]
-        tree: TreeRows | None = getattr(attn_metadata, TREE_ROWS, None)
+        tree = wire.tree_rows_of(attn_metadata)
         if tree is None:
             return upstream(query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:

@@ -22,8 +22,9 @@ from vllm_gsd import draft_vocab
 from vllm_gsd.eagle_folder import is_eagle_config
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.ranks import from_first_rank
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows, TreeRowsOnly
+from vllm_gsd.runtime.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.runtime.trimmed_head import TrimmedHead
+from vllm_gsd.upstream import wire
 
 
 class DraftModel:
@@ -164,7 +165,7 @@ class DraftModel:
             hidden states [n, hidden].
         """
         metadata = TreeRowsOnly()
-        setattr(metadata, TREE_ROWS, tree)
+        wire.attach_tree_rows(metadata, tree)
         return self._run(tokens, tree.positions, slots, metadata, features)
 
     def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features=None) -> torch.Tensor:
@@ -179,7 +180,7 @@ class DraftModel:
             hidden states [n, hidden].
         """
         metadata = TreeRowsOnly()
-        setattr(metadata, TREE_ROWS, tree)
+        wire.attach_tree_rows(metadata, tree)
         return self._forward(tokens, tree.positions, slots, metadata, features)
 
     def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, metadata, features) -> torch.Tensor:
@@ -238,7 +239,7 @@ def _parallel_group(size: int):
         [[rank] for rank in range(parallel_state.get_world_group().world_size)],
         parallel_state.get_world_group().local_rank,
         torch.distributed.get_backend(target.device_group),
-        group_name="gsd_draft",
+        group_name=wire.DRAFT_GROUP,
     )
     parallel_state._TP = alone
     try:

@@ -9,16 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_gsd.compat.structured import fill_mask, next_request_row
 from vllm_gsd.core.graph import NONE
+from vllm_gsd.upstream.structured import fill_mask, next_request_row
 
-# Attribute of DraftTokenIds: graphs of requests with structured output, ``{request: ProposedTree}``. They don't travel
-# in the list of draft tokens, which upstream would take for a chain.
-PROPOSED_ATTRIBUTE = "gsd_trees"
-# The same where nodes have their rows already, ``{request: places of the parents}``: none can be added or moved up.
-PARENTS_ATTRIBUTE = "gsd_parents"
-# Attribute of SchedulerOutput: what of those graphs is scheduled, ``{request: KeptTree}``.
-KEPT_ATTRIBUTE = "gsd_kept"
 # Where a grammar allows more tokens than that, no look is taken at how many of them go furthest.
 MOST_ALLOWED = 256
 # So many choices are worth verifying unasked.

@@ -12,9 +12,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from vllm_gsd.ops.linear import linear, pack_weight, packs, read_columns
-
-# Beside our options in ``VllmConfig.additional_config``, and so in the name of vLLM's cache of compiled code.
-PACKED_KEY = "gsd_packed_weights"
+from vllm_gsd.upstream import wire
 
 
 class PacksWeights:
@@ -24,7 +22,7 @@ class PacksWeights:
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the target, and with it the draft."""
-        self.vllm_config.additional_config[PACKED_KEY] = packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
+        wire.note_packed_weights(self.vllm_config, packs_weights(torch.empty(16, 2, dtype=torch.bfloat16)))
         with _packing() as embeddings:
             super().load_model(**kwargs)  # type: ignore[misc]
         model = self.vllm_config.model_config

@@ -16,15 +16,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
-from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
 from vllm_gsd.runtime.target_kv import target_kv_of
-from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.device_step import DeviceStep
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.v2.walk import GraphSampler
+from vllm_gsd.upstream import wire
 
 
 class GraphModelRunner(GPUModelRunner):
@@ -71,7 +69,7 @@ class GraphModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output) -> None:
         """See upstream."""
-        self.speculator.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
+        self.speculator.remember(wire.salts_of(scheduler_output))
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
@@ -124,7 +122,7 @@ class GraphModelRunner(GPUModelRunner):
                 num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
                 buffers = input_batch.query_start_loc, input_batch.positions, block_tables[0]
                 for name in set(attn_groups[0][0].layer_names) - set(self.speculation.layer_names):
-                    setattr(metadata[name], TREE_ROWS, self.padded_rows.rows(num_requests, *buffers))
+                    wire.attach_tree_rows(metadata[name], self.padded_rows.rows(num_requests, *buffers))
             return metadata
 
         return prepare_attn
@@ -183,14 +181,14 @@ class GraphModelRunner(GPUModelRunner):
         """See upstream; sends the step's statistics along with its output."""
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculation.take_stats())
+            wire.attach_stats(output, self.speculation.take_stats())
         return output
 
     def take_draft_token_ids(self):
         """See upstream; where nodes hang goes along for requests with structured output."""
         drafts = super().take_draft_token_ids()
         if drafts is not None and self.speculator.parents:
-            setattr(drafts, PARENTS_ATTRIBUTE, self.speculator.parents)
+            wire.attach_parents(drafts, self.speculator.parents)
         return drafts
 
 
