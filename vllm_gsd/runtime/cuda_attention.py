@@ -19,7 +19,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -30,7 +29,7 @@ from vllm_gsd.ops.merge_attention import merge_attention
 from vllm_gsd.ops.paged_tree_attention import paged_tree_attention
 from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
 from vllm_gsd.runtime.tree_rows import TreeRows
-from vllm_gsd.upstream import wire
+from vllm_gsd.upstream import wire, workers
 
 #: What ``"tree_attention"`` in a gsd.json may be.
 IMPLEMENTATIONS = ("kernel", "flash_prefix", "xformers")
@@ -58,8 +57,12 @@ def register(implementation: str = "kernel") -> None:
     if implementation == "flash_prefix":
         _flash_attention()
     _chosen = implementation
-    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.TreeFlashAttentionBackend")
-    register_backend(AttentionBackendEnum.TRITON_ATTN, f"{__name__}.TreeTritonAttentionBackend")
+    workers.take_over_attention(
+        {
+            "FLASH_ATTN": f"{__name__}.TreeFlashAttentionBackend",
+            "TRITON_ATTN": f"{__name__}.TreeTritonAttentionBackend",
+        }
+    )
 
 
 def require_tree_backend(backend: type, layer: str) -> None:

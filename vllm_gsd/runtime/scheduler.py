@@ -18,7 +18,8 @@ from vllm_gsd.runtime.grammar import (
     tree_bitmask,
     tree_fits,
 )
-from vllm_gsd.upstream import wire
+from vllm_gsd.upstream import structured, wire
+from vllm_gsd.upstream.instances import count_draft_tokens
 
 # What of a step's statistics goes to the front end, and seconds between two times: some thirty metrics a step take as
 # long as a walk.
@@ -52,12 +53,12 @@ class GraphScheduling(Scheduler):
                 self.structured_output_manager, request, tree, self.grammar_tokens.after
             )
             self.nodes_invalid += max(0, min(tree.budget, len(tree.tokens)) - len(kept.places))
-            request.spec_token_ids = kept.tokens
+            structured.set_drafts(request, kept.tokens)
         drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
         for request_id, parents in wire.parents_of(draft_token_ids).items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
-                request.spec_token_ids = self._judge(request, list(drafts[request_id]), parents)
+                structured.set_drafts(request, self._judge(request, list(drafts[request_id]), parents))
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output) -> None:
         """See upstream: the same, for a step that has its rows already."""
@@ -68,8 +69,8 @@ class GraphScheduling(Scheduler):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished() and scheduled.get(request_id):
                 tokens = drafts[request_id][: len(scheduled[request_id])]
-                scheduled[request_id] = self._judge(request, tokens, parents)
-                scheduler_output.num_invalid_spec_tokens.pop(request_id, None)
+                tokens = self._judge(request, tokens, parents)
+                structured.set_scheduled_drafts(scheduler_output, request_id, tokens)
 
     def _judge(self, request, tokens: list[int], parents: list[int]) -> list[int]:
         """Remember what the grammar of ``request`` allows; upstream has taken its nodes for a chain and cut them."""
@@ -133,7 +134,7 @@ class GraphScheduling(Scheduler):
         if spec_decoding_stats is None:
             spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
         spec_decoding_stats.observe_draft(depth, num_accepted_tokens)
-        spec_decoding_stats.num_draft_tokens += num_draft_tokens - depth
+        count_draft_tokens(spec_decoding_stats, num_draft_tokens - depth)
         return spec_decoding_stats
 
     def make_stats(self, *args, **kwargs):

@@ -113,9 +113,13 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def _check_symbols(v2: bool, cpu: bool, ray: bool) -> None:
     from vllm_gsd.upstream.install import check_engine_symbols
 
-    when: list[When] = ["v2" if v2 else "v1"]
+    when: list[When] = ["v2"] if v2 else ["v1"]
     if cpu:
-        when += ["CPU", *(["v2 on a CPU"] if v2 else []), *(["Ray"] if ray else [])]
+        when.append("CPU")
+    if cpu and v2:
+        when.append("v2 on a CPU")
+    if cpu and ray:
+        when.append("Ray")
     check_engine_symbols(*when)
 
 

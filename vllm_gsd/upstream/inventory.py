@@ -304,6 +304,16 @@ PATCHES = (
         kind="attribute",
     ),
     Patch(
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_draft_tokens",
+        by="instances.count_draft_tokens",
+        when="engine",
+        delta="Counts the nodes of a graph, while a position is a depth.",
+        reason="Upstream takes places in the list of draft tokens for positions.",
+        expiry="Upstream takes trees of draft tokens.",
+        contract="test_upstream.py::test_signature",
+        kind="attribute",
+    ),
+    Patch(
         "vllm.distributed.parallel_state:_TP",
         by="drafts.tensor_parallel_group",
         when="engine",

@@ -5,9 +5,10 @@ from typing import Any
 from vllm.v1.worker import gpu_worker
 
 from vllm_gsd.runtime import cuda_attention
-from vllm_gsd.runtime.v2.model_runner import GraphModelRunner, with_graph_speculator
+from vllm_gsd.runtime.v2.model_runner import GraphModelRunner
+from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.worker_memory import SharesMemory
-from vllm_gsd.upstream import wire
+from vllm_gsd.upstream import wire, workers
 
 
 class GraphGPUWorker(SharesMemory, gpu_worker.Worker):
@@ -18,5 +19,5 @@ class GraphGPUWorker(SharesMemory, gpu_worker.Worker):
         config = wire.options_of(self.vllm_config)
         assert config is not None
         cuda_attention.register(config.tree_attention)
-        with with_graph_speculator():
+        with workers.building_speculator(GraphSpeculator):
             return GraphModelRunner(self.vllm_config, self.device)

@@ -7,13 +7,11 @@ it asks the device what was accepted. Then the speculator drafts again.
 """
 
 import functools
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
@@ -22,7 +20,7 @@ from vllm_gsd.runtime.v2.device_step import DeviceStep
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.v2.walk import GraphSampler
-from vllm_gsd.upstream import wire
+from vllm_gsd.upstream import instances, wire
 
 
 class GraphModelRunner(GPUModelRunner):
@@ -44,7 +42,7 @@ class GraphModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
-        self.model_state.prepare_attn = self._with_tree_rows(self.model_state.prepare_attn)
+        instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
 
     def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache; then prepare what reads and moves it."""
@@ -55,7 +53,7 @@ class GraphModelRunner(GPUModelRunner):
         self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
         self.padded_rows = PaddedTreeRows(self.max_num_reqs, self.decode_query_len, self.device)
         assert self.cudagraph_manager is not None
-        self.cudagraph_manager.dispatch = self._counted(self.cudagraph_manager.dispatch)
+        instances.wrap_dispatch(self.cudagraph_manager, self._counted)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
         self.speculator.bind(self.req_states, self.block_tables)
 
@@ -190,17 +188,6 @@ class GraphModelRunner(GPUModelRunner):
         if drafts is not None and self.speculator.parents:
             wire.attach_parents(drafts, self.speculator.parents)
         return drafts
-
-
-@contextmanager
-def with_graph_speculator():
-    """Let upstream's model runner build our speculator: it names the function, there is no hook to choose another."""
-    upstream = model_runner.init_speculator
-    model_runner.init_speculator = lambda vllm_config, device, req_states: GraphSpeculator(vllm_config, device)
-    try:
-        yield
-    finally:
-        model_runner.init_speculator = upstream
 
 
 def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:
