@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 
 from vllm_gsd.config import GSDConfig, allowed, extra_of  # noqa: E402
 from vllm_gsd.engine.refusals import REFUSALS  # noqa: E402
+from vllm_gsd.upstream.inventory import PATCHES  # noqa: E402
 
 DOCS = ROOT / "docs"
 COLUMNS = {"v1-cpu": ("V1", "CPU"), "v2-cpu": ("V2", "CPU"), "v2-gpu": ("V2", "GPU")}
@@ -104,6 +105,12 @@ def metrics() -> str:
     return table(["Metric", "Kind", "Meaning"], rows)
 
 
+def upstream() -> str:
+    """What the plugin changes in vLLM, from the inventory."""
+    rows = [[f"`{one.dotted}`", one.when, one.delta, one.reason, one.expiry, f"`{one.contract}`"] for one in PATCHES]
+    return table(["Symbol", "When", "Change", "Reason", "Goes when", "Contract test"], rows)
+
+
 def api() -> str:
     """Modules with something public, for mkdocstrings."""
     parts = []
@@ -137,6 +144,7 @@ PAGES = {
     "reference/gsd-json.md": keys,
     "reference/support.md": support,
     "reference/metrics.md": metrics,
+    "reference/upstream.md": upstream,
     "reference/api.md": api,
     "experiments/index.md": experiments,
 }

@@ -18,14 +18,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilat
 
 from vllm_gsd.engine.attention.cpu import no_rows_left
 from vllm_gsd.engine.attention.tree_rows import serves_chains
-from vllm_gsd.engine.schedule.grammar import PROPOSED_ATTRIBUTE
-from vllm_gsd.engine.schedule.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
 from vllm_gsd.engine.v1.plan import plan_step
 from vllm_gsd.engine.v1.walk import walk
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.method.outcome import kv_moves
+from vllm_gsd.upstream import wire
 
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 
@@ -91,7 +90,7 @@ class GraphModelRunner(CPUModelRunner):
         assert self.drafter.draft_kv is not None
         self.drafter.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
-        self.drafter.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
+        self.drafter.remember(wire.salts_of(scheduler_output))
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):
@@ -142,7 +141,7 @@ class GraphModelRunner(CPUModelRunner):
             slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
             features.write(slots.long(), state.hidden_states[:count])
         output = super().sample_tokens(grammar_output)
-        setattr(output, OUTPUT_ATTRIBUTE, self.drafter.take_stats())
+        wire.attach_stats(output, self.drafter.take_stats())
         return output
 
     def propose_draft_token_ids(self, scheduler_output, *args: Any, **kwargs: Any):
@@ -160,7 +159,7 @@ class GraphModelRunner(CPUModelRunner):
         trees = self.drafter.take_grammar_trees()
         if trees:
             drafts = drafts or DraftTokenIds([], [])
-            setattr(drafts, PROPOSED_ATTRIBUTE, trees)
+            wire.attach_proposed(drafts, trees)
         return drafts
 
     def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
