@@ -1,6 +1,7 @@
 """Commands that take their options from a dataclass, so that each option is said once."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
@@ -29,8 +30,14 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
                 for field in fields
             ),
         ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
-        return command
+
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            command(**given)
+
+        # Typer asks for both.
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+        return with_options
 
     return decorate
