@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gsd.core.constants import NONE
+from vllm_gsd.core.verify import child_carrying
 from vllm_gsd.ops.triton import check_tensor, use_triton
 
 PADDING = -1
@@ -95,14 +97,15 @@ def accept_walk_reference(
     for tree, (first, end) in enumerate(itertools.pairwise(bounds)):
         if first == end:
             continue
-        token, parent, drawn = (tensor[first:end].tolist() for tensor in (tokens, parents, sampled))
+        token, parent = tokens[first:end].numpy(force=True), parents[first:end].numpy(force=True)
+        drawn = sampled[first:end].tolist()
         place = 0
         for depth in range(max_depth):
-            children = [p for p in range(place + 1, end - first) if parent[p] == place and token[p] == drawn[place]]
-            if not children:
+            child = child_carrying(token, parent, place, drawn[place])
+            if child == NONE:
                 break
             accepted.tokens[tree, depth] = drawn[place]
-            place = children[0]
+            place = child
             accepted.path[tree, depth] = place
             accepted.length[tree] += 1
             if slots is not None and place != depth + 1:

@@ -7,22 +7,23 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.ops.graph_state import (
+from vllm_gsd.core.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
     NONE,
+    NUM_BINS,
+    NUM_DEPTHS,
+    NUM_SOURCES,
     ORIGIN_AGREED,
     ORIGIN_NGRAM,
     ORIGIN_SHARED,
-    WORD,
-    DeviceGraphs,
-    one_bit,
-    rows_of,
+    SHARED,
 )
+from vllm_gsd.ops.graph_state import WORD, DeviceGraphs, one_bit, rows_of
 from vllm_gsd.ops.tree_masks import tree_masks
 from vllm_gsd.ops.triton import check_tensor, use_triton
-
-# As in ``core.calibration`` and ``core.graph``.
-NATIVE, MERGED, NGRAM, SHARED, AGREED = 0, 1, 2, 3, 4
-NUM_SOURCES, NUM_DEPTHS, NUM_BINS = 5, 3, 8
 
 
 class DeviceTrees(NamedTuple):
@@ -154,10 +155,8 @@ def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, tr
 
 
 def _calibrated(factor, source, depth, survival) -> torch.Tensor:
-    """Chance that a node is accepted, as ``core.calibration.calibrated``; float32 ``[num_graphs, C]``."""
-    # In double precision the logarithm is rounded as the host's is.
-    cell = -survival.clamp(min=1e-9).double().log2().float().ceil()
-    cell = cell.clamp(0, NUM_BINS - 1).long()
+    """Chance that a node is accepted, as ``core.cells.calibrated``; float32 ``[num_graphs, C]``."""
+    cell = sum((survival <= 0.5**halved).long() for halved in range(1, NUM_BINS))
     index = (source * NUM_DEPTHS + depth.clamp(max=NUM_DEPTHS) - 1) * NUM_BINS + cell
     return (survival * factor.flatten()[index]).clamp(max=1.0)
 

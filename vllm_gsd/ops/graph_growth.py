@@ -12,17 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_gsd.ops.graph_state import (
-    MAX_CONTEXT,
-    NONE,
-    ORIGIN_DRAFT,
-    DeviceGraphs,
-    append,
-    bits,
-    has_bit,
-    one_bit,
-    rows_of,
-)
+from vllm_gsd.core.constants import MAX_CONTEXT, NONE, ORIGIN_DRAFT
+from vllm_gsd.ops.graph_state import DeviceGraphs, append, bits, has_bit, one_bit, rows_of
 from vllm_gsd.ops.triton import check_tensor, use_triton
 
 

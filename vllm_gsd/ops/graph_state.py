@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gsd.core.constants import MAX_CONTEXT, NONE, ORIGIN_ROOT
 from vllm_gsd.ops.triton import check_tensor
 
-# As in ``core.graph``, which needs numba to be imported.
-NONE = -1
-ORIGIN_ROOT, ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED = 0, 1, 2, 4, 5
-MAX_CONTEXT = 16
 WORD = 64  # bits of a word
 
 

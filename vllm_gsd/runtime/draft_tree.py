@@ -5,8 +5,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
-from vllm_gsd.core.graph import NONE, NUM_ORIGINS, ORIGIN_AGREED, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
+from vllm_gsd.core.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    NUM_ORIGINS,
+    ORIGIN_AGREED,
+    ORIGIN_GRAMMAR,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    SHARED,
+)
 from vllm_gsd.runtime.grammar import KeptTree
 
 # Parent of a row that belongs to no tree of ours: no walk ever steps into it.

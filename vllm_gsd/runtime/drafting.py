@@ -4,19 +4,21 @@ import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import MERGED, OFF_BELOW
-from vllm_gsd.core.draft_level import (
-    DraftSlots,
+from vllm_gsd.core.constants import MERGED, OFF_BELOW
+from vllm_gsd.core.draft_level import DraftSlots, new_draft_slots
+from vllm_gsd.core.graph import GraphBatch
+from vllm_gsd.core.host import (
+    add_candidates,
     frontier_chances,
     keep_best,
+    kv_slots,
     level_rows,
-    new_draft_slots,
+    next_frontier,
+    next_rows,
     parent_lines,
+    text_rows,
 )
-from vllm_gsd.core.graph import GraphBatch
-from vllm_gsd.core.growth import add_candidates, next_frontier
 from vllm_gsd.core.planner import Planner
-from vllm_gsd.core.text_rows import kv_slots, next_rows, text_rows
 from vllm_gsd.ops.state_rows import read_rows
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
@@ -188,7 +190,7 @@ class Drafter:
             first_new = graphs.size.copy()
             probs, tokens = self.model.candidates(hidden, config.top_k)
             self.planner.drafted(probs)
-            counts = add_candidates(
+            added, merged, pruned = add_candidates(
                 graphs,
                 frontier,
                 frontier_len,
@@ -198,9 +200,9 @@ class Drafter:
                 config.theta_sib,
                 merge_ngram,
             )
-            self.stats.counts["nodes_added"] += counts.added
-            self.stats.counts["nodes_merged"] += counts.merged
-            self.stats.counts["nodes_pruned"] += counts.pruned
+            self.stats.counts["nodes_added"] += added
+            self.stats.counts["nodes_merged"] += merged
+            self.stats.counts["nodes_pruned"] += pruned
             if level == config.max_depth:
                 break
             room_now = (room - slots.used) * (deepest > level)

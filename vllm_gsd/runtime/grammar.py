@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_gsd.compat.structured import fill_mask, next_request_row
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.constants import NONE
 
 # Attribute of DraftTokenIds: graphs of requests with structured output, ``{request: ProposedTree}``. They don't travel
 # in the list of draft tokens, which upstream would take for a chain.

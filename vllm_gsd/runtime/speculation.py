@@ -5,21 +5,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
-from vllm_gsd.core.flatten import FlatTrees, flatten
-from vllm_gsd.core.graph import (
+from vllm_gsd.core.calibration import SourceTrust
+from vllm_gsd.core.constants import (
+    ACCEPTED,
+    AGREED,
+    GRAMMAR,
+    MERGED,
+    MOVED,
+    NATIVE,
+    NGRAM,
     NUM_ORIGINS,
+    OFF_BELOW,
     ORIGIN_AGREED,
     ORIGIN_NGRAM,
     ORIGIN_SHARED,
-    GraphBatch,
-    new_graphs,
-    reset_all,
+    SHARED,
+    VERIFIED,
 )
-from vllm_gsd.core.ngram import graft_all_ngrams
-from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, tally
+from vllm_gsd.core.flatten import FlatTrees
+from vllm_gsd.core.graph import GraphBatch, new_graphs
+from vllm_gsd.core.host import flatten, graft_all_ngrams, reset_all, tally
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
-from vllm_gsd.core.warmup import warm_up as compile_core
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_tree import NO_NODES, DraftTree
@@ -115,7 +121,6 @@ class Speculation:
         """Called once the KV cache and the attention groups exist."""
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size)
-        compile_core()
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
             self.drafter.prepare(kv_cache_config.num_blocks, block_size)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_gsd.core.flatten import ancestor_masks, batch_masks, lay_tree
-from vllm_gsd.core.graph import NONE
-from vllm_gsd.core.verify import is_chain
+from vllm_gsd.core.constants import NONE
+from vllm_gsd.core.host import ancestor_masks, batch_masks, is_chain, lay_tree
 from vllm_gsd.runtime.draft_tree import FOREIGN, SOURCE_OF, DraftTree, WalkTrees
 from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
 

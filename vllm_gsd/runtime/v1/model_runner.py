@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
-from vllm_gsd.core.outcome import kv_moves
+from vllm_gsd.core.host import kv_moves
 from vllm_gsd.runtime.cpu_attention import no_rows_left
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_gsd.core.verify import follow, step_into
+from vllm_gsd.core.host import follow, step_into
 from vllm_gsd.ops.topk_softmax import argmax_of_walks
 from vllm_gsd.runtime.draft_tree import WalkTrees
 from vllm_gsd.runtime.ranks import from_first_rank

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.core.calibration import MERGED, NGRAM, OFF_BELOW
+from vllm_gsd.core.constants import MERGED, NGRAM, OFF_BELOW
 from vllm_gsd.ops.graph_flatten import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.graph_growth import add_candidates, level_rows, next_frontier
 from vllm_gsd.ops.graph_ngram import graft_ngrams

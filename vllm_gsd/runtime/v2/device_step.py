@@ -7,7 +7,7 @@ stays in tensors of fixed shapes. So a request whose graph is a chain, or empty,
 import numpy as np
 import torch
 
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.constants import NONE
 from vllm_gsd.ops.graph_flatten import DeviceTrees, row_masks
 from vllm_gsd.runtime.draft_tree import FOREIGN, DraftTree
 from vllm_gsd.runtime.step import VerifyStep
