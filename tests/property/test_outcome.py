@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.core.calibration import AGREED, NATIVE, NGRAM, NUM_SOURCES, SHARED
-from vllm_gsd.core.graph import NONE
-from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, kv_moves, tally
+from vllm_gsd.core.constants import ACCEPTED, AGREED, GRAMMAR, MOVED, NATIVE, NGRAM, NONE, NUM_SOURCES, SHARED, VERIFIED
+from vllm_gsd.core.outcome import kv_moves, tally
 from vllm_gsd.core.verify import follow, step_into
 
 FOREIGN = -2

@@ -5,8 +5,8 @@ import pytest
 import torch
 from test_v2_rows import tree_of
 
-from vllm_gsd.core.flatten import ancestor_masks
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.constants import NONE
+from vllm_gsd.core.lay_out import ancestor_masks
 from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES
 from vllm_gsd.runtime.step import lay_out
 from vllm_gsd.runtime.v2.device_step import DeviceStep, Proposals, to_device, to_host

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_grammar import Manager, ToyGrammar, toy_request
 
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.constants import NONE
 from vllm_gsd.runtime.grammar import GrammarTokens, ProposedTree, allowed_nodes, judged_tree, tree_bitmask, tree_fits
 
 

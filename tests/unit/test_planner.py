@@ -5,18 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.core.calibration import (
-    MERGED,
-    NATIVE,
-    NGRAM,
-    NUM_SOURCES,
-    OFF_BELOW,
-    Calibration,
-    SourceTrust,
-)
+from vllm_gsd.core.calibration import Calibration, SourceTrust
+from vllm_gsd.core.constants import MERGED, NATIVE, NGRAM, NUM_SOURCES, OFF_BELOW, ORIGIN_DRAFT, ORIGIN_NGRAM
 from vllm_gsd.core.costs import Costs, convex
 from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.graph import ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
+from vllm_gsd.core.graph import add_child, new_graphs, reset
 from vllm_gsd.core.overhead import Overhead
 from vllm_gsd.core.planner import DECAY, FIRST_CHANCE, PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
 

@@ -7,8 +7,9 @@ import pytest
 
 from vllm_gsd.bench.engine import forget_responses
 from vllm_gsd.config import GSDConfig, GSDConfigError
-from vllm_gsd.core.graph import ORIGIN_SHARED, new_graphs, reset
-from vllm_gsd.core.ngram import MATCH_PROB, graft_tree
+from vllm_gsd.core.constants import MATCH_PROB, ORIGIN_SHARED
+from vllm_gsd.core.graph import new_graphs, reset
+from vllm_gsd.core.ngram import graft_tree
 
 pytest.importorskip("arctic_inference", reason="arctic-inference was not built by scripts/setup")
 from vllm_gsd.runtime.shared_suffixes import READER, SharedSuffixes

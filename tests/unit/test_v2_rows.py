@@ -6,8 +6,19 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
-from vllm_gsd.core.graph import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
+from vllm_gsd.core.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    ORIGIN_AGREED,
+    ORIGIN_DRAFT,
+    ORIGIN_GRAMMAR,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    SHARED,
+)
 from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES, DraftTree
 from vllm_gsd.runtime.step import lay_out
 from vllm_gsd.runtime.tree_rows import TREE_ROWS

@@ -32,7 +32,7 @@ from walk_world import (
     run,
 )
 
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.constants import NONE
 from vllm_gsd.runtime.grammar import ProposedTree, allowed_nodes, tree_bitmask
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_gsd.core.graph import NONE
+from vllm_gsd.core.constants import NONE
 from vllm_gsd.runtime.draft_tree import FOREIGN, WalkTrees
 from vllm_gsd.runtime.v1.walk import PLACEHOLDER, walk
 
