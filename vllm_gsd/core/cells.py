@@ -11,15 +11,15 @@ from vllm_gsd.core.constants import KEEP, NUM_BINS, NUM_DEPTHS, OWN_KEEP, OWN_PR
 _EDGES = 0.5 ** np.arange(1, NUM_BINS)
 
 
-def cell(depth: int, survival: float) -> tuple[int, int]:
+def cell(depth: int, survival: np.floating) -> tuple[int, int]:
     """A node's cell among those of its source: depth and bin."""
     return min(depth, NUM_DEPTHS) - 1, int((survival <= _EDGES).sum())
 
 
 def calibrated(factor: np.ndarray, source: int, depth: int, survival: np.floating) -> np.floating:
     """Chance that a node is accepted: its survival, corrected by its cell's factor."""
-    one = survival.dtype.type(1.0)
-    return min(one, survival * factor[source, *cell(depth, survival)])
+    level, bin_of = cell(depth, survival)
+    return min(survival.dtype.type(1.0), survival * factor[source, level, bin_of])
 
 
 def chances(factor: np.ndarray, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
@@ -66,5 +66,5 @@ def learn_of_requests(
         row, source: int [n], request and source of each node; chance: float [n], calibrated; accepted: bool [n].
     """
     seen += (OWN_KEEP - 1) * (seen - OWN_PRIOR)
-    np.add.at(seen, (row, 0, source), chance)
-    np.add.at(seen, (row, 1, source), accepted)
+    np.add.at(seen[:, 0], (row, source), chance)
+    np.add.at(seen[:, 1], (row, source), accepted)

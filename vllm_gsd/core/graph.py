@@ -15,6 +15,8 @@ import numpy as np
 
 from vllm_gsd.core.constants import MAX_CONTEXT, NONE, ORIGIN_ROOT
 
+_SURE = np.float32(1.0)
+
 
 class GraphBatch(NamedTuple):
     """Graphs of a batch as padded arrays; row ``b`` is one request's graph.
@@ -64,7 +66,7 @@ def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
     Args:
         committed: int [n >= 1], the request's committed tokens (a tail of them suffices); the last is the root.
     """
-    _write(graphs, row, 0, committed[-1], NONE, 0, 1.0, 1.0, ORIGIN_ROOT)
+    _write(graphs, row, 0, committed[-1], NONE, 0, _SURE, _SURE, ORIGIN_ROOT)
     graphs.size[row] = 1
     before = committed[-2::-1][:MAX_CONTEXT]
     graphs.context[row] = NONE
@@ -82,7 +84,7 @@ def reset_all(graphs: GraphBatch, token_ids: np.ndarray, lines: np.ndarray, leng
         reset(graphs, row, token_ids[line, : length[row]])
 
 
-def add_child(graphs: GraphBatch, row: int, parent: int, token: int, prob: float, origin: int) -> int:
+def add_child(graphs: GraphBatch, row: int, parent: int, token: int, prob: np.floating, origin: int) -> int:
     """Append a node below ``parent``; return its index, or NONE when the graph is full."""
     node = int(graphs.size[row])
     if node >= graphs.capacity:
@@ -105,8 +107,8 @@ def _write(
     token: int,
     parent: int,
     depth: int,
-    prob: float,
-    survival: float,
+    prob: np.floating,
+    survival: np.floating,
     origin: int,
 ) -> None:
     """Write a node that has no children yet."""

@@ -72,7 +72,7 @@ def next_frontier(
     first_new: np.ndarray,
     num_nodes: np.ndarray,
     room: np.ndarray,
-    theta_prob: float,
+    theta_prob: float | np.float32,
     frontier: np.ndarray,
     frontier_len: np.ndarray,
 ) -> None:
