@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/step.h"
 #include "isa.h"
 #include "ops.h"
 
@@ -125,12 +126,8 @@ void argmax_of_walks(const at::Tensor& logits, const Trees& trees, int64_t* ids)
     };
     for (int64_t t = begin; t < end; ++t) {
       const int64_t root = trees.starts[t];
-      int64_t place = 0, token = sample(root);
-      for (int64_t row = root + 1; row < trees.starts[t + 1]; ++row) {
-        if (trees.parents[row] != place || trees.tokens[row] != token) continue;
-        place = row - root;
-        token = sample(row);
-      }
+      for (int64_t place = 0; place >= 0;)
+        place = child_carrying(trees.parents, trees.tokens, root, trees.starts[t + 1], place, sample(root + place));
     }
   });
 }

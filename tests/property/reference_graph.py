@@ -1,6 +1,7 @@
-"""What the tests hold the core against: token graphs as objects and recursion, written from the design.
+"""An oracle of another kind than the specification: it restates no algorithm, but tries all paths of a graph.
 
-Nothing of ``vllm_gsd.method`` is used to *judge*; ``grow`` only calls it level by level, as a proposer does.
+Graphs become objects, and recursion enumerates what can be reached and unrolled. Nothing of ``vllm_gsd.method`` is used
+to *judge*; ``grow`` only calls it level by level, as a proposer does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_gsd.method.graph import NONE, GraphBatch, new_graphs, reset
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.graph import GraphBatch, new_graphs, reset
 from vllm_gsd.method.growth import add_candidates, next_frontier
 
 Draft = Callable[[tuple[int, ...]], np.ndarray]
@@ -184,7 +186,7 @@ def grow(
 
     Args:
         limits: one for all; only ``num_nodes`` may differ between requests.
-        on_counts: called with (graphs, GrowthCounts) after candidates were added.
+        on_counts: called with (graphs, what ``add_candidates`` returned) after candidates were added.
         on_frontier: called with (graphs, first_new, frontier, frontier_len) after each choice.
     """
     each = limits if isinstance(limits, list) else [limits] * len(committed)
@@ -193,6 +195,7 @@ def grow(
     for row, text in enumerate(committed):
         reset(graphs, row, np.array(text, np.int64))
     num_nodes = np.array([limit.num_nodes for limit in each], np.int32)
+    merge_ngram = np.full(len(committed), common.merge_ngram, np.int32)
     frontier = np.zeros((len(committed), max(limit.num_nodes for limit in each)), np.int32)
     frontier_len = np.ones(len(committed), np.int32)
     used = np.zeros(len(committed), np.int32)
@@ -206,9 +209,7 @@ def grow(
         if not rows:
             break
         tokens, probs = np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows])
-        counts = add_candidates(
-            graphs, frontier, frontier_len, tokens, probs, num_nodes, common.theta_sib, common.merge_ngram
-        )
+        counts = add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, common.theta_sib, merge_ngram)
         if on_counts:
             on_counts(graphs, counts)
         if level == common.max_depth:

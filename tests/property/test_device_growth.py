@@ -14,27 +14,27 @@ from hypothesis import strategies as st
 from reference_graph import can_reach, read_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_gsd.method.calibration import NUM_SOURCES, Calibration, calibrated
-from vllm_gsd.method.draft_level import DraftSlots, level_rows, new_draft_slots
-from vllm_gsd.method.flatten import ancestor_masks, flatten
-from vllm_gsd.method.graph import (
+from vllm_gsd.method.cells import calibrated
+from vllm_gsd.method.constants import (
     MAX_CONTEXT,
     NONE,
+    NUM_SOURCES,
     ORIGIN_AGREED,
     ORIGIN_DRAFT,
     ORIGIN_NGRAM,
     ORIGIN_SHARED,
-    add_child,
-    find_child,
-    new_graphs,
-    reset,
 )
+from vllm_gsd.method.draft_level import DraftSlots, level_rows, new_draft_slots
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.graph import add_child, find_child, new_graphs, reset
 from vllm_gsd.method.growth import add_candidates, next_frontier
-from vllm_gsd.method.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
+from vllm_gsd.method.lay_out import ancestor_masks
+from vllm_gsd.method.ngram import graft_ngrams, longest_matches
 from vllm_gsd.ops.flatten import api as graph_flatten
 from vllm_gsd.ops.growth import api as graph_growth
 from vllm_gsd.ops.growth import state as graph_state
 from vllm_gsd.ops.ngram import api as graph_ngram
+from vllm_gsd.planner.calibration import Calibration
 
 MANY = settings(derandomize=True, deadline=None, max_examples=150)
 SEEDS = st.integers(0, 2**32).map(lambda seed: np.random.default_rng([seed, 11]))
@@ -185,9 +185,9 @@ def test_longest_matches_are_the_cores(random):
         tensor(padded), tensor([len(text) for text in texts]), min_match, most
     )
     for row, text in enumerate(texts):
-        expected = np.zeros((2, most), np.int32)
-        found = longest_matches(padded[row], len(text), min_match, *expected)
-        assert (starts[row, :found].tolist(), matched[row, :found].tolist()) == tuple(expected[:, :found].tolist())
+        expected = longest_matches(padded[row, : len(text)], min_match, most)
+        found = len(expected)
+        assert list(zip(starts[row, :found].tolist(), matched[row, :found].tolist(), strict=True)) == expected
         assert not starts[row, found:].any() and not matched[row, found:].any()
 
 
@@ -222,16 +222,11 @@ def test_grafts_are_the_cores(random):
         device, tensor(padded), tensor([len(text) for text in texts]), most, tensor(max_depth), 9, min_match
     )
     expected = [
-        graft_ngrams(graphs, row, padded[row], len(text), most, int(max_depth[row]), min_match)
+        graft_ngrams(graphs, row, padded[row, : len(text)], most, int(max_depth[row]), min_match)
         for row, text in enumerate(texts)
     ]
     assert found.tolist() == expected
     assert_equal(graphs, device._replace(above=device.above[:, :, :0]))
-
-
-def test_match_probabilities_are_the_cores():
-    assert graph_ngram.MAX_MATCH == MAX_MATCH
-    assert np.array_equal(np.array(graph_ngram.MATCH_PROB, np.float32), MATCH_PROB)
 
 
 # --- flattening -------------------------------------------------------------------------------------

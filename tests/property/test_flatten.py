@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_graph import Node, can_reach, has_cycle, read_graph, unrolled
 
-from vllm_gsd.method.flatten import ancestor_masks, flatten
-from vllm_gsd.method.graph import NONE, ORIGIN_DRAFT, add_child, new_graphs, reset
+from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.method.lay_out import ancestor_masks
 from vllm_gsd.method.verify import is_chain, step_into
 
 FEW = settings(derandomize=True, deadline=None, max_examples=60)

@@ -13,9 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference_graph import Limits, Node, candidates, grow, has_cycle, random_draft, read_graph, unrolled
 
+from vllm_gsd.method.constants import ORIGIN_DRAFT
 from vllm_gsd.method.draft_level import level_rows, new_draft_slots
 from vllm_gsd.method.flatten import flatten
-from vllm_gsd.method.graph import ORIGIN_DRAFT, add_child, new_graphs, reset
+from vllm_gsd.method.graph import add_child, new_graphs, reset
 from vllm_gsd.method.growth import add_candidates, next_frontier
 
 FEW = settings(derandomize=True, deadline=None, max_examples=80)
@@ -150,8 +151,8 @@ def test_grown_graphs_are_sound_and_counted(draft, committed, limit):
     totals = {"added": 0, "merged": 0, "pruned": 0}
 
     def on_counts(graphs, counts):
-        for name in totals:
-            totals[name] += getattr(counts, name)
+        for name, count in zip(totals, counts, strict=True):
+            totals[name] += count
 
     graphs = grow(draft, committed, limit, on_counts=on_counts)
     grown = [check_sound(graphs, row, draft, text, limit) for row, text in enumerate(committed)]
@@ -251,8 +252,8 @@ def grow_script(committed, levels, merge_ngram):
             frontier, length = np.array([[paths[path]]], np.int32), np.array([1], np.int32)
             tokens = np.array([following], np.int64)
             probs = np.full(tokens.shape, 0.5, np.float32)
-            nodes = np.array([60], np.int32)
-            add_candidates(graphs, frontier, length, tokens, probs, nodes, 0.0, merge_ngram)
+            nodes, longest = np.array([60], np.int32), np.array([merge_ngram], np.int32)
+            add_candidates(graphs, frontier, length, tokens, probs, nodes, 0.0, longest)
     return {node.path: node.merged.path if node.merged else None for node in read_graph(graphs, 0)[1:]}
 
 
@@ -288,11 +289,11 @@ def test_candidates_that_are_none_or_there_already():
     there = add_child(graphs, 0, 0, 3, np.float32(0.2), ORIGIN_DRAFT)
     frontier, length = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     tokens, probs = np.array([[4, 3, -1]]), np.array([[0.5, 0.4, 0.1]], np.float32)
-    counts = add_candidates(graphs, frontier, length, tokens, probs, np.array([8], np.int32), 0.0, 1)
+    counts = add_candidates(graphs, frontier, length, tokens, probs, np.array([8], np.int32), 0.0, np.ones(1, np.int32))
     nodes = read_graph(graphs, 0)
     assert [(node.token, node.prob) for node in nodes[1:]] == [(3, np.float32(0.2)), (4, np.float32(0.5))]
     assert there == 1
-    assert (counts.added, counts.merged, counts.pruned) == (1, 0, 0)
+    assert counts == (1, 0, 0)
 
 
 # --- the next frontier ------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from reference_graph import Limits, grow, random_draft
 
-from vllm_gsd.method.flatten import ancestor_masks, flatten
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.lay_out import ancestor_masks
 from vllm_gsd.method.ngram import graft_ngrams
 from vllm_gsd.method.verify import step_into
 
@@ -92,7 +93,7 @@ class Case:
         """The flattened graph for a context, and the graph."""
         graphs = grow(self.draft, [context], self.limits)
         if self.ngrams:
-            graft_ngrams(graphs, 0, np.array(context, np.int32), len(context), 3, self.limits.max_depth, 1)
+            graft_ngrams(graphs, 0, np.array(context, np.int32), 3, self.limits.max_depth, 1)
         num_nodes = np.array([self.limits.num_nodes], np.int32)
         trees = flatten(graphs, num_nodes, np.array([self.limits.max_depth], np.int32))
         return trees, graphs

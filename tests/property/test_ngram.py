@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference_graph import Limits, grow, has_cycle, random_draft, read_graph, unrolled
 
-from vllm_gsd.method.graph import ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM, add_child, new_graphs, reset
-from vllm_gsd.method.ngram import MATCH_PROB, MAX_MATCH, graft_ngrams, longest_matches
+from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
+from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.method.ngram import graft_all_ngrams, graft_ngrams, longest_matches, match_prob
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -27,11 +28,6 @@ REPEATED = st.builds(
 )
 TEXT = RANDOM | REPEATED
 MIN_MATCH = st.integers(1, 4)
-
-
-def padded(text, length=None):
-    """A row as vLLM keeps it: int32, with something else behind the text."""
-    return np.array([*text, *[0] * 5], np.int32), len(text) if length is None else length
 
 
 def naive_matches(text, count, min_match):
@@ -52,17 +48,14 @@ def naive_matches(text, count, min_match):
 @example([1, 2] * 12, 5, 1)
 @example([7], 2, 1)
 def test_longest_matches(text, count, min_match):
-    starts, matched = np.full(count, -7, np.int32), np.full(count, -7, np.int32)
-    found = longest_matches(*padded(text), min_match, starts, matched)
-    expected = naive_matches(text, count, min_match)
-    assert list(zip(starts[:found].tolist(), matched[:found].tolist(), strict=True)) == expected
+    assert longest_matches(np.array(text, np.int32), min_match, count) == naive_matches(text, count, min_match)
 
 
 def continuations(text, count, max_depth, min_match):
     """(copied tokens, their probabilities) of each hypothesis."""
     for start, size in naive_matches(text, count, min_match):
         copied = tuple(text[start : start + max_depth])
-        yield copied, [MATCH_PROB[min(MAX_MATCH, size + i)] for i in range(len(copied))]
+        yield copied, [match_prob(size + i) for i in range(len(copied))]
 
 
 @SETTINGS
@@ -70,7 +63,7 @@ def continuations(text, count, max_depth, min_match):
 def test_grafts_are_what_followed(text, count, max_depth, min_match):
     graphs = new_graphs(1, 64)
     reset(graphs, 0, np.array(text, np.int64))
-    used = graft_ngrams(graphs, 0, *padded(text), count, max_depth, min_match)
+    used = graft_ngrams(graphs, 0, np.array(text, np.int32), count, max_depth, min_match)
     hypotheses = list(continuations(text, count, max_depth, min_match))
     assert used == len(hypotheses)
 
@@ -101,7 +94,7 @@ def test_grafts_on_a_grown_graph(text, seed, merge_ngram, max_depth):
     limit = Limits(12, 4, 2, 0.0, 0.0, merge_ngram)
     graphs = grow(random_draft(seed, 4, 1.0, 2), [tuple(text)], limit)
     before = read_graph(graphs, 0)
-    graft_ngrams(graphs, 0, *padded(text), 3, max_depth, 1)
+    graft_ngrams(graphs, 0, np.array(text, np.int32), 3, max_depth, 1)
     after = read_graph(graphs, 0)
 
     def facts(node):
@@ -128,7 +121,7 @@ def test_grafts_on_a_grown_graph(text, seed, merge_ngram, max_depth):
 def test_grafts_on_a_full_graph(text, capacity):
     graphs = new_graphs(1, capacity)
     reset(graphs, 0, np.array(text, np.int64))
-    graft_ngrams(graphs, 0, *padded(text), 4, 6, 1)
+    graft_ngrams(graphs, 0, np.array(text, np.int32), 4, 6, 1)
     nodes = read_graph(graphs, 0)
     assert len(nodes) <= capacity
     wanted = {c[:end] for c, _ in continuations(text, 4, 6, 1) for end in range(1, len(c) + 1)}
@@ -145,7 +138,7 @@ def test_grafts_go_through_merged_edges():
     add_child(graphs, 0, two, 3, np.float32(0.5), ORIGIN_DRAFT)
     edge = add_child(graphs, 0, 0, 1, np.float32(0.5), ORIGIN_DRAFT)
     graphs.merged[0, edge] = two
-    assert graft_ngrams(graphs, 0, *padded(text), 4, 3, 1) == 1
+    assert graft_ngrams(graphs, 0, np.array(text, np.int32), 4, 3, 1) == 1
     nodes = read_graph(graphs, 0)
     assert [node.path for node in nodes[4:]] == [(2, 3, 4)]
     assert (1, 3, 4) in {place.tokens for place in unrolled(nodes[0], 3)}
@@ -160,6 +153,7 @@ def test_only_the_text_in_use_is_read(length):
     text = [3, 3, 1, 3, 3, 1, 3, 3, 1]
     graphs = new_graphs(1, 64)
     reset(graphs, 0, np.array(text[:length], np.int64))
-    graft_ngrams(graphs, 0, *padded(text, length), 4, 6, 1)
+    rows, used = np.array([text], np.int32), np.array([length])
+    graft_all_ngrams(graphs, rows, np.zeros(1, np.int64), used, used > 0, 4, np.array([6]), 1)
     expected = {c[:end] for c, _ in continuations(text[:length], 4, 6, 1) for end in range(1, len(c) + 1)}
     assert {node.path for node in read_graph(graphs, 0)[1:]} == expected

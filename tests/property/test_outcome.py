@@ -1,12 +1,22 @@
-"""``core.outcome`` and the walk in one go, against walks and sums by hand over random trees."""
+"""``method.outcome`` and the walk in one go, against walks and sums by hand over random trees."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.method.calibration import AGREED, NATIVE, NGRAM, NUM_SOURCES, SHARED
-from vllm_gsd.method.graph import NONE
-from vllm_gsd.method.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, kv_moves, tally
+from vllm_gsd.method.constants import (
+    ACCEPTED,
+    AGREED,
+    GRAMMAR,
+    MOVED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    NUM_SOURCES,
+    SHARED,
+    VERIFIED,
+)
+from vllm_gsd.method.outcome import kv_moves, tally
 from vllm_gsd.method.verify import follow, step_into
 
 FOREIGN = -2

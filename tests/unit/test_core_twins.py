@@ -1,8 +1,8 @@
-"""The core's functions in C++ against the same by numba: equal to the last bit, types included.
+"""The host's operations in C++ against their specification in Python: equal to the last bit, types included.
 
-The core is loaded a second time with its twins switched off, and the same random story is told to both: what is
-returned and every array that was written to must be the same. Also: with the twins numba is not even imported, without
-them it serves; arrays of a wrong type or shape are refused by name, and nothing outside of an array is touched.
+The same random story is told to both: what is returned and every array that was written to must be the same, since
+ranks with and without a compiler may meet in one engine. Also: without the extension the specification serves and says
+so; arrays of a wrong type or shape are refused by name, and nothing outside of an array is touched.
 """
 
 import importlib
@@ -16,37 +16,38 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import vllm_gsd
 import vllm_gsd.method
+from vllm_gsd import host
+from vllm_gsd.method import constants
+from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_SHARED
+from vllm_gsd.method.draft_level import new_draft_slots
+from vllm_gsd.method.graph import GraphBatch, new_graphs, reset
+from vllm_gsd.planner.costs import Costs
 
-NAMES = [module.name for module in pkgutil.iter_modules(vllm_gsd.method.__path__)]
+COMPILED = pytest.importorskip("vllm_gsd._core", reason="vllm_gsd._core is not built")
 SWITCH = "VLLM_GSD_NO_EXTENSION"
+NAMES = [name for name, value in vars(COMPILED).items() if callable(value)]
 
 
-def load_core():
-    return SimpleNamespace(**{name: importlib.import_module(f"vllm_gsd.method.{name}") for name in NAMES})
+def specified(name):
+    """The one function of the specification with that name."""
+    modules = [
+        importlib.import_module(f"vllm_gsd.method.{m.name}") for m in pkgutil.iter_modules(vllm_gsd.method.__path__)
+    ]
+    (found,) = {
+        getattr(module, name)
+        for module in modules
+        if getattr(vars(module).get(name), "__module__", "") == module.__name__ and module is not host
+    }
+    return found
 
 
-TWINS = load_core()
-pytestmark = pytest.mark.skipif(TWINS.compiled._TWINS is None, reason="vllm_gsd._core is not built")
+SPECIFIED = SimpleNamespace(**{name: specified(name) for name in NAMES})
 
 
-@pytest.fixture(scope="module")
-def by_numba():
-    """The core without its twins. It stays in ``sys.modules``: numba's cache looks classes up there."""
-    ours = {name: module for name, module in sys.modules.items() if f"{name}.".startswith("vllm_gsd.method.")}
-    for name in ours:
-        del sys.modules[name]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "1")
-        core = load_core()
-    assert core.graph is not TWINS.graph
-    assert hasattr(core.graph.reset, "py_func")
-    yield core
-    for name in [name for name in sys.modules if f"{name}.".startswith("vllm_gsd.method.")]:
-        del sys.modules[name]
-    sys.modules.update(ours)
-    vllm_gsd.method = ours["vllm_gsd.method"]
+def test_the_host_runs_every_operation_in_cpp():
+    for name in NAMES:
+        assert getattr(host, "_flatten" if name == "flatten" else name) is getattr(COMPILED, name)
 
 
 # --- one story, told twice --------------------------------------------------------------------------
@@ -73,8 +74,8 @@ def assert_same(ours, expected):
             assert mine == other, number
 
 
-def told_to_both(story, by_numba, seed):
-    assert_same(story(TWINS, np.random.default_rng(seed)), story(by_numba, np.random.default_rng(seed)))
+def told_to_both(story, seed):
+    assert_same(story(COMPILED, np.random.default_rng(seed)), story(SPECIFIED, np.random.default_rng(seed)))
 
 
 def copies(*values):
@@ -91,8 +92,8 @@ def random_level(random, rows, top_k, vocab):
     return tokens, probs.astype(np.float32)
 
 
-def random_calibration(core, random):
-    factor = core.calibration.Calibration().factor
+def random_calibration(random):
+    factor = np.ones((NUM_SOURCES, NUM_DEPTHS, NUM_BINS), np.float32)
     if random.random() < 0.7:
         factor[:] = random.uniform(0, 2, factor.shape)
     return factor
@@ -103,17 +104,17 @@ def grow(core, random):
     told = []
     vocab, top_k, width = (int(random.choice(values)) for values in ([2, 3, 5, 40], [1, 2, 4, 8], [1, 3, 12, 40]))
     count, capacity = int(random.integers(0, 4)), int(random.choice([1, 2, 7, 30, 130, 300]))
-    whole = core.graph.new_graphs(count + 1, capacity)
-    graphs = core.graph.GraphBatch(*(array[:count] for array in whole))
+    whole = new_graphs(count + 1, capacity)
+    graphs = GraphBatch(*(array[:count] for array in whole))
     texts = random.integers(0, vocab, (count + 2, 60)).astype(np.int32)
     lines, length = random.integers(0, count + 2, count), random.integers(1, 60, count)
-    core.graph.reset_all(graphs, texts, lines, length)
+    core.reset_all(graphs, texts, lines, length)
     num_nodes = random.integers(1, 40, count).astype(np.int32)
-    trust = random.uniform(0.2, 1.5, (count, core.calibration.NUM_SOURCES)).astype(np.float32)
-    factor = random_calibration(core, random)
+    trust = random.uniform(0.2, 1.5, (count, NUM_SOURCES)).astype(np.float32)
+    factor = random_calibration(random)
     frontier = np.zeros((count + 1, width), np.int32)[:count]
     frontier_len = (random.random(count) < 0.9).astype(np.int32)
-    slots = core.draft_level.new_draft_slots(count, capacity, 6 * width)
+    slots = new_draft_slots(count, capacity, 6 * width)
     node_lines = np.zeros((count, capacity), np.int64)
     merge_ngram = random.integers(0, 4, count).astype(np.int32)
     theta_sib, theta_prob = float(random.choice([0.0, 0.1, 0.3])), np.float32(random.choice([0.0, 0.02, 0.2]))
@@ -121,13 +122,13 @@ def grow(core, random):
     def graft():
         chosen, deepest = random.random(count) < 0.8, random.integers(1, 9, count)
         matches, least = int(random.integers(1, 6)), int(random.integers(1, 3))
-        core.ngram.graft_all_ngrams(graphs, texts, lines, length, chosen, matches, deepest.astype(np.int32), least)
+        core.graft_all_ngrams(graphs, texts, lines, length, chosen, matches, deepest.astype(np.int32), least)
         for row in range(count):
             size = int(random.integers(0, 7))
             parents = np.array([random.integers(-1, i) for i in range(size)], np.int32)
             shares = random.uniform(0.05, 1, size).astype(np.float32)
             tree = random.integers(0, vocab, size), parents, shares, int(random.integers(2, 20))
-            core.ngram.graft_tree(graphs, row, *tree, core.graph.ORIGIN_SHARED)
+            core.graft_tree(graphs, row, *tree, ORIGIN_SHARED)
         told.append(copies(*graphs))
 
     if random.random() < 0.3:
@@ -136,52 +137,46 @@ def grow(core, random):
         first_new = graphs.size.copy()
         tokens, probs = random_level(random, int(frontier_len.sum()), top_k, vocab)
         limits = num_nodes, theta_sib, merge_ngram
-        told.append(core.growth.add_candidates(graphs, frontier, frontier_len, tokens, probs, *limits))
+        told.append(core.add_candidates(graphs, frontier, frontier_len, tokens, probs, *limits))
         room = np.where(random.random(count) < 0.9, 6 * width - slots.used, 0).astype(np.int32)
-        core.growth.next_frontier(graphs, first_new, num_nodes, room, theta_prob, frontier, frontier_len)
+        core.next_frontier(graphs, first_new, num_nodes, room, theta_prob, frontier, frontier_len)
         told.append(copies(*graphs, frontier, frontier_len))
-        chances = core.draft_level.frontier_chances(graphs, frontier, frontier_len, factor, trust)
-        core.draft_level.keep_best(frontier, frontier_len, chances, int(random.integers(0, 12)))
-        parents = core.draft_level.parent_lines(graphs, frontier, frontier_len, node_lines)
+        chances = core.frontier_chances(graphs, frontier, frontier_len, factor, trust)
+        core.keep_best(frontier, frontier_len, chances, int(random.integers(0, 12)))
+        parents = core.parent_lines(graphs, frontier, frontier_len, node_lines)
         rows = int(frontier_len.sum())
         level = np.zeros(rows, np.int64), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         mask = np.zeros((rows, slots.mask.shape[2]), np.int64)
-        core.draft_level.level_rows(graphs, slots, frontier, frontier_len, *level, mask)
+        core.level_rows(graphs, slots, frontier, frontier_len, *level, mask)
         told.append(copies(chances, parents, frontier, frontier_len, node_lines, *level, mask, *slots))
     graft()
     deepest = random.integers(0, 9, count).astype(np.int32)
-    told.append(core.flatten.flatten(graphs, num_nodes, deepest, factor, trust))
-    told.append(core.flatten.flatten(graphs, num_nodes, deepest))
+    told.append(tuple(core.flatten(graphs, num_nodes, deepest, factor, trust)))
     return told
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_growth(by_numba, seed):
-    told_to_both(grow, by_numba, seed)
+def test_growth(seed):
+    told_to_both(grow, seed)
 
 
-def nodes_one_by_one(core, random):
+def copy_texts(core, random):
+    """Texts that repeat themselves, copied into graphs with little room."""
     told = []
-    graphs = core.graph.new_graphs(2, 9)
-    for row in range(2):
-        committed = random.integers(0, 9, int(random.integers(1, 30)))
-        core.graph.reset(graphs, row, committed)
-        for _ in range(10):
-            parent, token = int(random.integers(0, graphs.size[row])), int(random.integers(0, 3))
-            told.append(core.graph.find_child(graphs, row, parent, token))
-            told.append(core.graph.add_child(graphs, row, parent, token, np.float32(random.random()), 1))
-        text = random.integers(0, 3, 40).astype(np.int32)
-        found = np.full(3, -7, np.int32), np.full(3, -7, np.int32)
-        told.append(core.ngram.longest_matches(text, int(random.integers(1, 41)), int(random.integers(1, 4)), *found))
-        core.graph.reset(graphs, row, committed)
-        told.append(core.ngram.graft_ngrams(graphs, row, text, int(random.integers(1, 41)), 3, 5, 1))
-        told.append(copies(found, *graphs))
+    graphs = new_graphs(3, 9)
+    texts, length = random.integers(0, 3, (3, 40)).astype(np.int32), random.integers(1, 41, 3)
+    for row in range(3):
+        reset(graphs, row, texts[row, : length[row]])
+    for _ in range(2):
+        matches, least = int(random.integers(0, 4)), int(random.integers(1, 20))
+        core.graft_all_ngrams(graphs, texts, np.arange(3), length, length > 0, matches, random.integers(0, 6, 3), least)
+        told.append(copies(*graphs))
     return told
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_nodes_one_by_one(by_numba, seed):
-    told_to_both(nodes_one_by_one, by_numba, seed)
+def test_copies(seed):
+    told_to_both(copy_texts, seed)
 
 
 def read_texts(core, random):
@@ -192,16 +187,16 @@ def read_texts(core, random):
     rows, words = int(counts.sum()), (longest + 63) // 64
     token, position, request = (np.full(rows, -7, np.int64) for _ in range(3))
     mask = np.full((rows, words), -7, np.int64)
-    core.text_rows.text_rows(done, counts, texts, lines, token, position, request, mask)
+    core.text_rows(done, counts, texts, lines, token, position, request, mask)
     blocks = random.integers(0, 9999, (count + 1, 40)).astype(np.int32)[:, :25]
     run, due = np.full(count, -7), done + random.integers(-5, longest, count)
-    told = core.text_rows.next_rows(done, due, int(random.integers(0, 2 * longest)), run)
-    return told, run, token, position, request, mask, core.text_rows.kv_slots(blocks, request, position - 3, 8)
+    told = core.next_rows(done, due, int(random.integers(0, 2 * longest)), run)
+    return told, run, token, position, request, mask, core.kv_slots(blocks, request, position - 3, 8)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_texts(by_numba, seed):
-    told_to_both(read_texts, by_numba, seed)
+def test_texts(seed):
+    told_to_both(read_texts, seed)
 
 
 # --- verification -----------------------------------------------------------------------------------
@@ -231,49 +226,51 @@ def verify(core, random):
     laid = tuple(np.full(rows, -7, kind) for kind in (np.int64, np.int32, np.int32, np.int8, np.float32))
     sources, first = random.integers(-1, 5, (2, 6)).astype(np.int8), int(random.integers(0, rows))
     survival = random.random(rows - 1).astype(np.float32)
-    core.flatten.lay_tree(*tree, survival, sources, first, min(rows - first, rows - 1), laid)
+    core.lay_tree(*tree, survival, sources, first, min(rows - first, rows - 1), laid)
     told.append(laid)
     masks = np.full((rows, 2), -1, np.int64)
-    core.flatten.ancestor_masks(np.maximum(parent, -1), starts, masks)
+    core.ancestor_masks(np.maximum(parent, -1), starts, masks)
     told.append(masks.copy())
     ahead, room = random.integers(0, 70, count), np.diff(starts)
     bounds = np.cumsum([0, *(ahead + room)]).astype(np.int32)
     positions, prefix = random.integers(0, 900, bounds[-1]), np.empty(count, np.int64)
     whole = np.full((int(bounds[-1]), 3), -1, np.int64)
     trees = parent, starts, depth, random.random(count) < 0.7, bounds[:-1] + ahead
-    core.flatten.batch_masks(*trees, bounds, positions, prefix, whole)
+    core.batch_masks(*trees, bounds, positions, prefix, whole)
     told.append([positions, prefix, whole])
     places, path = np.zeros(count, np.int32), np.full((count, 80), -1, np.int32)
-    told.append(core.verify.follow(token, parent, starts, sampled, places, path))
+    told.append(core.follow(token, parent, starts, sampled, places, path))
     stepped, active = np.zeros(count, np.int32), random.random(count) < 0.9
     for _ in range(4):
         here = sampled[starts[:-1] + stepped]
-        core.verify.step_into(token, parent, starts, stepped, here, active)
-    told.append([core.verify.is_chain(parent, *pair) for pair in pairwise(starts)])
-    told.append(core.outcome.kv_moves(parent, starts, places, starts[:-1].astype(np.int64) * 3))
+        core.step_into(token, parent, starts, stepped, here, active)
+    told.append([core.is_chain(parent, *pair) for pair in pairwise(starts)])
+    told.append(core.kv_moves(parent, starts, places, starts[:-1].astype(np.int64) * 3))
     counted = random.random(count) < 0.8
     columns = depth, random.integers(-1, 5, rows).astype(np.int8), random.random(rows).astype(np.float32)
-    seen = core.outcome.tally(parent, starts, places, counted, *columns)
+    seen = core.tally(parent, starts, places, counted, *columns)
     told.append(seen)
     tree, source, depth, survival, accepted = seen[3]
-    calibration, trust = core.calibration.Calibration(), core.calibration.SourceTrust()
+    shape = NUM_SOURCES, NUM_DEPTHS, NUM_BINS
+    factor, promised, taken = np.ones(shape, np.float32), np.ones(shape), np.ones(shape)
+    trust = np.full((int(counted.sum()), 2, NUM_SOURCES), 3.0)
     for _ in range(3):
-        chance = calibration.value(source, depth, survival)
-        trust.observe([str(index) for index in range(int(counted.sum()))], tree, source, chance, accepted)
-        calibration.observe(source, depth, survival, accepted)
-        told.append([chance, copies(calibration.factor, calibration.promised, calibration.accepted)])
-    told.append([masks, places, path, stepped, active, list(trust.seen.values())])
+        chance = core.chances(factor, source, depth, survival)
+        core.learn_of_requests(trust, tree, source, chance, accepted)
+        core.learn(factor, promised, taken, source, depth, survival, accepted)
+        told.append([chance, copies(factor, promised, taken, trust)])
+    told.append([masks, places, path, stepped, active])
     return told
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_verification(by_numba, seed):
-    told_to_both(verify, by_numba, seed)
+def test_verification(seed):
+    told_to_both(verify, seed)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_chances(by_numba, dtype):
-    """Survivals a few roundings away from powers of two, where logarithms are rounded, too, and odd ones."""
+def test_chances(dtype):
+    """Survivals a few roundings away from powers of two, where bins begin, and odd ones."""
     values = dtype(2.0) ** -np.arange(40, dtype=dtype)
     around = [values, np.array([0.0, 1.0, 0.3, 1e-9, 1e-30, np.inf], dtype)]
     for direction in (0.0, 2.0):
@@ -282,14 +279,10 @@ def test_chances(by_numba, dtype):
             near = np.nextafter(near, dtype(direction), dtype=dtype)
             around.append(near)
     survival = np.concatenate([*around, np.random.default_rng(0).random(3000).astype(dtype)])
-    factor = random_calibration(TWINS, np.random.default_rng(3))
+    factor = random_calibration(np.random.default_rng(3))
     source, depth = (np.random.default_rng(1).integers(low, 5, len(survival)) for low in (0, 1))
     arguments = factor, source, depth, survival
-    assert_same(TWINS.calibration._chances(*arguments), by_numba.calibration._chances(*arguments))
-    for value in survival[:60]:
-        assert_same(
-            TWINS.calibration.calibrated(factor, 1, 2, value), by_numba.calibration.calibrated(factor, 1, 2, value)
-        )
+    assert_same(COMPILED.chances(*arguments), SPECIFIED.chances(*arguments))
 
 
 # --- planning ---------------------------------------------------------------------------------------
@@ -299,25 +292,22 @@ def plan(core, random):
     told = []
     rows = np.array([1, 2, 4, 8, 16, 32, 64])
     target, draft = (np.sort(random.uniform(0.5, 30, len(rows))) for _ in range(2))
-    costs = core.costs.Costs(rows, target, draft, float(random.uniform(0, 1e-4)))
+    costs = Costs(rows, target, draft, float(random.uniform(0, 1e-4)))
     tables = *costs.tables, float(random.uniform(0, 0.5)), float(random.uniform(0, 1))
-    for number in (0, 1, 1.5, 63.2, 64, 200, 200.7):
-        told.append(core.rates.read(tables[0], number))
     levels = int(random.integers(0, 7))
-    told.append(core.rates.drafts_ms(tables, random.uniform(0, 90, levels), random.random(levels)))
     num_requests, context, spent = int(random.integers(1, 40)), int(random.integers(0, 10**6)), float(random.random())
     batch = tables, num_requests, context
     for dtype in (np.float32, np.float64):
         chances = random.choice(random.random(8), int(random.integers(0, 50))).astype(dtype)
-        told.append(core.rates.best_rate(*batch, spent, chances))
+        told.append(core.best_rate(*batch, spent, chances))
     worth, children = 0.5 * 0.6 ** np.arange(16), random.random(int(random.integers(1, 9)))
     values = random.choice(random.random(9), int(random.integers(1, 60)))
     drafted = int(random.integers(0, num_requests + 1))
-    told.append(core.rates.level_size(*batch, float(random.random()), spent, worth, drafted, values, children))
+    told.append(core.level_size(*batch, float(random.random()), spent, worth, drafted, values, children))
     usual = random.random(levels) * 9, random.random(levels)
     found, left = random.random(int(random.integers(0, 30))), float(random.random())
-    told.append(core.rates.drafts_rate(*batch, spent, found, left, drafted, worth, *usual))
-    core.rates.follow_children(children, random.random((3, len(children))).astype(np.float32), 0.25)
+    told.append(core.drafts_rate(*batch, spent, found, left, drafted, worth, *usual))
+    core.follow_children(children, random.random((3, len(children))).astype(np.float32), 0.25)
     told.append(copies(children))
     size = random.integers(0, 17, num_requests).astype(np.int32)
     value = -np.sort(-random.choice(random.random(30), (num_requests, 16)), axis=1).astype(np.float32)
@@ -325,57 +315,62 @@ def plan(core, random):
     chosen = random.random(num_requests) < 0.6
     chosen[0] = True
     run = random.integers(1, 99, int(random.integers(0, levels + 1)))
-    core.rates.follow_graphs(*known, value, size, chosen, run, int(random.integers(1, 9)), 0.04)
+    core.follow_graphs(*known, value, size, chosen, run, int(random.integers(1, 9)), 0.04)
     told.append(copies(known))
-    told.append(core.rates.best_nodes(*batch, value, size, length, spent, float(random.random())))
-    overhead = core.overhead.Overhead()
-    for _ in range(20):
-        took, forward = random.uniform(1, 60, 2)
-        overhead.observe_step(took, forward, int(random.integers(1, 20)), float(random.integers(9999)), drafted)
-        overhead.observe_drafts(took, forward, levels)
-        told.append(
-            copies(overhead.step.weights, overhead.draft.weights, overhead.step.squares, overhead.step.products)
-        )
+    told.append(core.best_nodes(*batch, value, size, length, spent, float(random.random())))
+    parts, doubt = random.random((20, 4)) * 9, np.diag(random.uniform(0.1, 5, 4))
+    learned = np.zeros((4, 4)), np.zeros(4), doubt, random.random(4), random.random(4)
+    for each in parts:
+        core.follow_clock(*learned, each, float(random.uniform(1, 60)), float(random.uniform(1, 20)))
+        told.append(copies(learned))
     return told
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_planning(by_numba, seed):
-    told_to_both(plan, by_numba, seed)
+def test_planning(seed):
+    told_to_both(plan, seed)
 
 
-# --- who serves -------------------------------------------------------------------------------------
+# --- which of them serves ---------------------------------------------------------------------------
 
 LOADED = """
-import importlib, pkgutil, sys, vllm_gsd.method
-for module in pkgutil.iter_modules(vllm_gsd.method.__path__):
-    importlib.import_module("vllm_gsd.method." + module.name)
-vllm_gsd.method.warmup.warm_up()
-print("numba" in sys.modules, "torch" in sys.modules, type(vllm_gsd.method.graph.reset).__name__)
+import sys, vllm_gsd.host as host
+print(type(host.reset_all).__name__, sorted({"numba", "torch", "vllm"} & sys.modules.keys()))
 """
 
 
-@pytest.mark.parametrize(("switch", "expected"), [("", "False False builtin"), ("1", "True False CPUDispatcher")])
-def test_numba_is_imported_only_where_it_serves(switch, expected):
+@pytest.mark.parametrize(("switch", "expected"), [("", "builtin"), ("1", "function")])
+def test_the_specification_serves_where_there_is_no_extension(switch, expected):
     environment = {**os.environ, SWITCH: switch}
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", LOADED]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert printed.strip().startswith(expected)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(expected)
+    assert done.stdout.strip().endswith("[]")
+    warned = "graphs are grown in plain Python, which is slow" in done.stderr
+    assert warned == bool(switch)
 
 
 def test_an_extension_that_does_not_load_is_told(monkeypatch, caplog):
     def fails(name):
         raise ImportError("symbol lookup error")
 
-    monkeypatch.setattr(TWINS.compiled.importlib, "import_module", fails)
-    assert TWINS.compiled._load_twins() is None
-    assert "the compiled core does not load (symbol lookup error); numba is used instead" in caplog.text
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(host.importlib, "import_module", fails)
+    assert host.load_extension() is None
+    assert "the extension vllm_gsd._core is not used (symbol lookup error)" in caplog.text
 
 
-def test_an_extension_of_other_sources_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(TWINS.compiled, "INTERFACE", -1)
-    assert TWINS.compiled._load_twins() is None
-    assert "it was built from other sources" in caplog.text
+def test_constants_are_those_that_the_extension_was_built_with():
+    host.check_constants(COMPILED.CONSTANTS)
+    assert {name for name in vars(constants) if name.isupper()} == COMPILED.CONSTANTS.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), [("MAX_CONTEXT", 17), ("KEEP", 0.99), ("MATCH_PROB", (0.0, 0.5))])
+def test_an_extension_of_other_constants_is_told(monkeypatch, caplog, name, value):
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(constants, name, value)
+    assert host.load_extension() is None
+    assert f"it was built from other sources: its {name} is" in caplog.text
 
 
 # --- what is refused --------------------------------------------------------------------------------
@@ -383,9 +378,9 @@ def test_an_extension_of_other_sources_is_told(monkeypatch, caplog):
 
 @pytest.fixture
 def graphs():
-    graphs = TWINS.graph.new_graphs(2, 8)
+    graphs = new_graphs(2, 8)
     for row in range(2):
-        TWINS.graph.reset(graphs, row, np.array([1], np.int64))
+        reset(graphs, row, np.array([1], np.int64))
     return graphs
 
 
@@ -416,58 +411,59 @@ def test_arrays_that_do_not_fit(graphs, place, given, error, told):
     arguments = [FRONTIER, ONES, TOKENS, PROBS, ONES]
     arguments[place] = given
     with pytest.raises(error, match=told):
-        TWINS.growth.add_candidates(graphs, *arguments, 0.1, 2)
+        COMPILED.add_candidates(graphs, *arguments, 0.1, ONES)
 
 
 def test_graphs_that_do_not_fit(graphs):
+    text = np.ones((3, 1), np.int32), np.arange(3), np.ones(3, np.int64)
     with pytest.raises(TypeError, match="graphs must be a GraphBatch"):
-        TWINS.graph.find_child(graphs[:5], 0, 0, 1)
+        COMPILED.reset_all(graphs[:5], *text)
     with pytest.raises(TypeError, match=r"graphs.prob must be .* float32"):
-        TWINS.graph.find_child(graphs._replace(prob=graphs.prob.astype(np.float64)), 0, 0, 1)
+        COMPILED.reset_all(graphs._replace(prob=graphs.prob.astype(np.float64)), *text)
     with pytest.raises(ValueError, match=r"graphs.merged must be of the shape"):
-        TWINS.graph.find_child(graphs._replace(merged=graphs.merged[:1]), 0, 0, 1)
+        COMPILED.reset_all(graphs._replace(merged=graphs.merged[:1]), *text)
     with pytest.raises(IndexError, match="graphs: 2 is not below 2"):
-        TWINS.graph.find_child(graphs, 2, 0, 1)
+        COMPILED.reset_all(graphs, *text)
     with pytest.raises(ValueError, match=r"graphs.size"):
-        TWINS.graph.find_child(graphs._replace(size=graphs.size + 9), 0, 0, 1)
+        COMPILED.reset_all(graphs._replace(size=graphs.size + 9), *text)
     graphs.size.flags.writeable = False
     with pytest.raises(ValueError, match=r"graphs.size must be writable"):
-        TWINS.graph.find_child(graphs, 0, 0, 1)
+        COMPILED.reset_all(graphs, *text)
 
 
 def test_rows_that_are_not_there(graphs):
     texts, ones = np.ones((2, 5), np.int32), np.ones(2, np.int64)
     with pytest.raises(IndexError, match="lines: 2 is not below 2"):
-        TWINS.graph.reset_all(graphs, texts, 2 * ones, ones)
+        COMPILED.reset_all(graphs, texts, 2 * ones, ones)
     with pytest.raises(ValueError, match="a text has 5 entries where 6"):
-        TWINS.ngram.graft_all_ngrams(graphs, texts, 0 * ones, 6 * ones, ones > 0, 2, ones, 1)
+        COMPILED.graft_all_ngrams(graphs, texts, 0 * ones, 6 * ones, ones > 0, 2, ones, 1)
     table = np.zeros((2, 3), np.int32)
     for rows, positions, told in ([2, 0], [0, 0], "rows: 2"), ([0, 0], [0, 48], "positions: 3 is not below 3"):
         with pytest.raises(IndexError, match=told):
-            TWINS.text_rows.kv_slots(table, np.array(rows), np.array(positions), 16)
+            COMPILED.kv_slots(table, np.array(rows), np.array(positions), 16)
     with pytest.raises(ValueError, match="done has 2 entries where 3"):
-        TWINS.text_rows.next_rows(ones, np.ones(3, np.int64), 4, np.zeros(3, np.int64))
+        COMPILED.next_rows(ones, np.ones(3, np.int64), 4, np.zeros(3, np.int64))
     outputs = np.zeros(9, np.int64), np.zeros(9, np.int64), np.zeros(9, np.int64), np.zeros((3, 1), np.int64)
     with pytest.raises(ValueError, match="a text of token_ids has 5 entries where 6"):
-        TWINS.text_rows.text_rows(ones, 5 * ones, texts, 0 * ones, *outputs)
+        COMPILED.text_rows(ones, 5 * ones, texts, 0 * ones, *outputs)
     with pytest.raises(ValueError, match="token, position, request or mask has 3 entries where 4"):
-        TWINS.text_rows.text_rows(ones, 4 * ones, texts, 0 * ones, *outputs)
+        COMPILED.text_rows(ones, 4 * ones, texts, 0 * ones, *outputs)
     parents, starts = np.array([-1, 0, 1], np.int32), np.array([0, 4], np.int32)
     tree = np.zeros(2, np.int64), np.zeros(2, np.int32), np.ones(2, np.int32), np.zeros(2, np.int8), np.zeros(2, bool)
     rows = tuple(np.zeros(3, kind) for kind in (np.int64, np.int32, np.int32, np.int8, np.float32))
     whole = *tree, np.ones(2, np.float32), np.zeros((2, 6), np.int8)
     with pytest.raises(ValueError, match="rows has 3 entries where 4"):
-        TWINS.flatten.lay_tree(*whole, 2, 2, rows)
+        COMPILED.lay_tree(*whole, 2, 2, rows)
     with pytest.raises(ValueError, match="a tree has 2 entries where 3"):
-        TWINS.flatten.lay_tree(*whole, 0, 3, rows)
+        COMPILED.lay_tree(*whole, 0, 3, rows)
     with pytest.raises(TypeError, match="rows must be a tuple"):
-        TWINS.flatten.lay_tree(*whole, 1, 2, rows[:4])
+        COMPILED.lay_tree(*whole, 1, 2, rows[:4])
     place = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match="starts must rise"):
-        TWINS.outcome.kv_moves(parents, starts, place, place)
+        COMPILED.kv_moves(parents, starts, place, place)
     with pytest.raises(IndexError, match="places"):
-        TWINS.outcome.kv_moves(parents, starts - [0, 1], place + 3, place)
+        COMPILED.kv_moves(parents, starts - [0, 1], place + 3, place)
     with pytest.raises(ValueError, match="parents must come before"):
-        TWINS.outcome.kv_moves(np.array([-1, 2, 1], np.int32), np.array([0, 3]), place + 1, place)
+        COMPILED.kv_moves(np.array([-1, 2, 1], np.int32), np.array([0, 3]), place + 1, place)
     with pytest.raises(IndexError, match="depth"):
-        TWINS.calibration._chances(np.ones((5, 3, 8), np.float32), place, place - 9, np.ones(1))
+        COMPILED.chances(np.ones((5, 3, 8), np.float32), place, place - 9, np.ones(1))

@@ -9,8 +9,8 @@ from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, to_device, to_
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES
 from vllm_gsd.engine.verify.step import lay_out
-from vllm_gsd.method.flatten import ancestor_masks
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.lay_out import ancestor_masks
 
 CPU = torch.device("cpu")
 TREES = [tree_of([NONE, NONE, 0]), NO_NODES, tree_of([NONE, 0]), NO_NODES, tree_of([NONE, NONE, 0, 1])]

@@ -16,7 +16,7 @@ from vllm_gsd.engine.schedule.grammar import (
     tree_bitmask,
     tree_fits,
 )
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import NONE
 
 
 def test_forbidden_nodes_go_with_all_below_them_and_others_move_up():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
-from vllm_gsd.method.graph import ORIGIN_SHARED, new_graphs, reset
-from vllm_gsd.method.ngram import MATCH_PROB, graft_tree
+from vllm_gsd.method.constants import MATCH_PROB, ORIGIN_SHARED
+from vllm_gsd.method.graph import new_graphs, reset
+from vllm_gsd.method.ngram import graft_tree
 from vllm_gsd.tools.bench.engine import forget_responses
 
 pytest.importorskip("arctic_inference", reason="arctic-inference was not built by scripts/setup")

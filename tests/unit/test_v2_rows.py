@@ -9,8 +9,19 @@ import torch
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, DraftTree
 from vllm_gsd.engine.verify.step import lay_out
-from vllm_gsd.method.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
-from vllm_gsd.method.graph import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
+from vllm_gsd.method.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    ORIGIN_AGREED,
+    ORIGIN_DRAFT,
+    ORIGIN_GRAMMAR,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    SHARED,
+)
 from vllm_gsd.upstream.wire import tree_rows_of
 
 

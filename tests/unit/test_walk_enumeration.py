@@ -33,7 +33,7 @@ from walk_world import (
 )
 
 from vllm_gsd.engine.schedule.grammar import ProposedTree, allowed_nodes, tree_bitmask
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import NONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = range(6)

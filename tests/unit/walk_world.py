@@ -17,7 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.engine.v1.walk import PLACEHOLDER, walk
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, WalkTrees
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import NONE
 
 VOCAB = 8
 SEEDS = range(25)

@@ -15,20 +15,26 @@ from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.verify.draft_tree import NO_NODES, DraftTree
 from vllm_gsd.engine.verify.step import VerifyStep
-from vllm_gsd.method.calibration import AGREED, MERGED, NATIVE, NGRAM, OFF_BELOW, SHARED, SourceTrust
-from vllm_gsd.method.flatten import FlatTrees, flatten
-from vllm_gsd.method.graph import (
+from vllm_gsd.host import flatten, graft_all_ngrams, reset_all, tally
+from vllm_gsd.method.constants import (
+    ACCEPTED,
+    AGREED,
+    GRAMMAR,
+    MERGED,
+    MOVED,
+    NATIVE,
+    NGRAM,
     NUM_ORIGINS,
+    OFF_BELOW,
     ORIGIN_AGREED,
     ORIGIN_NGRAM,
     ORIGIN_SHARED,
-    GraphBatch,
-    new_graphs,
-    reset_all,
+    SHARED,
+    VERIFIED,
 )
-from vllm_gsd.method.ngram import graft_all_ngrams
-from vllm_gsd.method.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, tally
-from vllm_gsd.method.warmup import warm_up as compile_core
+from vllm_gsd.method.flatten import FlatTrees
+from vllm_gsd.method.graph import GraphBatch, new_graphs
+from vllm_gsd.planner.calibration import SourceTrust
 from vllm_gsd.planner.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.upstream import wire
 
@@ -118,7 +124,6 @@ class Speculation:
         """Called once the KV cache and the attention groups exist."""
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size)
-        compile_core()
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
             self.drafter.prepare(kv_cache_config.num_blocks, block_size)

@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gsd.method.calibration import NATIVE, calibrated
-from vllm_gsd.method.compiled import compiled
+from vllm_gsd.method.cells import calibrated
+from vllm_gsd.method.constants import NATIVE
+from vllm_gsd.method.graph import GraphBatch
+from vllm_gsd.method.growth import each_node
 
 
 class DraftSlots(NamedTuple):
@@ -21,64 +23,56 @@ def new_draft_slots(num_graphs: int, capacity: int, max_slots: int) -> DraftSlot
     return DraftSlots(np.zeros(num_graphs, np.int32), np.zeros((num_graphs, capacity, words), np.int64))
 
 
-@compiled
-def frontier_chances(graphs, frontier, frontier_len, factor, trust):
+def frontier_chances(
+    graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, factor: np.ndarray, trust: np.ndarray
+) -> np.ndarray:
     """Chances that the target accepts the frontier's nodes, float64 [sum(frontier_len)], graph by graph.
 
     Args:
         graphs, frontier, frontier_len: as of ``level_rows``.
         factor: of a ``Calibration``; trust: of ``SourceTrust``, float32 [num_graphs, sources].
     """
-    chances = np.empty(frontier_len.sum(), np.float64)
-    line = 0
-    for row in range(len(frontier_len)):
-        for place in range(frontier_len[row]):
-            node = frontier[row, place]
-            chance = calibrated(factor, NATIVE, graphs.depth[row, node], graphs.survival[row, node])
-            chances[line] = min(1.0, chance * trust[row, NATIVE])
-            line += 1
-    return chances
+    chances = [
+        trust[row, NATIVE] * calibrated(factor, NATIVE, graphs.depth[row, node], graphs.survival[row, node])
+        for row, node in each_node(frontier, frontier_len)
+    ]
+    return np.minimum(1.0, np.array(chances, np.float64))
 
 
-@compiled
-def keep_best(frontier, frontier_len, chances, count):
+def keep_best(frontier: np.ndarray, frontier_len: np.ndarray, chances: np.ndarray, count: int) -> None:
     """Leave only the ``count`` nodes with the best ``chances`` in the frontier; it is updated, the order stays."""
-    if count >= len(chances):
-        return
-    kept = np.zeros(len(chances), np.bool_)
-    kept[np.argsort(-chances, kind="mergesort")[:count]] = True
-    line = 0
-    for row in range(len(frontier_len)):
-        left = 0
-        for place in range(frontier_len[row]):
-            if kept[line]:
-                frontier[row, left] = frontier[row, place]
-                left += 1
-            line += 1
-        frontier_len[row] = left
+    kept = np.sort(np.argsort(-chances, kind="stable")[:count])
+    nodes = each_node(frontier, frontier_len)
+    frontier_len[:] = 0
+    for row, node in (nodes[line] for line in kept):
+        frontier[row, frontier_len[row]] = node
+        frontier_len[row] += 1
 
 
-@compiled
-def parent_lines(graphs, frontier, frontier_len, lines):
+def parent_lines(graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, lines: np.ndarray) -> np.ndarray:
     """Where the frontier's parents were in the forwards that ran them, int64 [sum(frontier_len)].
 
     Args:
         graphs, frontier, frontier_len: as of ``level_rows``.
         lines: int64 [num_graphs, capacity], each node's row in the forward that ran it; those of the frontier are set.
     """
-    parents = np.empty(frontier_len.sum(), np.int64)
-    line = 0
-    for row in range(len(frontier_len)):
-        for place in range(frontier_len[row]):
-            node = frontier[row, place]
-            parents[line] = lines[row, graphs.parent[row, node]]
-            lines[row, node] = line
-            line += 1
+    nodes = each_node(frontier, frontier_len)
+    parents = np.array([lines[row, graphs.parent[row, node]] for row, node in nodes], np.int64)
+    for line, (row, node) in enumerate(nodes):
+        lines[row, node] = line
     return parents
 
 
-@compiled
-def level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask):
+def level_rows(
+    graphs: GraphBatch,
+    slots: DraftSlots,
+    frontier: np.ndarray,
+    frontier_len: np.ndarray,
+    token: np.ndarray,
+    depth: np.ndarray,
+    slot: np.ndarray,
+    mask: np.ndarray,
+) -> None:
     """Give every frontier node a slot and write its row of the draft model's next forward.
 
     Args:
@@ -87,21 +81,14 @@ def level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask):
         token, depth, slot: outputs, int64 / int32 / int32 [sum(frontier_len)].
         mask: output, int64 [sum(frontier_len), words]: slots each row attends (its own included).
     """
-    line = 0
-    for row in range(len(frontier_len)):
-        for place in range(frontier_len[row]):
-            node = frontier[row, place]
-            parent = graphs.parent[row, node]
-            own = slots.used[row]
-            slots.used[row] += 1
-            # The root's key and value lie in the committed part, so depth-1 nodes start from no slot.
-            if parent == 0:
-                slots.mask[row, node, :] = 0
-            else:
-                slots.mask[row, node, :] = slots.mask[row, parent]
-            slots.mask[row, node, own // 64] |= np.int64(np.uint64(1) << np.uint64(own % 64))
-            token[line] = graphs.token[row, node]
-            depth[line] = graphs.depth[row, node]
-            slot[line] = own
-            mask[line] = slots.mask[row, node]
-            line += 1
+    for line, (row, node) in enumerate(each_node(frontier, frontier_len)):
+        parent, own = graphs.parent[row, node], slots.used[row]
+        slots.used[row] += 1
+        seen = slots.mask[row, node].view(np.uint64)
+        # The root's key and value lie in the committed part, so depth-1 nodes start from no slot.
+        seen[:] = 0 if parent == 0 else slots.mask[row, parent].view(np.uint64)
+        seen[own // 64] |= np.uint64(1) << np.uint64(own % 64)
+        token[line] = graphs.token[row, node]
+        depth[line] = graphs.depth[row, node]
+        slot[line] = own
+        mask[line] = slots.mask[row, node]

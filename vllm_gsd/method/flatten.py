@@ -6,13 +6,28 @@ children and every prefix of the list is itself a valid tree (the scheduler may 
 """
 
 import heapq
+from collections.abc import Iterator
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gsd.method.calibration import AGREED, MERGED, NATIVE, NGRAM, NUM_SOURCES, SHARED, Calibration, calibrated
-from vllm_gsd.method.compiled import compiled
-from vllm_gsd.method.graph import NONE, ORIGIN_AGREED, ORIGIN_NGRAM, ORIGIN_SHARED, GraphBatch
+from vllm_gsd.method.cells import calibrated
+from vllm_gsd.method.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    NUM_BINS,
+    NUM_DEPTHS,
+    NUM_SOURCES,
+    ORIGIN_AGREED,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    SHARED,
+)
+from vllm_gsd.method.graph import GraphBatch, beyond, children
 
 
 class FlatTrees(NamedTuple):
@@ -40,63 +55,55 @@ class FlatTrees(NamedTuple):
         return path[::-1]
 
 
-@compiled
-def _flatten(
-    graphs, num_nodes, max_depth, factor, trust, token, parent, depth, node_of, origin, via_merge, survival, value, size
-):
-    for row in range(len(num_nodes)):
-        # Entries: (-value, order of discovery, node, place of the parent, depth, via a merged edge, survival).
-        heap = [(np.float32(0.0), 0, np.int32(0), np.int32(NONE), np.int32(0), False, np.float32(0.0))]
-        heap.pop()
-        likely, chance, source = np.float32(1.0), np.float32(1.0), np.int32(0)
-        place, level, crossed = np.int32(NONE), np.int32(0), False
-        count, order = 0, 0
-        while True:
-            if level < max_depth[row]:
-                target = graphs.merged[row, source]
-                crossed = crossed or target != NONE
-                child = graphs.first_child[row, source if target == NONE else target]
-                while child != NONE:
-                    order += 1
-                    below = likely * graphs.prob[row, child]
-                    kind = NATIVE
-                    if graphs.origin[row, child] == ORIGIN_NGRAM:
-                        kind = NGRAM
-                    elif graphs.origin[row, child] == ORIGIN_SHARED:
-                        kind = SHARED
-                    elif graphs.origin[row, child] == ORIGIN_AGREED:
-                        kind = AGREED
-                    elif crossed or graphs.merged[row, child] != NONE:
-                        kind = MERGED
-                    worth = min(chance, trust[row, kind] * calibrated(factor, kind, level + 1, below))
-                    heapq.heappush(heap, (-worth, order, child, place, np.int32(level + 1), crossed, below))
-                    child = graphs.next_sibling[row, child]
-            if count >= num_nodes[row] or len(heap) == 0:
-                break
-            negative, _, source, above, level, crossed, likely = heapq.heappop(heap)
-            chance = -negative
-            place = np.int32(count)
-            token[row, place] = graphs.token[row, source]
-            parent[row, place] = above
-            depth[row, place] = level
-            node_of[row, place] = source
-            origin[row, place] = graphs.origin[row, source]
-            via_merge[row, place] = crossed or graphs.merged[row, source] != NONE
-            survival[row, place] = likely
-            value[row, place] = chance
-            count += 1
-        size[row] = count
+class _Place(NamedTuple):
+    """A path of the graph that could be laid out next. Places are compared in the order of the fields."""
+
+    minus_value: np.float32  # so that the best is the least
+    discovered: int  # decides among equals
+    node: int  # where the path ends
+    parent: int  # place in the list
+    depth: int
+    crossed: bool  # a merged edge before its last node
+    survival: np.float32
 
 
-# Factors of a calibration that has seen nothing.
-_UNCALIBRATED = Calibration().factor
+_SOURCE_OF_COPIES = {ORIGIN_NGRAM: NGRAM, ORIGIN_SHARED: SHARED, ORIGIN_AGREED: AGREED}
+
+
+def best_first(
+    graphs: GraphBatch, row: int, num_nodes: int, max_depth: int, factor: np.ndarray, trust: np.ndarray
+) -> Iterator[_Place]:
+    """The places of one graph's flattened tree, in order; arguments as of ``flatten``, of that graph."""
+    order = count(1)
+    waiting: list[_Place] = []
+
+    def discover(above: _Place, place: int) -> None:
+        """The children of ``above``, which is laid out at ``place``, may come next."""
+        crossed = above.crossed or graphs.merged[row, above.node] != NONE
+        for child in children(graphs, row, beyond(graphs, row, above.node)):
+            survival = above.survival * graphs.prob[row, child]
+            drafted = MERGED if crossed or graphs.merged[row, child] != NONE else NATIVE
+            source = _SOURCE_OF_COPIES.get(graphs.origin[row, child], drafted)
+            own = trust[source] * calibrated(factor, source, above.depth + 1, survival)
+            value = min(-above.minus_value, own)
+            heapq.heappush(waiting, _Place(-value, next(order), child, place, above.depth + 1, crossed, survival))
+
+    if max_depth > 0:
+        discover(_Place(np.float32(-1.0), 0, 0, NONE, 0, False, np.float32(1.0)), NONE)
+    for place in range(num_nodes):
+        if not waiting:
+            return
+        best = heapq.heappop(waiting)
+        yield best
+        if best.depth < max_depth:
+            discover(best, place)
 
 
 def flatten(
     graphs: GraphBatch,
     num_nodes: np.ndarray,
     max_depth: np.ndarray,
-    factor: np.ndarray = _UNCALIBRATED,
+    factor: np.ndarray | None = None,
     trust: np.ndarray | None = None,
 ) -> FlatTrees:
     """Unroll every graph of the batch, best first.
@@ -105,15 +112,17 @@ def flatten(
         graphs: GraphBatch of ``num_graphs`` graphs.
         num_nodes: int32 [num_graphs], most nodes of each flattened graph.
         max_depth: int32 [num_graphs], deepest place allowed (limits of max_tokens and max_model_len).
-        factor: of a ``Calibration``.
+        factor: of a ``Calibration``, float32 [sources, depths, bins]; None: survival is right.
         trust: of ``SourceTrust``, float32 [num_graphs, sources]; None: none is trusted more or less than calibrated.
     """
     shape = (len(num_nodes), max(1, max(num_nodes.tolist(), default=1)))
-    parent = np.empty(shape, np.int32)
-    parent.fill(NONE)
+    if factor is None:
+        factor = np.ones((NUM_SOURCES, NUM_DEPTHS, NUM_BINS), np.float32)
+    if trust is None:
+        trust = np.ones((len(num_nodes), NUM_SOURCES), np.float32)
     trees = FlatTrees(
         token=np.zeros(shape, np.int64),
-        parent=parent,
+        parent=np.full(shape, NONE, np.int32),
         depth=np.zeros(shape, np.int32),
         node=np.zeros(shape, np.int32),
         origin=np.zeros(shape, np.int8),
@@ -122,90 +131,15 @@ def flatten(
         value=np.zeros(shape, np.float32),
         size=np.zeros(len(num_nodes), np.int32),
     )
-    if trust is None:
-        trust = np.ones((len(num_nodes), NUM_SOURCES), np.float32)
-    _flatten(graphs, num_nodes, max_depth, factor, trust, *trees)
+    for row in range(len(num_nodes)):
+        for place, best in enumerate(best_first(graphs, row, num_nodes[row], max_depth[row], factor, trust[row])):
+            trees.token[row, place] = graphs.token[row, best.node]
+            trees.parent[row, place] = best.parent
+            trees.depth[row, place] = best.depth
+            trees.node[row, place] = best.node
+            trees.origin[row, place] = graphs.origin[row, best.node]
+            trees.via_merge[row, place] = best.crossed or graphs.merged[row, best.node] != NONE
+            trees.survival[row, place] = best.survival
+            trees.value[row, place] = -best.minus_value
+            trees.size[row] = place + 1
     return trees
-
-
-@compiled
-def lay_tree(token, parent, depth, origin, via_merge, survival, sources, first, count, rows):
-    """Write the rows of a flattened graph's nodes behind its root's.
-
-    Args:
-        token, parent, depth, origin, via_merge, survival: [nodes], of a row of ``FlatTrees``.
-        sources: int8 [2, NUM_ORIGINS], a node's source by whether it lies behind a merged edge, and by its origin.
-        first, count: the first node's row; how many nodes are written.
-        rows: outputs, token int64, parent int32 (place in the tree, the root's is 0), depth int32, source int8 and
-            survival float32, [num_rows] each.
-    """
-    all_tokens, all_parents, all_depths, all_sources, all_survival = rows
-    for node in range(count):
-        line = first + node
-        all_tokens[line] = token[node]
-        all_parents[line] = parent[node] + 1
-        all_depths[line] = depth[node]
-        all_sources[line] = sources[int(via_merge[node]), origin[node]]
-        all_survival[line] = survival[node]
-
-
-@compiled
-def ancestor_masks(parent, starts, masks):
-    """Attention mask among the rows of each tree: a row sees itself and its ancestors.
-
-    Args:
-        parent: int32 [num_rows], for each row the place of its parent row within its own tree, NONE for a root.
-        starts: int32 [num_trees + 1], rows of tree t are ``starts[t]:starts[t + 1]``.
-        masks: output, int64 [num_rows, words]; bit j of word w stands for place 64 * w + j of the same tree.
-
-    Raises:
-        ValueError: a tree has more rows than the masks have bits.
-    """
-    for tree in range(len(starts) - 1):
-        first = starts[tree]
-        if starts[tree + 1] - first > 64 * masks.shape[1]:
-            raise ValueError("a tree has more rows than its attention mask has bits")
-        for line in range(first, starts[tree + 1]):
-            if parent[line] == NONE:
-                masks[line, :] = 0
-            else:
-                masks[line, :] = masks[first + parent[line]]
-            place = line - first
-            masks[line, place // 64] |= np.int64(np.uint64(1) << np.uint64(place % 64))
-
-
-@compiled
-def batch_masks(parents, starts, depth, has_tree, first_rows, batch_starts, positions, prefix, masks):
-    """Attention masks and positions of a batch's rows: texts as chains, and behind each its graph.
-
-    Args:
-        parents, depth: int32 [num_rows of trees], NONE for roots, below it rows that see nothing but themselves.
-        starts: int32 [num_requests + 1], rows of request r's tree are ``starts[r]:starts[r + 1]``, its root the first.
-        has_tree: bool [num_requests]; the rows of others are text.
-        first_rows: int64 [num_requests], the batch's row of each root.
-        batch_starts: int32 [num_requests + 1], where requests begin in the batch.
-        positions: int64 [at least num_rows of the batch], by place; nodes get theirs by depth.
-        prefix: output, int64 [num_requests], positions before each request's first row.
-        masks: output, int64 [num_rows of the batch, words]; bit j of word w: the request's row 64 * w + j is seen.
-
-    Raises:
-        ValueError: a request has more rows than the masks have bits.
-    """
-    for request in range(len(first_rows)):
-        begin, end, root = batch_starts[request], batch_starts[request + 1], first_rows[request]
-        if end - begin > 64 * masks.shape[1]:
-            raise ValueError("a tree has more rows than its attention mask has bits")
-        if begin < end:
-            prefix[request] = positions[begin]
-        for row in range(begin, end):
-            above = row - 1
-            if has_tree[request] and row > root:
-                line = starts[request] + row - root
-                positions[row] = positions[root] + depth[line]
-                above = root + parents[line] if parents[line] >= 0 else NONE
-            if above < begin:
-                masks[row, :] = 0
-            else:
-                masks[row, :] = masks[above]
-            place = row - begin
-            masks[row, place // 64] |= np.int64(np.uint64(1) << np.uint64(place % 64))

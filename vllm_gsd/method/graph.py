@@ -1,6 +1,6 @@
 """The token graph: nodes, edges and their probabilities, for a whole batch at once.
 
-Vocabulary (paper section 3; design in the README):
+Vocabulary (Gong et al. 2024, section 3):
 
 * node 0 of every graph is its *root*, the last committed token of the request;
 * a *native* node was proposed by a source (draft model, n-grams, other responses) and may be expanded;
@@ -8,25 +8,14 @@ Vocabulary (paper section 3; design in the README):
   own (it has a parent, a token and a probability) whose ``merged`` names the node whose children it shares.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gsd.method.compiled import compiled, compiled_helper
+from vllm_gsd.method.constants import MAX_CONTEXT, NONE, ORIGIN_ROOT
 
-# Where a node comes from. Metrics report acceptance by origin.
-ORIGIN_ROOT = 0
-ORIGIN_DRAFT = 1
-ORIGIN_NGRAM = 2
-ORIGIN_GRAMMAR = 3
-ORIGIN_SHARED = 4
-ORIGIN_AGREED = 5  # drafted by the model and copied from a text
-NUM_ORIGINS = 6
-
-NONE = -1
-
-# How many committed tokens before the root an n-gram may reach back into.
-MAX_CONTEXT = 16
+_SURE = np.float32(1.0)
 
 
 class GraphBatch(NamedTuple):
@@ -71,115 +60,83 @@ def new_graphs(num_graphs: int, capacity: int) -> GraphBatch:
     )
 
 
-@compiled
-def reset(graphs, row, committed):
+def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
     """Make graph ``row`` a lone root.
 
     Args:
         committed: int [n >= 1], the request's committed tokens (a tail of them suffices); the last is the root.
     """
-    graphs.token[row, 0] = committed[-1]
-    graphs.parent[row, 0] = NONE
-    graphs.depth[row, 0] = 0
-    graphs.prob[row, 0] = 1.0
-    graphs.survival[row, 0] = 1.0
-    graphs.origin[row, 0] = ORIGIN_ROOT
-    graphs.merged[row, 0] = NONE
-    graphs.first_child[row, 0] = NONE
-    graphs.next_sibling[row, 0] = NONE
+    _write(graphs, row, 0, committed[-1], NONE, 0, _SURE, _SURE, ORIGIN_ROOT)
     graphs.size[row] = 1
-    for back in range(MAX_CONTEXT):
-        place = len(committed) - 2 - back
-        graphs.context[row, back] = committed[place] if place >= 0 else NONE
+    before = committed[-2::-1][:MAX_CONTEXT]
+    graphs.context[row] = NONE
+    graphs.context[row, : len(before)] = before
 
 
-@compiled
-def reset_all(graphs, token_ids, lines, length):
+def reset_all(graphs: GraphBatch, token_ids: np.ndarray, lines: np.ndarray, length: np.ndarray) -> None:
     """Make the graphs of a batch lone roots.
 
     Args:
         token_ids: int32 [any, most tokens]; lines: int64 [num_graphs], each request's row of it.
         length: int64 [num_graphs], committed tokens of each request.
     """
-    for row in range(len(lines)):
-        reset(graphs, row, token_ids[lines[row], : length[row]])
+    for row, line in enumerate(lines):
+        reset(graphs, row, token_ids[line, : length[row]])
 
 
-@compiled
-def add_child(graphs, row, parent, token, prob, origin):
+def add_child(graphs: GraphBatch, row: int, parent: int, token: int, prob: np.floating, origin: int) -> int:
     """Append a node below ``parent``; return its index, or NONE when the graph is full."""
-    node = graphs.size[row]
-    if node >= graphs.token.shape[1]:
+    node = int(graphs.size[row])
+    if node >= graphs.capacity:
         return NONE
+    siblings = list(children(graphs, row, parent))
+    survival = graphs.survival[row, parent] * prob
+    _write(graphs, row, node, token, parent, graphs.depth[row, parent] + 1, prob, survival, origin)
     graphs.size[row] = node + 1
+    if siblings:
+        graphs.next_sibling[row, siblings[-1]] = node
+    else:
+        graphs.first_child[row, parent] = node
+    return node
+
+
+def _write(
+    graphs: GraphBatch,
+    row: int,
+    node: int,
+    token: int,
+    parent: int,
+    depth: int,
+    prob: np.floating,
+    survival: np.floating,
+    origin: int,
+) -> None:
+    """Write a node that has no children yet."""
     graphs.token[row, node] = token
     graphs.parent[row, node] = parent
-    graphs.depth[row, node] = graphs.depth[row, parent] + 1
+    graphs.depth[row, node] = depth
     graphs.prob[row, node] = prob
-    graphs.survival[row, node] = graphs.survival[row, parent] * prob
+    graphs.survival[row, node] = survival
     graphs.origin[row, node] = origin
     graphs.merged[row, node] = NONE
     graphs.first_child[row, node] = NONE
     graphs.next_sibling[row, node] = NONE
-    last = graphs.first_child[row, parent]
-    if last == NONE:
-        graphs.first_child[row, parent] = node
-    else:
-        while graphs.next_sibling[row, last] != NONE:
-            last = graphs.next_sibling[row, last]
-        graphs.next_sibling[row, last] = node
-    return node
 
 
-@compiled
-def find_child(graphs, row, parent, token):
-    """The child of ``parent`` that carries ``token``, or NONE."""
-    child = graphs.first_child[row, parent]
-    while child != NONE and graphs.token[row, child] != token:
-        child = graphs.next_sibling[row, child]
-    return child
-
-
-@compiled_helper
-def agree(graphs, row, node, prob):
-    """A text suggests, with that chance, a node that is there already.
-
-    If the draft model has proposed it, the two are taken for independent: it is wrong only where both are. (Survival,
-    which growing needed, stays as it was.)
-    """
-    if graphs.origin[row, node] == ORIGIN_DRAFT:
-        before = graphs.prob[row, node]
-        graphs.prob[row, node] = before + prob * (np.float32(1.0) - before)
-        graphs.origin[row, node] = ORIGIN_AGREED
-
-
-@compiled_helper
-def left_by_copies(graphs, row, parent):
-    """Chance that the surest child copied from a text leaves to others."""
-    left = np.float32(1.0)
-    child = graphs.first_child[row, parent]
+def children(graphs: GraphBatch, row: int, node: int) -> Iterator[int]:
+    """The children of a node, in the order in which they were added."""
+    child = int(graphs.first_child[row, node])
     while child != NONE:
-        if graphs.origin[row, child] != ORIGIN_DRAFT:
-            left = min(left, np.float32(1.0) - graphs.prob[row, child])
-        child = graphs.next_sibling[row, child]
-    return left
+        yield child
+        child = int(graphs.next_sibling[row, child])
 
 
-@compiled_helper
-def insert_path(graphs, row, tokens, probs, origin):
-    """Add the path ``tokens``, copied from a text, below the root.
+def find_child(graphs: GraphBatch, row: int, parent: int, token: int) -> int:
+    """The child of ``parent`` that carries ``token``, or NONE."""
+    return next((child for child in children(graphs, row, parent) if graphs.token[row, child] == token), NONE)
 
-    Args:
-        tokens, probs: int64 / float32 [n], token and conditional probability of each step where no other copy is known.
-    """
-    node = 0
-    for i in range(len(tokens)):
-        child = find_child(graphs, row, node, tokens[i])
-        if child == NONE:
-            child = add_child(graphs, row, node, tokens[i], probs[i] * left_by_copies(graphs, row, node), origin)
-            if child == NONE:
-                return
-        else:
-            agree(graphs, row, child, probs[i])
-        # A merged edge continues as the node it points to.
-        node = child if graphs.merged[row, child] == NONE else graphs.merged[row, child]
+
+def beyond(graphs: GraphBatch, row: int, node: int) -> int:
+    """The node whose children follow ``node``: a merged edge continues as the node it points to."""
+    merged = int(graphs.merged[row, node])
+    return node if merged == NONE else merged

@@ -1,70 +1,34 @@
 """Level-wise growth: turn a draft model's candidates into nodes, choose which nodes to expand next.
 
-Pruning (paper section 3.3): a sibling far below its best sibling is dropped (``theta_sib``), a node that
+Pruning (Gong et al. 2024, section 3.3): a sibling far below its best sibling is dropped (``theta_sib``), a node that
 is unlikely to be reached is not expanded (``theta_prob``). Two bounds of our own keep the work O(nodes)
 without changing the result: a node below the ``num_nodes`` best so far can't be verified, since
 survival only falls along a path, so it is dropped; nor is a node expanded that is itself below them.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
-from vllm_gsd.method.compiled import compiled, compiled_helper
-from vllm_gsd.method.graph import NONE, ORIGIN_DRAFT, add_child, find_child
+from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT
+from vllm_gsd.method.graph import GraphBatch, add_child, find_child
 from vllm_gsd.method.merge import merge_target
 
 
-class GrowthCounts(NamedTuple):
-    """What a growth call did, summed over the batch."""
-
-    added: int  # candidates that became nodes, merged edges included
-    merged: int  # candidates that became merged edges
-    pruned: int  # candidates dropped
-
-
-@compiled_helper
-def survival_floor(graphs, row, num_nodes):
+def survival_floor(graphs: GraphBatch, row: int, num_nodes: int) -> np.float32:
     """Survival of the ``num_nodes``-th best node of a graph (0 while there are fewer)."""
-    count = graphs.size[row] - 1
-    if count < num_nodes:
-        return np.float32(0.0)
-    return np.sort(graphs.survival[row, 1 : count + 1])[count - num_nodes]
+    falling = np.sort(graphs.survival[row, 1 : graphs.size[row]])[::-1]
+    return falling[num_nodes - 1] if num_nodes <= len(falling) else np.float32(0.0)
 
 
-@compiled
-def _add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, theta_sib, merge_ngram):
-    added, merged, pruned = 0, 0, 0
-    num_candidates = tokens.shape[1]
-    line = 0
-    for row in range(len(frontier_len)):
-        floor = survival_floor(graphs, row, num_nodes[row])
-        for place in range(frontier_len[row]):
-            parent = frontier[row, place]
-            best = probs[line, 0]
-            for k in range(num_candidates):
-                token, prob = tokens[line, k], probs[line, k]
-                if token < 0:
-                    continue
-                if prob < theta_sib * best or graphs.survival[row, parent] * prob <= floor:
-                    pruned += 1
-                    continue
-                if find_child(graphs, row, parent, token) != NONE:
-                    continue  # another source put it there already
-                target = merge_target(graphs, row, parent, token, merge_ngram[row])
-                node = add_child(graphs, row, parent, token, prob, ORIGIN_DRAFT)
-                if node == NONE:
-                    pruned += 1
-                    continue
-                added += 1
-                if target != NONE:
-                    graphs.merged[row, node] = target
-                    merged += 1
-            line += 1
-    return added, merged, pruned
-
-
-def add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, theta_sib, merge_ngram) -> GrowthCounts:
+def add_candidates(
+    graphs: GraphBatch,
+    frontier: np.ndarray,
+    frontier_len: np.ndarray,
+    tokens: np.ndarray,
+    probs: np.ndarray,
+    num_nodes: np.ndarray,
+    theta_sib: float,
+    merge_ngram: np.ndarray,
+) -> tuple[int, int, int]:
     """Add the draft model's candidates below the frontier nodes.
 
     Args:
@@ -73,46 +37,67 @@ def add_candidates(graphs, frontier, frontier_len, tokens, probs, num_nodes, the
         frontier_len: int32 [num_graphs], how many of them are in use.
         tokens: int64 [sum(frontier_len), k], candidates of each frontier node, best first; negative: none.
         probs: float32, same shape, conditional probabilities.
-        num_nodes: int32 [num_graphs], node budget of each request.
+        num_nodes: int32 [num_graphs], node budget of each request, at least 1.
         theta_sib: a candidate below ``theta_sib`` x its best sibling is dropped.
-        merge_ngram: tokens that must agree for two nodes to be one; 0 turns merging off. One for all graphs, or
-            int32 [num_graphs].
+        merge_ngram: int32 [num_graphs], tokens that must agree for two nodes to be one; 0 turns merging off.
+
+    Returns:
+        candidates that became nodes (merged edges included), those that became merged edges, and those dropped.
     """
-    if not isinstance(merge_ngram, np.ndarray):
-        merge_ngram = np.full(len(frontier_len), merge_ngram, np.int32)
-    counts = _add_candidates(
-        graphs, frontier, frontier_len, tokens, probs, num_nodes, np.float32(theta_sib), merge_ngram
-    )
-    return GrowthCounts(*counts)
+    added, merged, pruned = 0, 0, 0
+    floor = [survival_floor(graphs, row, num_nodes[row]) for row in range(len(frontier_len))]
+    for line, (row, parent) in enumerate(each_node(frontier, frontier_len)):
+        weakest = np.float32(theta_sib) * probs[line, 0]
+        for token, prob in zip(tokens[line], probs[line], strict=True):
+            if token < 0:
+                continue
+            if prob < weakest or graphs.survival[row, parent] * prob <= floor[row]:
+                pruned += 1
+                continue
+            if find_child(graphs, row, parent, token) != NONE:
+                continue  # another source put it there already
+            target = merge_target(graphs, row, parent, token, merge_ngram[row])
+            node = add_child(graphs, row, parent, token, prob, ORIGIN_DRAFT)
+            if node == NONE:
+                pruned += 1
+                continue
+            graphs.merged[row, node] = target
+            added += 1
+            merged += target != NONE
+    return added, merged, pruned
 
 
-@compiled
-def next_frontier(graphs, first_new, num_nodes, room, theta_prob, frontier, frontier_len):
+def next_frontier(
+    graphs: GraphBatch,
+    first_new: np.ndarray,
+    num_nodes: np.ndarray,
+    room: np.ndarray,
+    theta_prob: float | np.float32,
+    frontier: np.ndarray,
+    frontier_len: np.ndarray,
+) -> None:
     """Choose the nodes to draft from next, best survival first, and write them to ``frontier``.
 
     Args:
         graphs: GraphBatch.
         first_new: int32 [num_graphs], nodes before this index were considered in an earlier level.
-        num_nodes: int32 [num_graphs], node budget of each request.
+        num_nodes: int32 [num_graphs], node budget of each request, at least 1.
         room: int32 [num_graphs], draft KV slots still free for each request.
         theta_prob: survival below which a node is not expanded.
         frontier, frontier_len: outputs, int32 [num_graphs, width] and [num_graphs].
     """
-    for row in range(len(first_new)):
-        floor = survival_floor(graphs, row, num_nodes[row])
-        limit = min(room[row], frontier.shape[1])
-        count = 0
-        for node in range(first_new[row], graphs.size[row]):
-            survival = graphs.survival[row, node]
-            if graphs.merged[row, node] != NONE or survival < theta_prob or survival < floor:
-                continue
-            # Insert in order of survival, keeping the best ``limit``.
-            place = min(count, limit)
-            while place > 0 and graphs.survival[row, frontier[row, place - 1]] < survival:
-                if place < limit:
-                    frontier[row, place] = frontier[row, place - 1]
-                place -= 1
-            if place < limit:
-                frontier[row, place] = node
-                count = min(count + 1, limit)
-        frontier_len[row] = count
+    for row, first in enumerate(first_new):
+        survival = graphs.survival[row]
+        least = max(survival_floor(graphs, row, num_nodes[row]), np.float32(theta_prob))
+        new = range(first, graphs.size[row])
+        fit = [node for node in new if graphs.merged[row, node] == NONE and survival[node] >= least]
+        limit = max(0, min(room[row], frontier.shape[1]))
+        best = sorted(fit, key=lambda node: -survival[node])[:limit]
+        frontier[row, : len(best)] = best
+        frontier_len[row] = len(best)
+
+
+def each_node(frontier: np.ndarray, frontier_len: np.ndarray) -> list[tuple[int, int]]:
+    """The frontier's nodes, graph by graph: graph and node of each row of a forward over them."""
+    counts = enumerate(frontier_len.tolist())
+    return [(row, node) for row, count in counts for node in frontier[row, :count].tolist()]

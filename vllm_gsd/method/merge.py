@@ -1,73 +1,54 @@
-"""Merging of re-occurring n-grams (paper section 3.2): draft a continuation once, use it from several places."""
+"""Merging of re-occurring n-grams (Gong et al. 2024, section 3.2): draft a continuation once, use it in many places."""
 
-import numpy as np
+from collections.abc import Iterator
+from itertools import count, islice
 
-from vllm_gsd.method.compiled import compiled_helper
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import MAX_CONTEXT, NONE
+from vllm_gsd.method.graph import GraphBatch, children
 
 
-@compiled_helper
-def same_ngram(graphs, row, parent, token, node, length):
-    """Whether the ``length`` tokens ending in ``token`` below ``parent`` equal those ending at ``node``.
+def text_before(graphs: GraphBatch, row: int, node: int) -> Iterator[tuple[int, int]]:
+    """The text that ends at ``node``, read backwards: where each token is, and the token.
 
-    An n-gram that is longer than its path reaches back over the root into the committed context.
+    Behind the root, whose place is 0, it goes on through the committed context: places -1, -2...; NONE where that ends.
     """
+    while node != NONE:
+        yield node, int(graphs.token[row, node])
+        node = int(graphs.parent[row, node])
+    for back in count():
+        yield -1 - back, int(graphs.context[row, back]) if back < MAX_CONTEXT else NONE
+
+
+def same_ngram(graphs: GraphBatch, row: int, parent: int, token: int, node: int, length: int) -> bool:
+    """Whether the ``length`` tokens ending in ``token`` below ``parent`` equal those ending at ``node``."""
     if graphs.token[row, node] != token:
         return False
-    left, right = parent, graphs.parent[row, node]
-    left_back, right_back = 0, 0  # how far each side has walked past the root
-    for _ in range(length - 1):
-        if left == right and left_back == right_back:
+    ours = text_before(graphs, row, parent)
+    theirs = text_before(graphs, row, graphs.parent[row, node])
+    for (place, ours_token), (other, theirs_token) in islice(zip(ours, theirs, strict=True), length - 1):
+        if place == other:
             return True  # the paths have met: everything before is the same text
-        if left != NONE:
-            left_token = graphs.token[row, left]
-            left = graphs.parent[row, left]
-        else:
-            left_token = graphs.context[row, left_back] if left_back < graphs.context.shape[1] else NONE
-            left_back += 1
-        if right != NONE:
-            right_token = graphs.token[row, right]
-            right = graphs.parent[row, right]
-        else:
-            right_token = graphs.context[row, right_back] if right_back < graphs.context.shape[1] else NONE
-            right_back += 1
-        if left_token != right_token or left_token == NONE:
+        if ours_token != theirs_token or ours_token == NONE:
             return False
     return True
 
 
-@compiled_helper
-def reaches(graphs, row, start, goal):
+def reaches(graphs: GraphBatch, row: int, start: int, goal: int) -> bool:
     """Whether a walk down from ``start``, merged edges included, can arrive at ``goal``."""
-    seen = np.zeros(graphs.size[row], np.bool_)
-    stack = np.empty(graphs.size[row] + 1, np.int32)
-    stack[0] = start
-    seen[start] = True
-    height = 1
-    while height > 0:
-        height -= 1
-        node = stack[height]
+    seen, waiting = {start}, [start]
+    while waiting:
+        node = waiting.pop()
         if node == goal:
             return True
-        target = graphs.merged[row, node]
-        if target != NONE:
-            if not seen[target]:
-                seen[target] = True
-                stack[height] = target
-                height += 1
-            continue
-        child = graphs.first_child[row, node]
-        while child != NONE:
-            if not seen[child]:
-                seen[child] = True
-                stack[height] = child
-                height += 1
-            child = graphs.next_sibling[row, child]
+        target = int(graphs.merged[row, node])
+        following = children(graphs, row, node) if target == NONE else [target]
+        new = [other for other in following if other not in seen]
+        seen.update(new)
+        waiting += new
     return False
 
 
-@compiled_helper
-def merge_target(graphs, row, parent, token, length):
+def merge_target(graphs: GraphBatch, row: int, parent: int, token: int, length: int) -> int:
     """The native node that the candidate ``token`` below ``parent`` may continue as, or NONE.
 
     A node from which ``parent`` can be reached is refused, which keeps the graph acyclic; that covers the

@@ -2,66 +2,49 @@
 
 import numpy as np
 
-from vllm_gsd.method.compiled import compiled
-from vllm_gsd.method.graph import NONE, ORIGIN_NGRAM, add_child, agree, find_child, insert_path
+from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
+from vllm_gsd.method.graph import GraphBatch, add_child, beyond, children, find_child
 
-# Longest suffix of the text that is compared; beyond it a match is as sure as it gets.
-MAX_MATCH = 16
-# Chance that a copied token is right, by the number of tokens that matched before it: measured on answers of
-# SmolLM2-135M (docs/experiments, 2026-11-22-07). Only the ranking of hypotheses depends on it, never what is accepted.
-# The last one is that of all longer matches together.
-MATCH_PROB = np.array(
-    [
-        *(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84),
-        *(0.87, 0.88, 0.89, 0.9, 0.91, 0.92, 0.93, 0.97),
-    ],
-    np.float32,
-)
+_ONE = np.float32(1.0)
 
 
-@compiled
-def longest_matches(text, length, min_match, starts, matched):
-    """Find the earlier occurrences of the text's longest suffixes.
+def match_prob(matched: int) -> np.float32:
+    """Chance that a token is right that was copied from behind ``matched`` tokens that agree."""
+    return np.float32(MATCH_PROB[min(MAX_MATCH, matched)])
+
+
+def longest_matches(text: np.ndarray, min_match: int, most: int) -> list[tuple[int, int]]:
+    """Find the earlier occurrences of a text's longest suffixes.
 
     Args:
-        text: int64 [>= length], tokens of the request.
-        length: tokens in use.
-        min_match: shortest suffix that counts.
-        starts, matched: outputs, int32 [k]: where the continuation of the j-th best occurrence begins and how many
-            tokens matched before it. Longer matches first, later ones first among equals.
+        text: int [n >= 1], tokens of the request.
+        min_match: shortest suffix that counts, at least 1; most: occurrences wanted.
 
     Returns:
-        int, occurrences found (at most k).
+        where the continuation of each of the best occurrences begins and how many tokens matched before it. Longer
+        matches come first, later ones first among equals.
     """
-    count = 0
-    limit = len(starts)
-    last = text[length - 1]
-    for end in range(length - 2, -1, -1):
-        if text[end] != last:
-            continue
-        size = 1
-        while size < MAX_MATCH and end - size >= 0 and text[end - size] == text[length - 1 - size]:
-            size += 1
-        if size < min_match or (count == limit and matched[count - 1] >= size):
-            continue
-        place = min(count, limit - 1)
-        while place > 0 and matched[place - 1] < size:
-            starts[place], matched[place] = starts[place - 1], matched[place - 1]
-            place -= 1
-        starts[place], matched[place] = end + 1, size
-        count = min(count + 1, limit)
-        if count == limit and matched[count - 1] == MAX_MATCH:
-            break
-    return count
+    last = text[-1]
+    starts = 1 + np.flatnonzero(text[:-1] == last)[::-1]
+    found = [(int(start), common_suffix(text[:start], text)) for start in starts]
+    return sorted((match for match in found if match[1] >= min_match), key=lambda match: -match[1])[:most]
 
 
-@compiled
-def graft_ngrams(graphs, row, text, length, max_matches, max_depth, min_match):
+def common_suffix(one: np.ndarray, other: np.ndarray) -> int:
+    """How many last tokens two texts share, MAX_MATCH at most."""
+    compared = min(MAX_MATCH, len(one), len(other))
+    differ = np.flatnonzero(one[::-1][:compared] != other[::-1][:compared])
+    return int(differ[0]) if len(differ) else compared
+
+
+def graft_ngrams(
+    graphs: GraphBatch, row: int, text: np.ndarray, max_matches: int, max_depth: int, min_match: int
+) -> int:
     """Insert continuations of earlier occurrences of the text's suffix into a graph.
 
     Args:
         graphs, row: GraphBatch and the graph in it.
-        text: int64 [>= length], the request's committed tokens; ``text[length - 1]`` is the graph's root.
+        text: int [n], the request's committed tokens, the last of which is the graph's root.
         max_matches: most occurrences to use (the out-degree of the root they can cause).
         max_depth: most tokens copied from each.
         min_match: shortest suffix that counts as an occurrence.
@@ -69,32 +52,47 @@ def graft_ngrams(graphs, row, text, length, max_matches, max_depth, min_match):
     Returns:
         int, hypotheses inserted.
     """
-    starts = np.empty(max_matches, np.int32)
-    matched = np.zeros(max_matches, np.int32)
-    count = longest_matches(text, length, min_match, starts, matched)
-    for j in range(count):
-        depth = min(max_depth, length - starts[j])
-        probs = np.empty(depth, np.float32)
-        for i in range(depth):
-            probs[i] = MATCH_PROB[min(MAX_MATCH, matched[j] + i)]
-        insert_path(graphs, row, text[starts[j] : starts[j] + depth], probs, ORIGIN_NGRAM)
-    return count
+    matches = longest_matches(text, min_match, max_matches)
+    for start, matched in matches:
+        node = 0
+        for step, token in enumerate(text[start : start + max_depth]):
+            prob = match_prob(matched + step)
+            node = insert_copy(graphs, row, node, token, prob, prob * left_by_copies(graphs, row, node), ORIGIN_NGRAM)
+            if node == NONE:
+                break
+    return len(matches)
 
 
-@compiled
-def graft_all_ngrams(graphs, token_ids, lines, length, chosen, max_matches, max_depth, min_match):
+def graft_all_ngrams(
+    graphs: GraphBatch,
+    token_ids: np.ndarray,
+    lines: np.ndarray,
+    length: np.ndarray,
+    chosen: np.ndarray,
+    max_matches: int,
+    max_depth: np.ndarray,
+    min_match: int,
+) -> None:
     """``graft_ngrams`` for a batch.
 
     Args:
         token_ids, lines, length: as of ``reset_all``.
-        chosen: bool [num_graphs], graphs to graft to; max_depth: int64 [num_graphs].
+        chosen: bool [num_graphs], graphs to graft to; max_depth: int [num_graphs].
     """
     for row in np.flatnonzero(chosen):
-        graft_ngrams(graphs, row, token_ids[lines[row]], length[row], max_matches, max_depth[row], min_match)
+        text = token_ids[lines[row], : length[row]]
+        graft_ngrams(graphs, row, text, max_matches, max_depth[row], min_match)
 
 
-@compiled
-def graft_tree(graphs, row, tokens, parents, shares, matched, origin):
+def graft_tree(
+    graphs: GraphBatch,
+    row: int,
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    shares: np.ndarray,
+    matched: int,
+    origin: int,
+) -> None:
     """Insert what a suffix tree knows to have followed the text; nodes that exist already are shared, not repeated.
 
     Args:
@@ -105,22 +103,48 @@ def graft_tree(graphs, row, tokens, parents, shares, matched, origin):
         matched: tokens that matched; a continuation is as sure as an n-gram's of the own text.
         origin: ORIGIN_* of the nodes.
     """
-    nodes = np.full(len(tokens), NONE, np.int32)
-    for i in range(len(tokens)):
-        above, before = 0, np.float32(1.0)
-        if parents[i] != NONE:
-            above, before = nodes[parents[i]], shares[parents[i]]
-        if above == NONE:
-            continue  # the graph was full
-        sure = MATCH_PROB[min(MAX_MATCH, matched + graphs.depth[row, above])]
-        prob = sure * shares[i] / before
-        child = find_child(graphs, row, above, tokens[i])
-        if child == NONE:
-            child = add_child(graphs, row, above, tokens[i], prob, origin)
-        else:
-            agree(graphs, row, child, prob)
-        if child != NONE:
-            nodes[i] = child if graphs.merged[row, child] == NONE else graphs.merged[row, child]
+    nodes: list[int] = []
+    for token, parent, share in zip(tokens, parents, shares, strict=True):
+        above, before = (0, _ONE) if parent == NONE else (nodes[parent], shares[parent])
+        if above == NONE:  # the graph was full
+            nodes.append(NONE)
+            continue
+        prob = match_prob(matched + graphs.depth[row, above]) * share / before
+        nodes.append(insert_copy(graphs, row, above, token, prob, prob, origin))
 
 
-__all__ = ["MAX_MATCH", "NONE", "graft_all_ngrams", "graft_ngrams", "graft_tree", "longest_matches"]
+def insert_copy(
+    graphs: GraphBatch, row: int, parent: int, token: int, prob: np.float32, alone: np.float32, origin: int
+) -> int:
+    """A text suggests ``token`` below ``parent``: agree with the child that carries it, or add one.
+
+    Args:
+        prob: chance that the text is right; alone: that of a child that no other source proposed.
+
+    Returns:
+        the node whose children come next, NONE when the graph is full.
+    """
+    child = find_child(graphs, row, parent, token)
+    if child != NONE:
+        agree(graphs, row, child, prob)
+    else:
+        child = add_child(graphs, row, parent, token, alone, origin)
+    return NONE if child == NONE else beyond(graphs, row, child)
+
+
+def agree(graphs: GraphBatch, row: int, node: int, prob: np.float32) -> None:
+    """A text suggests, with that chance, a node that is there already.
+
+    If the draft model has proposed it, the two are taken for independent: it is wrong only where both are. (Survival,
+    which growing needed, stays as it was.)
+    """
+    if graphs.origin[row, node] == ORIGIN_DRAFT:
+        before = graphs.prob[row, node]
+        graphs.prob[row, node] = before + prob * (_ONE - before)
+        graphs.origin[row, node] = ORIGIN_AGREED
+
+
+def left_by_copies(graphs: GraphBatch, row: int, parent: int) -> np.float32:
+    """Chance that the surest child copied from a text leaves to others."""
+    copies = (child for child in children(graphs, row, parent) if graphs.origin[row, child] != ORIGIN_DRAFT)
+    return min((_ONE - graphs.prob[row, child] for child in copies), default=_ONE)

@@ -1,46 +1,52 @@
-"""What became of a step's graphs: what was accepted of them, and what has to move."""
+"""What became of a step's graphs: what was accepted of them, and what has to move.
+
+Rows of trees are laid out as ``method.verify`` says.
+"""
 
 import numpy as np
 
-from vllm_gsd.method.calibration import NUM_SOURCES
-from vllm_gsd.method.compiled import compiled
-
-# Places of ``tally``'s counts; accepted nodes of source s are at ACCEPTED + s, sources as of ``calibration``.
-VERIFIED, MOVED, GRAMMAR, ACCEPTED = 0, 1, 2, 3
+from vllm_gsd.method.constants import ACCEPTED, GRAMMAR, MOVED, NUM_SOURCES, VERIFIED
 
 
-@compiled
-def kv_moves(parents, starts, places, first_rows):
+def accepted_path(parents: np.ndarray, place: int) -> list[int]:
+    """Places of a tree that a walk which ended at ``place`` went through, the root's left out."""
+    path: list[int] = []
+    while place > 0:
+        path.append(int(place))
+        place = parents[place]
+    return path[::-1]
+
+
+def kv_moves(
+    parents: np.ndarray, starts: np.ndarray, places: np.ndarray, first_rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the batch whose keys and values have to move, for what was accepted to lie as plain decoding lays it.
 
     Args:
-        parents, starts: int32 [num_rows], [num_trees + 1], rows of all trees one after the other (``core.verify``).
+        parents, starts: int32 [num_rows], [num_trees + 1], rows of all trees.
         places: int32 [num_trees], where each walk has ended.
         first_rows: int64 [num_trees], the batch's row of each root.
 
     Returns:
         rows that move and rows that they move to, int64 [n] each.
     """
-    sources, destinations = np.empty(len(parents), np.int64), np.empty(len(parents), np.int64)
-    count = 0
-    for tree in range(len(places)):
-        node, depth = places[tree], 0
-        while node > 0:
-            depth += 1
-            node = parents[starts[tree] + node]
-        node = places[tree]
-        while node > 0:
-            if node != depth:
-                sources[count] = first_rows[tree] + node
-                destinations[count] = first_rows[tree] + depth
-                count += 1
-            node = parents[starts[tree] + node]
-            depth -= 1
-    return sources[:count], destinations[:count]
+    moves: list[tuple[int, int]] = []
+    for tree, root in enumerate(first_rows):
+        path = accepted_path(parents[starts[tree] : starts[tree + 1]], places[tree])
+        moves += [(root + place, root + depth) for depth, place in enumerate(path, 1) if place != depth][::-1]
+    sources, destinations = np.array(moves, np.int64).reshape(-1, 2).T.copy()
+    return sources, destinations
 
 
-@compiled
-def tally(parents, starts, places, counted, depth, source, survival):
+def tally(
+    parents: np.ndarray,
+    starts: np.ndarray,
+    places: np.ndarray,
+    counted: np.ndarray,
+    depth: np.ndarray,
+    source: np.ndarray,
+    survival: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """Count what was accepted, and pick out the nodes that sources are to learn from.
 
     Args:
@@ -56,29 +62,19 @@ def tally(parents, starts, places, counted, depth, source, survival):
     counts = np.zeros(ACCEPTED + NUM_SOURCES, np.int64)
     length, deepest = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
     accepted = np.zeros(len(parents), np.bool_)
-    line_of, tree_of = np.empty(len(parents), np.int64), np.empty(len(parents), np.int64)
-    own, ordinal = 0, -1
-    for tree in range(len(places)):
-        if not counted[tree]:
-            continue
-        ordinal += 1
-        first = starts[tree]
-        node = places[tree]
-        while node > 0:
-            accepted[first + node] = True
-            length[tree] += 1
-            counts[MOVED] += depth[first + node] != node
-            node = parents[first + node]
-        for line in range(first + 1, starts[tree + 1]):
-            if parents[line] < 0:
-                continue  # a row without a node
-            counts[VERIFIED] += 1
-            deepest[tree] = max(deepest[tree], depth[line])
-            if source[line] < 0:
-                counts[GRAMMAR] += accepted[line]
-                continue
-            counts[ACCEPTED + source[line]] += accepted[line]
-            line_of[own], tree_of[own] = line, ordinal
-            own += 1
-    lines = line_of[:own]
-    return counts, length, deepest, (tree_of[:own], source[lines], depth[lines], survival[lines], accepted[lines])
+    ordinal = np.full(len(parents), -1)  # of a node's tree among those counted
+    for number, tree in enumerate(np.flatnonzero(counted)):
+        first, end = starts[tree : tree + 2]
+        path = accepted_path(parents[first:end], places[tree])
+        accepted[first + np.array(path, np.int64)] = True
+        length[tree] = len(path)
+        counts[MOVED] += sum(depth[first + place] != place for place in path)
+        nodes = first + np.flatnonzero(parents[first:end] >= 0)  # neither the root nor a row without a node
+        ordinal[nodes] = number
+        deepest[tree] = depth[nodes].max(initial=0)
+    (verified,) = np.nonzero(ordinal >= 0)
+    own = verified[source[verified] >= 0]
+    counts[VERIFIED] = len(verified)
+    counts[GRAMMAR] = accepted[verified].sum() - accepted[own].sum()
+    counts[ACCEPTED:] = np.bincount(source[own], accepted[own], NUM_SOURCES)
+    return counts, length, deepest, (ordinal[own], source[own], depth[own], survival[own], accepted[own])

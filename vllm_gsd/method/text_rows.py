@@ -2,11 +2,8 @@
 
 import numpy as np
 
-from vllm_gsd.method.compiled import compiled
 
-
-@compiled
-def next_rows(done, due, most, counts):
+def next_rows(done: np.ndarray, due: np.ndarray, most: int, counts: np.ndarray) -> int:
     """How many tokens of each text one forward runs: text by text, until it is full.
 
     Args:
@@ -18,14 +15,22 @@ def next_rows(done, due, most, counts):
         rows of the forward.
     """
     left = most
-    for row in range(len(due)):
-        counts[row] = min(max(due[row] - done[row], 0), left)
-        left -= counts[row]
+    for row, wanted in enumerate((due - done).tolist()):
+        counts[row] = min(max(wanted, 0), left)
+        left -= int(counts[row])
     return most - left
 
 
-@compiled
-def text_rows(done, counts, token_ids, token_rows, token, position, request, mask):
+def text_rows(
+    done: np.ndarray,
+    counts: np.ndarray,
+    token_ids: np.ndarray,
+    token_rows: np.ndarray,
+    token: np.ndarray,
+    position: np.ndarray,
+    request: np.ndarray,
+    mask: np.ndarray,
+) -> None:
     """Write the next rows of each request, request by request.
 
     Args:
@@ -46,22 +51,18 @@ def text_rows(done, counts, token_ids, token_rows, token, position, request, mas
                 if seen >= 64:
                     mask[line, word] = -1
                 elif seen > 0:
-                    mask[line, word] = (np.int64(1) << np.int64(seen)) - 1
+                    mask[line, word] = (1 << int(seen)) - 1
                 else:
                     mask[line, word] = 0
             line += 1
 
 
-@compiled
-def kv_slots(block_table, rows, positions, block_size):
+def kv_slots(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
     """Physical KV slots, int64 [n].
 
     Args:
         block_table: int32 [any, max_blocks]; rows: int64 [n], whose blocks.
         positions: int64 [n], logical positions; those below 0 lie at 0.
     """
-    slots = np.empty(len(rows), np.int64)
-    for line in range(len(rows)):
-        place = max(positions[line], 0)
-        slots[line] = block_table[rows[line], place // block_size] * np.int64(block_size) + place % block_size
-    return slots
+    index, offset = np.divmod(np.maximum(positions, 0), block_size)
+    return block_table[rows, index].astype(np.int64) * block_size + offset

@@ -3,43 +3,64 @@
 Sample x at the root; if a child carries x, step into it and go on; else x is the bonus token. Each
 sample is drawn exactly as plain decoding draws it at that place, and the candidates were fixed before,
 so the output has the target's distribution (exact enumeration: tests/property/test_lossless.py).
+
+Trees of a batch are rows one after the other, the first row of each its root. Tree t has the rows
+``starts[t]:starts[t + 1]``; ``parents`` are places within the own tree, NONE for roots, and come before their children.
 """
 
-from vllm_gsd.method.compiled import compiled
-from vllm_gsd.method.graph import NONE
+import numpy as np
+
+from vllm_gsd.method.constants import NONE
 
 
-@compiled
-def step_into(tokens, parents, starts, places, sampled, active):
+def child_carrying(tokens: np.ndarray, parents: np.ndarray, place: int, token: int) -> int:
+    """The first child of ``place`` that carries ``token``, or NONE.
+
+    Args:
+        tokens, parents: int [rows], of one tree.
+    """
+    children = np.flatnonzero((parents == place) & (tokens == token))
+    return int(children[0]) if len(children) else NONE
+
+
+def step_into(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    starts: np.ndarray,
+    places: np.ndarray,
+    sampled: np.ndarray,
+    active: np.ndarray,
+) -> None:
     """Move each active walk into the child that carries its sampled token; end the walks that have none.
 
     Args:
-        tokens, parents: int64 / int32 [num_rows], rows of all trees one after the other; the first row of a
-            tree is its root, ``parents`` are places within the own tree.
-        starts: int32 [num_trees + 1], rows of tree t are ``starts[t]:starts[t + 1]``.
+        tokens, parents: int64 / int32 [num_rows], of all trees.
+        starts: int32 [num_trees + 1].
         places: int32 [num_trees], where each walk stands; updated.
         sampled: int64 [num_trees], token sampled there.
         active: bool [num_trees], which walks go on; updated.
     """
-    for tree in range(len(places)):
-        if not active[tree]:
-            continue
-        active[tree] = False
-        first = starts[tree]
-        # Children come after their parent in the list.
-        for line in range(first + places[tree] + 1, starts[tree + 1]):
-            if parents[line] == places[tree] and tokens[line] == sampled[tree]:
-                places[tree] = line - first
-                active[tree] = True
-                break
+    for tree in np.flatnonzero(active):
+        rows = slice(starts[tree], starts[tree + 1])
+        child = child_carrying(tokens[rows], parents[rows], places[tree], sampled[tree])
+        active[tree] = child != NONE
+        if active[tree]:
+            places[tree] = child
 
 
-@compiled
-def follow(tokens, parents, starts, sampled, places, path):
+def follow(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    starts: np.ndarray,
+    sampled: np.ndarray,
+    places: np.ndarray,
+    path: np.ndarray,
+) -> int:
     """Walk every tree to its end where all rows are sampled already: ``step_into`` until no walk goes on.
 
     Args:
-        tokens, parents, starts, places: as for ``step_into``.
+        tokens, parents, starts: as for ``step_into``.
+        places: output, int32 [num_trees], where each walk ends.
         sampled: int64 [num_rows], token sampled at each row.
         path: int32 [num_trees, deepest + 1], filled with the sampled tokens of each walk, behind its end left alone.
 
@@ -48,22 +69,17 @@ def follow(tokens, parents, starts, sampled, places, path):
     """
     columns = 0
     for tree in range(len(places)):
-        first, place, length = starts[tree], 0, 1
-        path[tree, 0] = sampled[first]
-        for line in range(first + 1, starts[tree + 1]):
-            if parents[line] == place and tokens[line] == path[tree, length - 1]:
-                place = line - first
-                path[tree, length] = sampled[line]
-                length += 1
-        places[tree] = place
+        rows = slice(starts[tree], starts[tree + 1])
+        length, place = 0, 0
+        while place != NONE:
+            places[tree] = place
+            token = path[tree, length] = sampled[rows][place]
+            length += 1
+            place = child_carrying(tokens[rows], parents[rows], place, token)
         columns = max(columns, length)
     return columns
 
 
-@compiled
-def is_chain(parents, start, end):
+def is_chain(parents: np.ndarray, start: int, end: int) -> bool:
     """Whether the rows ``start:end`` of a tree (root first) are one path: plain causal attention serves it."""
-    for line in range(start + 1, end):
-        if parents[line] != line - start - 1:
-            return False
-    return parents[start] == NONE
+    return bool((parents[start:end] == np.arange(NONE, end - start + NONE)).all())

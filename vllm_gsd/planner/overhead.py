@@ -2,10 +2,7 @@
 
 import numpy as np
 
-from vllm_gsd.method.compiled import compiled
-
-# How much an observation still counts after the next one: about the last 100 are known.
-KEPT = 0.99
+from vllm_gsd.host import follow_clock
 
 
 class Overhead:
@@ -86,31 +83,4 @@ class Learned:
 
         One slow step (another process, a page fault) hardly moves what is known.
         """
-        _follow(self.squares, self.products, *self.belief, self.weights, parts, took, most)
-
-
-@compiled
-def _follow(squares, products, belief_squares, belief_products, weights, parts, took, most):
-    count = len(parts)
-    known = 0.0
-    for i in range(count):
-        known += weights[i] * parts[i]
-    took = known + min(max(took - known, -most), most)
-    for i in range(count):
-        products[i] = KEPT * products[i] + took * parts[i]
-        for j in range(count):
-            squares[i, j] = KEPT * squares[i, j] + parts[i] * parts[j]
-    # Gaussian elimination; the matrix is symmetric and positive, so it needs no pivots.
-    left = squares + belief_squares
-    right = products + belief_products
-    for i in range(count):
-        for row in range(i + 1, count):
-            factor = left[row, i] / left[i, i]
-            right[row] -= factor * right[i]
-            for column in range(i, count):
-                left[row, column] -= factor * left[i, column]
-    for i in range(count - 1, -1, -1):
-        rest = right[i]
-        for column in range(i + 1, count):
-            rest -= left[i, column] * weights[column]
-        weights[i] = rest / left[i, i]
+        follow_clock(self.squares, self.products, *self.belief, self.weights, parts, took, most)

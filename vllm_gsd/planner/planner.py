@@ -8,8 +8,8 @@ are worth is learned from the graphs themselves. What the present plan leaves ou
 
 import numpy as np
 
-from vllm_gsd.method.calibration import Calibration
-from vllm_gsd.planner import rates
+from vllm_gsd import host
+from vllm_gsd.planner.calibration import Calibration
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.planner.overhead import Overhead
 
@@ -81,7 +81,7 @@ class Planner:
         assert self.costs is not None
         spent = self.plain_ms + self.overhead.graph_ms + self.overhead.draft_ms
         usual = left, num_drafted, self.worth, self.levels, self.level_share
-        return rates.drafts_rate(self.tables, self.num_requests, self.context, spent, found, *usual)
+        return host.drafts_rate(self.tables, self.num_requests, self.context, spent, found, *usual)
 
     def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
         """Whether to draft at all; if ``probing``, only for a few requests.
@@ -115,7 +115,7 @@ class Planner:
         """Tokens per millisecond without drafting, verifying the right number of the nodes; 0 if there are none."""
         assert self.costs is not None
         spent = self.plain_ms + self.overhead.graph_ms
-        return rates.best_rate(self.tables, self.num_requests, self.context, spent, chances)
+        return host.best_rate(self.tables, self.num_requests, self.context, spent, chances)
 
     @property
     def as_usual(self) -> bool:
@@ -142,7 +142,7 @@ class Planner:
     def drafted(self, probs: np.ndarray) -> None:
         """A level was drafted: candidates' probabilities, float [rows, top_k], best first."""
         rows = len(probs)
-        rates.follow_children(self.children, probs, NEWEST)
+        host.follow_children(self.children, probs, NEWEST)
         if not self.rows:
             # The first level runs over what was accepted last; a text that the draft had missed is made up for once.
             self.num_drafted = rows
@@ -158,7 +158,7 @@ class Planner:
         spent = self.plain_ms + self.overhead.graph_ms + self.drafting_ms()
         children = self.children * self.calibration.first_level
         values = np.asarray(values, np.float64)
-        return rates.level_size(*batch, self._plain_rate(), spent, self.worth, self.num_drafted, values, children)
+        return host.level_size(*batch, self._plain_rate(), spent, self.worth, self.num_drafted, values, children)
 
     # --- after drafting ---------------------------------------------------------------------------
 
@@ -180,12 +180,12 @@ class Planner:
         if pure.any() and self.num_drafted:
             weight = NEWEST_TRIED if self.probing else NEWEST
             known = self.worth, self.levels, self.level_share
-            rates.follow_graphs(*known, values, size, pure, np.array(self.rows), self.num_drafted, weight)
+            host.follow_graphs(*known, values, size, pure, np.array(self.rows), self.num_drafted, weight)
         if self.resting:
             return np.zeros_like(size)
         spent = self.plain_ms + self.drafting_ms()
         batch = self.tables, self.num_requests, self.context
-        chosen = rates.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
+        chosen = host.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
         if not chosen.any() and self.steps % PROBE_EVERY == 0:
             return np.minimum(size, 1)  # only to learn what becomes of them
         rows = self.num_requests + int(chosen.sum())

@@ -138,7 +138,7 @@ auto either(py::handle array, const char* name, Body&& body) {
   throw py::error_already_set();
 }
 
-// Where an index points that comes from outside. As in Python, and in numba, a negative one counts from the end.
+// Where an index points that comes from outside. As in Python, a negative one counts from the end.
 inline int64_t placed(int64_t index, int64_t size, const char* name) {
   const int64_t place = index < 0 ? index + size : index;
   if (place < 0 || place >= size) refuse_index(index, size, name);
@@ -149,7 +149,7 @@ inline void check_size(int64_t size, int64_t least, const char* name) {
   if (size < least) refuse_size(size, least, name);
 }
 
-// As numba divides numbers: not by zero.
+// As Python divides numbers: not by zero.
 template <typename T>
 T divided(T above, T below) {
   if (below == 0) refuse_division();

@@ -6,21 +6,9 @@ namespace gsd {
 
 namespace {
 
-constexpr double kPrior = 1.0, kKeep = 0.998;
-constexpr double kOwnPrior = 3.0, kOwnKeep = 0.97;
-
 double faded(double value, double keep, double prior) { return value + (keep - 1) * (value - prior); }
 
 }  // namespace
-
-double calibrated_one(py::handle factor, int64_t source, int64_t depth, py::handle survival) {
-  const Factor factors(factor, "factor");
-  const double value = PyFloat_AsDouble(survival.ptr());
-  if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-  // NumPy's float32 is not among Python's floats, its float64 is.
-  if (PyFloat_Check(survival.ptr())) return calibrated(factors, source, depth, value);
-  return calibrated(factors, source, depth, static_cast<float>(value));
-}
 
 py::array_t<float> chances(py::handle factor, py::handle source, py::handle depth, py::handle survival) {
   const Factor factors(factor, "factor");
@@ -44,12 +32,12 @@ void learn(py::handle factor, py::handle promised, py::handle taken, py::handle 
   const auto accepts = view<const bool, 1>(accepted, "accepted");
   const auto each = [&](auto&& body) {
     for (int64_t s = 0; s < factors.sources(); ++s)
-      for (int64_t d = 0; d < kDepths; ++d)
-        for (int64_t b = 0; b < kBins; ++b) body(s, Cell{d, b});
+      for (int64_t d = 0; d < NUM_DEPTHS; ++d)
+        for (int64_t b = 0; b < NUM_BINS; ++b) body(s, Cell{d, b});
   };
   each([&](int64_t s, const Cell& c) {
-    promises.at(s, c) = faded(promises.at(s, c), kKeep, kPrior);
-    takes.at(s, c) = faded(takes.at(s, c), kKeep, kPrior);
+    promises.at(s, c) = faded(promises.at(s, c), KEEP, PRIOR);
+    takes.at(s, c) = faded(takes.at(s, c), KEEP, PRIOR);
   });
   either<float, double, 1>(survival, "survival", [&](const auto& survivals) {
     check_size(sources.size(), survivals.size(), "source");
@@ -68,17 +56,17 @@ void learn_of_requests(py::handle seen, py::handle row, py::handle source, py::h
   const auto known = view<double, 3>(seen, "seen");
   const Ints rows(row, "row"), sources(source, "source");
   const auto accepts = view<const bool, 1>(accepted, "accepted");
-  if (known.shape[1] != 2 || known.shape[2] != kSources)
+  if (known.shape[1] != 2 || known.shape[2] != NUM_SOURCES)
     throw py::value_error("seen must have two entries for every source");
   check_size(sources.size(), rows.size(), "source");
   check_size(accepts.size(), rows.size(), "accepted");
   for (int64_t r = 0; r < known.size(); ++r)
     for (int64_t i = 0; i < 2; ++i)
-      for (int64_t s = 0; s < kSources; ++s) known.row(r, i)[s] = faded(known.row(r, i)[s], kOwnKeep, kOwnPrior);
+      for (int64_t s = 0; s < NUM_SOURCES; ++s) known.row(r, i)[s] = faded(known.row(r, i)[s], OWN_KEEP, OWN_PRIOR);
   either<float, double, 1>(chance, "chance", [&](const auto& promised) {
     check_size(promised.size(), rows.size(), "chance");
     for (int64_t node = 0; node < rows.size(); ++node) {
-      const int64_t r = placed(rows[node], known.size(), "row"), s = placed(sources[node], kSources, "source");
+      const int64_t r = placed(rows[node], known.size(), "row"), s = placed(sources[node], NUM_SOURCES, "source");
       known.row(r, 0)[s] += promised[node];
       known.row(r, 1)[s] += accepts[node];
     }

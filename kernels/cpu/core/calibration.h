@@ -2,26 +2,22 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
 #include "array.h"
+#include "constants.h"
 
 namespace gsd {
-
-enum Source { kNative = 0, kMerged = 1, kNgram = 2, kShared = 3, kAgreed = 4 };
-constexpr int64_t kSources = 5, kDepths = 3, kBins = 8;
 
 struct Cell {
   int64_t depth, bin;
 };
 
-// A node's cell among those of its source. ``T`` is that of the survival: rounding is its own.
+// A node's cell among those of its source: its depth, and how often survival was halved.
 template <typename T>
 Cell cell(int64_t depth, T survival) {
-  const T bin = -std::ceil(std::log2(std::max(survival, static_cast<T>(1e-9f))));
-  // Written so that what is no number has a bin, too.
-  const int64_t bounded = bin >= kBins - 1 ? kBins - 1 : bin >= 0 ? static_cast<int64_t>(bin) : 0;
-  return {placed(std::min(depth, kDepths) - 1, kDepths, "depth"), bounded};
+  int64_t bin = 0;
+  for (T edge = T{0.5}; bin < NUM_BINS - 1 && survival <= edge; edge /= 2) ++bin;
+  return {placed(std::min(depth, NUM_DEPTHS) - 1, NUM_DEPTHS, "depth"), bin};
 }
 
 // A float [sources, depths, bins], checked once and read often.
@@ -29,7 +25,7 @@ template <typename F>
 class Cells {
  public:
   Cells(py::handle array, const char* name) : view_(view<F, 3>(array, name)) {
-    if (view_.shape[1] != kDepths || view_.shape[2] != kBins)
+    if (view_.shape[1] != NUM_DEPTHS || view_.shape[2] != NUM_BINS)
       throw py::value_error(std::string(name) + " must have an entry for every source, depth and bin");
   }
 
@@ -54,7 +50,7 @@ T calibrated(const Factor& factor, int64_t source, int64_t depth, T survival) {
 inline View<const float, 2> trust_of(py::handle trust, int64_t rows) {
   const auto result = view<const float, 2>(trust, "trust");
   check_size(result.size(), rows, "trust");
-  check_size(result.shape[1], kSources, "a row of trust");
+  check_size(result.shape[1], NUM_SOURCES, "a row of trust");
   return result;
 }
 

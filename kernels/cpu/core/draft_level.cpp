@@ -21,8 +21,8 @@ py::array_t<double> frontier_chances(py::handle graphs, py::handle frontier, py:
     const Graph graph = batch.graph(row);
     for (int64_t place = 0; place < nodes.length(row); ++place) {
       const int32_t node = nodes.node(row, place, graph.capacity);
-      const float worth = calibrated<float>(factors, kNative, graph.depth[node], graph.survival[node]);
-      *chance++ = std::min(1.0f, worth * trusts.row(row)[kNative]);
+      const float worth = calibrated<float>(factors, NATIVE, graph.depth[node], graph.survival[node]);
+      *chance++ = std::min(1.0f, worth * trusts.row(row)[NATIVE]);
     }
   }
   return result;

@@ -5,7 +5,6 @@
 #include "calibration.h"
 #include "functions.h"
 #include "graph.h"
-#include "trees.h"
 
 namespace gsd {
 
@@ -34,8 +33,8 @@ class Flattener {
   int64_t run(const Graph& graph, int64_t most, int64_t deepest, const float* trust, Write&& write) {
     heap_.clear();
     order_ = 0;
-    Place from{1.0f, 1.0f, 0, 0, kNone, 0, false};
-    int32_t place = kNone;
+    Place from{1.0f, 1.0f, 0, 0, NONE, 0, false};
+    int32_t place = NONE;
     int64_t count = 0;
     while (true) {
       if (from.depth < deepest) discover(graph, from, place, trust);
@@ -51,23 +50,23 @@ class Flattener {
  private:
   // What follows ``from``, which is laid out at ``place``.
   void discover(const Graph& graph, const Place& from, int32_t place, const float* trust) {
-    const bool crossed = from.crossed || graph.merged[from.node] != kNone;
+    const bool crossed = from.crossed || graph.merged[from.node] != NONE;
     int32_t child = graph.first_child[graph.beyond(from.node)];
-    for (; child != kNone; child = graph.next_sibling[child]) {
+    for (; child != NONE; child = graph.next_sibling[child]) {
       const float survival = from.survival * graph.prob[child];
-      const Source source = source_of(graph, child, crossed);
+      const int64_t source = source_of(graph, child, crossed);
       const float own = trust[source] * calibrated<float>(factor_, source, from.depth + 1, survival);
       heap_.push_back({std::min(from.value, own), survival, ++order_, child, place, from.depth + 1, crossed});
       std::push_heap(heap_.begin(), heap_.end());
     }
   }
 
-  static Source source_of(const Graph& graph, int32_t node, bool crossed) {
+  static int64_t source_of(const Graph& graph, int32_t node, bool crossed) {
     switch (graph.origin[node]) {
-      case kOriginNgram: return kNgram;
-      case kOriginShared: return kShared;
-      case kOriginAgreed: return kAgreed;
-      default: return crossed || graph.merged[node] != kNone ? kMerged : kNative;
+      case ORIGIN_NGRAM: return NGRAM;
+      case ORIGIN_SHARED: return SHARED;
+      case ORIGIN_AGREED: return AGREED;
+      default: return crossed || graph.merged[node] != NONE ? MERGED : NATIVE;
     }
   }
 
@@ -76,141 +75,56 @@ class Flattener {
   int64_t order_ = 0;
 };
 
+// A field of FlatTrees.
+template <typename T>
+struct Output {
+  py::array_t<T> array;
+  T* data;
+  int64_t width;
+
+  Output(int64_t rows, int64_t columns, T filling = T{})
+      : array({rows, columns}), data(array.mutable_data()), width(columns) {
+    std::fill_n(data, rows * columns, filling);
+  }
+  T* row(int64_t index) const { return data + index * width; }
+};
+
 }  // namespace
 
-void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust,
-             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle origin,
-             py::handle via_merge, py::handle survival, py::handle value, py::handle size) {
+py::tuple flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor,
+                  py::handle trust) {
   const Graphs batch(graphs);
   const Ints most(num_nodes, "num_nodes"), deepest(max_depth, "max_depth");
   const Factor factors(factor, "factor");
   const auto trusts = trust_of(trust, most.size());
   check_size(deepest.size(), most.size(), "max_depth");
-  const auto tokens = view<int64_t, 2>(token, "token");
-  const auto output = [&]<typename T>(const View<T, 2>& array, const char* name) {
-    check_size(array.size(), most.size(), name);
-    check_size(array.shape[1], tokens.shape[1], name);
-    return array;
-  };
-  output(tokens, "token");
-  const auto parents = output(view<int32_t, 2>(parent, "parent"), "parent");
-  const auto depths = output(view<int32_t, 2>(depth, "depth"), "depth");
-  const auto nodes = output(view<int32_t, 2>(node_of, "node"), "node");
-  const auto origins = output(view<int8_t, 2>(origin, "origin"), "origin");
-  const auto via = output(view<bool, 2>(via_merge, "via_merge"), "via_merge");
-  const auto survivals = output(view<float, 2>(survival, "survival"), "survival");
-  const auto values = output(view<float, 2>(value, "value"), "value");
-  const auto sizes = view<int32_t, 1>(size, "size");
-  check_size(sizes.size(), most.size(), "size");
+  const int64_t count = most.size();
+  int64_t width = 1;
+  for (int64_t row = 0; row < count; ++row) width = std::max(width, most[row]);
+  const Output<int64_t> token(count, width);
+  const Output<int32_t> parent(count, width, NONE), depth(count, width), node(count, width);
+  const Output<int8_t> origin(count, width);
+  const Output<bool> via_merge(count, width);
+  const Output<float> survival(count, width), value(count, width);
+  py::array_t<int32_t> size(count);
 
   Flattener flattener(factors);
-  for (int64_t row = 0; row < most.size(); ++row) {
-    check_size(tokens.shape[1], most[row], "a row of token");
+  for (int64_t row = 0; row < count; ++row) {
     const Graph graph = batch.graph(row);
     const auto write = [&](int32_t place, const Place& from) {
-      tokens.row(row)[place] = graph.token[from.node];
-      parents.row(row)[place] = from.parent;
-      depths.row(row)[place] = from.depth;
-      nodes.row(row)[place] = from.node;
-      origins.row(row)[place] = graph.origin[from.node];
-      via.row(row)[place] = from.crossed || graph.merged[from.node] != kNone;
-      survivals.row(row)[place] = from.survival;
-      values.row(row)[place] = from.value;
+      token.row(row)[place] = graph.token[from.node];
+      parent.row(row)[place] = from.parent;
+      depth.row(row)[place] = from.depth;
+      node.row(row)[place] = from.node;
+      origin.row(row)[place] = graph.origin[from.node];
+      via_merge.row(row)[place] = from.crossed || graph.merged[from.node] != NONE;
+      survival.row(row)[place] = from.survival;
+      value.row(row)[place] = from.value;
     };
-    sizes[row] = static_cast<int32_t>(flattener.run(graph, most[row], deepest[row], trusts.row(row), write));
+    size.mutable_data()[row] = static_cast<int32_t>(flattener.run(graph, most[row], deepest[row], trusts.row(row), write));
   }
-}
-
-void lay_tree(py::handle token, py::handle parent, py::handle depth, py::handle origin, py::handle via_merge,
-              py::handle survival, py::handle sources, int64_t first, int64_t count, py::handle rows) {
-  const Ints tokens(token, "token"), parents(parent, "parent"), depths(depth, "depth"), origins(origin, "origin");
-  const auto crossed = view<const bool, 1>(via_merge, "via_merge");
-  const auto likely = view<const float, 1>(survival, "survival");
-  const auto source_of = view<const int8_t, 2>(sources, "sources");
-  if (!PyTuple_Check(rows.ptr()) || PyTuple_GET_SIZE(rows.ptr()) != 5)
-    throw py::type_error("rows must be a tuple of five arrays");
-  const auto row = [&](int place) { return py::handle(PyTuple_GET_ITEM(rows.ptr(), place)); };
-  const auto all_tokens = view<int64_t, 1>(row(0), "rows' token");
-  const auto all_parents = view<int32_t, 1>(row(1), "rows' parent");
-  const auto all_depths = view<int32_t, 1>(row(2), "rows' depth");
-  const auto all_sources = view<int8_t, 1>(row(3), "rows' source");
-  const auto all_survival = view<float, 1>(row(4), "rows' survival");
-  check_size(std::min({tokens.size(), parents.size(), depths.size(), origins.size(), crossed.size(), likely.size()}),
-             count, "a tree");
-  check_size(first, 0, "first");
-  check_size(std::min({all_tokens.size(), all_parents.size(), all_depths.size(), all_sources.size(),
-                       all_survival.size()}),
-             first + count, "rows");
-  check_size(source_of.size(), 2, "sources");
-  for (int64_t node = 0; node < count; ++node) {
-    const int64_t line = first + node;
-    all_tokens[line] = tokens[node];
-    all_parents[line] = static_cast<int32_t>(parents[node] + 1);
-    all_depths[line] = static_cast<int32_t>(depths[node]);
-    all_sources[line] = source_of.row(crossed[node])[placed(origins[node], source_of.shape[1], "origin")];
-    all_survival[line] = likely[node];
-  }
-}
-
-void ancestor_masks(py::handle parent, py::handle starts, py::handle masks) {
-  const Ints parents(parent, "parent"), start(starts, "starts");
-  const auto mask = view<int64_t, 2>(masks, "masks");
-  const int64_t words = mask.shape[1], rows = std::min(parents.size(), mask.size());
-  for (int64_t tree = 0; tree + 1 < start.size(); ++tree) {
-    const int64_t first = start[tree], end = start[tree + 1];
-    if (end - first > 64 * words) throw py::value_error("a tree has more rows than its attention mask has bits");
-    if (first >= end) continue;
-    check_size(first, 0, "starts");
-    check_size(rows, end, "parent or masks");
-    for (int64_t line = first; line < end; ++line) {
-      int64_t* ours = mask.row(line);
-      if (parents[line] == kNone) std::fill_n(ours, words, 0);
-      else std::copy_n(mask.row(placed(first + parents[line], rows, "parent")), words, ours);
-      const int64_t place = line - first;
-      ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
-    }
-  }
-}
-
-void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::handle has_tree, py::handle first_rows,
-                 py::handle batch_starts, py::handle positions, py::handle prefix, py::handle masks) {
-  const Ints root_of(first_rows, "first_rows"), bounds(batch_starts, "batch_starts"), depths(depth, "depth");
-  const int64_t requests = root_of.size();
-  const Trees trees(parents, starts, requests);
-  const auto tree = view<const bool, 1>(has_tree, "has_tree");
-  const auto position = view<int64_t, 1>(positions, "positions"), before = view<int64_t, 1>(prefix, "prefix");
-  const auto mask = view<int64_t, 2>(masks, "masks");
-  check_size(bounds.size(), requests + 1, "batch_starts");
-  check_size(depths.size(), trees.rows(), "depth");
-  check_size(tree.size(), requests, "has_tree");
-  check_size(before.size(), requests, "prefix");
-  const int64_t words = mask.shape[1], room = std::min(position.size(), mask.size());
-  for (int64_t request = 0; request < requests; ++request) {
-    const int64_t begin = bounds[request], end = bounds[request + 1], root = root_of[request];
-    if (end - begin > 64 * words) throw py::value_error("a tree has more rows than its attention mask has bits");
-    if (begin >= end) continue;
-    check_size(begin, 0, "batch_starts");
-    check_size(room, end, "positions or masks");
-    before[request] = position[begin];
-    if (tree[request]) {
-      check_size(root, begin, "first_rows");
-      check_size(trees.end(request) - trees.first(request), end - root, "a tree");
-    }
-    for (int64_t row = begin; row < end; ++row) {
-      int64_t above = row - 1;
-      if (tree[request] && row > root) {
-        const int64_t line = trees.first(request) + row - root, parent = trees.parent(line);
-        position[row] = position[root] + depths[line];
-        above = parent >= 0 ? root + parent : kNone;
-        check_size(row, above + 1, "parents");
-      }
-      int64_t* ours = mask.row(row);
-      if (above < begin) std::fill_n(ours, words, 0);
-      else std::copy_n(mask.row(above), words, ours);
-      const int64_t place = row - begin;
-      ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
-    }
-  }
+  return py::make_tuple(token.array, parent.array, depth.array, node.array, origin.array, via_merge.array,
+                        survival.array, value.array, size);
 }
 
 }  // namespace gsd

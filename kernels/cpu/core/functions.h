@@ -1,4 +1,4 @@
-// The functions of vllm_gsd._core, each the twin of one of vllm_gsd/method, which documents it; module.cpp names them.
+// The operations of vllm_gsd._core; vllm_gsd/method specifies each of them under the same name.
 #pragma once
 
 #include "array.h"
@@ -6,15 +6,12 @@
 namespace gsd {
 
 // graph.cpp
-void reset(py::handle graphs, int64_t row, py::handle committed);
 void reset_all(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length);
-int64_t add_child(py::handle graphs, int64_t row, int64_t parent, int64_t token, double prob, int64_t origin);
-int64_t find_child(py::handle graphs, int64_t row, int64_t parent, int64_t token);
 
 // growth.cpp
 py::tuple add_candidates(py::handle graphs, py::handle frontier, py::handle frontier_len, py::handle tokens,
                          py::handle probs, py::handle num_nodes, float theta_sib, py::handle merge_ngram);
-void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes, py::handle room, double theta_prob,
+void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes, py::handle room, float theta_prob,
                    py::handle frontier, py::handle frontier_len);
 
 // draft_level.cpp
@@ -32,9 +29,9 @@ void text_rows(py::handle done, py::handle counts, py::handle token_ids, py::han
 py::array_t<int64_t> kv_slots(py::handle block_table, py::handle rows, py::handle positions, int64_t block_size);
 
 // flatten.cpp
-void flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust,
-             py::handle token, py::handle parent, py::handle depth, py::handle node_of, py::handle origin,
-             py::handle via_merge, py::handle survival, py::handle value, py::handle size);
+py::tuple flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth, py::handle factor, py::handle trust);
+
+// lay_out.cpp
 void lay_tree(py::handle token, py::handle parent, py::handle depth, py::handle origin, py::handle via_merge,
               py::handle survival, py::handle sources, int64_t first, int64_t count, py::handle rows);
 void ancestor_masks(py::handle parent, py::handle starts, py::handle masks);
@@ -42,9 +39,6 @@ void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::ha
                  py::handle batch_starts, py::handle positions, py::handle prefix, py::handle masks);
 
 // ngram.cpp
-int64_t longest_matches(py::handle text, int64_t length, int64_t min_match, py::handle starts, py::handle matched);
-int64_t graft_ngrams(py::handle graphs, int64_t row, py::handle text, int64_t length, int64_t max_matches,
-                     int64_t max_depth, int64_t min_match);
 void graft_all_ngrams(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length, py::handle chosen,
                       int64_t max_matches, py::handle max_depth, int64_t min_match);
 void graft_tree(py::handle graphs, int64_t row, py::handle tokens, py::handle parents, py::handle shares,
@@ -63,15 +57,12 @@ py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::ha
                 py::handle source, py::handle survival);
 
 // calibration.cpp
-double calibrated_one(py::handle factor, int64_t source, int64_t depth, py::handle survival);
 py::array_t<float> chances(py::handle factor, py::handle source, py::handle depth, py::handle survival);
 void learn(py::handle factor, py::handle promised, py::handle taken, py::handle source, py::handle depth,
            py::handle survival, py::handle accepted);
 void learn_of_requests(py::handle seen, py::handle row, py::handle source, py::handle chance, py::handle accepted);
 
 // rates.cpp
-double read(py::handle table, double rows);
-double drafts_ms(py::handle tables, py::handle rows, py::handle share);
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances);
 double drafts_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle found, double left,
                    int64_t num_drafted, py::handle worth, py::handle levels, py::handle share);

@@ -1,4 +1,4 @@
-// Graphs as Python hands them over, and the functions of vllm_gsd/method/graph.py.
+// Graphs as Python hands them over, and the operations of vllm_gsd/method/graph.py.
 #include "graph.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ Graphs::Graphs(py::handle graphs) : graphs_(graphs) {
   size_ = view<int32_t, 1>(PyTuple_GET_ITEM(graphs.ptr(), 9), "graphs.size");
   context_ = view<int64_t, 2>(PyTuple_GET_ITEM(graphs.ptr(), 10), "graphs.context");
   check_size(capacity(), 1, "graphs.token");
-  if (size_.size() != token_.shape[0] || context_.shape[0] != token_.shape[0] || context_.shape[1] != kMaxContext)
+  if (size_.size() != token_.shape[0] || context_.shape[0] != token_.shape[0] || context_.shape[1] != MAX_CONTEXT)
     throw py::value_error("graphs.size and graphs.context must have a row for each graph");
 }
 
@@ -55,14 +55,6 @@ float Graph::survival_floor(int64_t num_nodes, std::vector<float>& scratch) cons
   return *wanted;
 }
 
-void reset(py::handle graphs, int64_t row, py::handle committed) {
-  Graph graph = Graphs(graphs).graph(row);
-  either<int64_t, int32_t, 1>(committed, "committed", [&](const auto& text) {
-    check_size(text.size(), 1, "committed");
-    graph.reset(text.data, text.size());
-  });
-}
-
 void reset_all(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length) {
   const Graphs batch(graphs);
   const Ints line(lines, "lines"), used(length, "length");
@@ -75,17 +67,6 @@ void reset_all(py::handle graphs, py::handle token_ids, py::handle lines, py::ha
       batch.graph(row).reset(text, count);
     }
   });
-}
-
-int64_t add_child(py::handle graphs, int64_t row, int64_t parent, int64_t token, double prob, int64_t origin) {
-  Graph graph = Graphs(graphs).graph(row);
-  const auto above = static_cast<int32_t>(placed(parent, graph.capacity, "parent"));
-  return graph.add_child(above, token, prob, static_cast<int8_t>(origin));
-}
-
-int64_t find_child(py::handle graphs, int64_t row, int64_t parent, int64_t token) {
-  const Graph graph = Graphs(graphs).graph(row);
-  return graph.find_child(static_cast<int32_t>(placed(parent, graph.capacity, "parent")), token);
 }
 
 }  // namespace gsd

@@ -4,20 +4,9 @@
 #include <vector>
 
 #include "array.h"
+#include "constants.h"
 
 namespace gsd {
-
-constexpr int32_t kNone = -1;
-constexpr int64_t kMaxContext = 16;
-
-enum Origin : int8_t {
-  kOriginRoot = 0,
-  kOriginDraft = 1,
-  kOriginNgram = 2,
-  kOriginGrammar = 3,
-  kOriginShared = 4,
-  kOriginAgreed = 5,
-};
 
 // One graph. The links between its nodes are only ever written by these functions and are not checked.
 struct Graph {
@@ -32,42 +21,41 @@ struct Graph {
 
   int32_t find_child(int32_t above, int64_t wanted) const {
     int32_t child = first_child[above];
-    while (child != kNone && token[child] != wanted) child = next_sibling[child];
+    while (child != NONE && token[child] != wanted) child = next_sibling[child];
     return child;
   }
 
-  // ``chance`` is float32 everywhere in the core. Its product with a survival is exact in float64, so that the one
-  // rounding behind it is that of a float32 product; tests that give Python's own floats get what numba gives them.
-  int32_t add_child(int32_t above, int64_t new_token, double chance, int8_t source) {
+  // The new node, or NONE when the graph is full.
+  int32_t add_child(int32_t above, int64_t new_token, float chance, int64_t source) {
     const int32_t node = *size;
-    if (node >= capacity) return kNone;
+    if (node >= capacity) return NONE;
     *size = node + 1;
     token[node] = new_token;
     parent[node] = above;
     depth[node] = depth[above] + 1;
-    prob[node] = static_cast<float>(chance);
-    survival[node] = static_cast<float>(survival[above] * chance);
-    origin[node] = source;
-    merged[node] = first_child[node] = next_sibling[node] = kNone;
+    prob[node] = chance;
+    survival[node] = survival[above] * chance;
+    origin[node] = static_cast<int8_t>(source);
+    merged[node] = first_child[node] = next_sibling[node] = NONE;
     int32_t last = first_child[above];
-    if (last == kNone) {
+    if (last == NONE) {
       first_child[above] = node;
       return node;
     }
-    while (next_sibling[last] != kNone) last = next_sibling[last];
+    while (next_sibling[last] != NONE) last = next_sibling[last];
     next_sibling[last] = node;
     return node;
   }
 
   // A text suggests a node that is there already.
   void agree(int32_t node, float chance) {
-    if (origin[node] != kOriginDraft) return;
+    if (origin[node] != ORIGIN_DRAFT) return;
     prob[node] = prob[node] + chance * (1.0f - prob[node]);
-    origin[node] = kOriginAgreed;
+    origin[node] = ORIGIN_AGREED;
   }
 
   // Where a walk that has come to ``node`` goes on: a merged edge continues as the node it points to.
-  int32_t beyond(int32_t node) const { return merged[node] == kNone ? node : merged[node]; }
+  int32_t beyond(int32_t node) const { return merged[node] == NONE ? node : merged[node]; }
 
   // The survival of the ``num_nodes``-th best node, 0 while there are fewer. ``scratch`` is room to sort in.
   float survival_floor(int64_t num_nodes, std::vector<float>& scratch) const;
@@ -75,14 +63,14 @@ struct Graph {
   template <typename T>
   void reset(const T* committed, int64_t length) {
     token[0] = committed[length - 1];
-    parent[0] = merged[0] = first_child[0] = next_sibling[0] = kNone;
+    parent[0] = merged[0] = first_child[0] = next_sibling[0] = NONE;
     depth[0] = 0;
     prob[0] = survival[0] = 1.0f;
-    origin[0] = kOriginRoot;
+    origin[0] = ORIGIN_ROOT;
     *size = 1;
-    for (int64_t back = 0; back < kMaxContext; ++back) {
+    for (int64_t back = 0; back < MAX_CONTEXT; ++back) {
       const int64_t place = length - 2 - back;
-      context[back] = place >= 0 ? static_cast<int64_t>(committed[place]) : kNone;
+      context[back] = place >= 0 ? static_cast<int64_t>(committed[place]) : NONE;
     }
   }
 };

@@ -38,23 +38,23 @@ py::tuple add_candidates(py::handle graphs, py::handle frontier, py::handle fron
           ++pruned;
           continue;
         }
-        if (graph.find_child(parent, token[k]) != kNone) continue;  // another source put it there already
+        if (graph.find_child(parent, token[k]) != NONE) continue;  // another source put it there already
         const int32_t target = merger.target(graph, parent, token[k], ngram[row]);
-        const int32_t node = graph.add_child(parent, token[k], prob[k], kOriginDraft);
-        if (node == kNone) {
+        const int32_t node = graph.add_child(parent, token[k], prob[k], ORIGIN_DRAFT);
+        if (node == NONE) {
           ++pruned;
           continue;
         }
         ++added;
         graph.merged[node] = target;
-        merged += target != kNone;
+        merged += target != NONE;
       }
     }
   }
   return py::make_tuple(added, merged, pruned);
 }
 
-void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes, py::handle room, double theta_prob,
+void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes, py::handle room, float theta_prob,
                    py::handle frontier, py::handle frontier_len) {
   const Graphs batch(graphs);
   const Ints first(first_new, "first_new"), most(num_nodes, "num_nodes"), free(room, "room");
@@ -74,7 +74,7 @@ void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes
     int64_t count = 0;
     for (int32_t node = static_cast<int32_t>(std::max<int64_t>(0, first[row])); node < *graph.size; ++node) {
       const float survival = graph.survival[node];
-      if (graph.merged[node] != kNone || survival < theta_prob || survival < floor) continue;
+      if (graph.merged[node] != NONE || survival < theta_prob || survival < floor) continue;
       // Insert in order of survival, keeping the best ``limit``.
       int64_t place = std::min(count, limit);
       while (place > 0 && graph.survival[nodes[place - 1]] < survival) {

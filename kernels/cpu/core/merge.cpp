@@ -4,14 +4,14 @@ namespace gsd {
 
 namespace {
 
-// One step up a path, and from the root on back through the committed text; kNone where that ends.
+// One step up a path, and from the root on back through the committed text; NONE where that ends.
 int64_t step_back(const Graph& graph, int32_t& node, int64_t& back) {
-  if (node != kNone) {
+  if (node != NONE) {
     const int64_t token = graph.token[node];
     node = graph.parent[node];
     return token;
   }
-  const int64_t token = back < kMaxContext ? graph.context[back] : kNone;
+  const int64_t token = back < MAX_CONTEXT ? graph.context[back] : NONE;
   ++back;
   return token;
 }
@@ -24,7 +24,7 @@ bool same_before(const Graph& graph, int32_t parent, int32_t node, int64_t lengt
     if (left == right && left_back == right_back) return true;  // from here on it is the same text
     const int64_t left_token = step_back(graph, left, left_back);
     const int64_t right_token = step_back(graph, right, right_back);
-    if (left_token != right_token || left_token == kNone) return false;
+    if (left_token != right_token || left_token == NONE) return false;
   }
   return true;
 }
@@ -44,22 +44,22 @@ bool Merger::reaches(const Graph& graph, int32_t start, int32_t goal) {
     const int32_t node = stack_.back();
     stack_.pop_back();
     if (node == goal) return true;
-    if (graph.merged[node] != kNone) {
+    if (graph.merged[node] != NONE) {
       visit(graph.merged[node]);
       continue;
     }
-    for (int32_t child = graph.first_child[node]; child != kNone; child = graph.next_sibling[child]) visit(child);
+    for (int32_t child = graph.first_child[node]; child != NONE; child = graph.next_sibling[child]) visit(child);
   }
   return false;
 }
 
 int32_t Merger::target(const Graph& graph, int32_t parent, int64_t token, int64_t length) {
-  if (length <= 0) return kNone;
+  if (length <= 0) return NONE;
   for (int32_t node = 1; node < *graph.size; ++node) {
-    if (graph.token[node] != token || graph.merged[node] != kNone || graph.parent[node] == parent) continue;
+    if (graph.token[node] != token || graph.merged[node] != NONE || graph.parent[node] == parent) continue;
     if (same_before(graph, parent, node, length) && !reaches(graph, node, parent)) return node;
   }
-  return kNone;
+  return NONE;
 }
 
 }  // namespace gsd

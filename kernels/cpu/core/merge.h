@@ -9,7 +9,7 @@ namespace gsd {
 
 class Merger {
  public:
-  // The native node that the candidate ``token`` below ``parent`` may continue as, or kNone.
+  // The native node that the candidate ``token`` below ``parent`` may continue as, or NONE.
   int32_t target(const Graph& graph, int32_t parent, int64_t token, int64_t length);
 
  private:

@@ -1,15 +1,17 @@
-// vllm_gsd._core: the core's loops for the CPU, free of torch, each under the name it has in Python.
+// vllm_gsd._core: the host's operations in C++, free of torch, each under the name of its specification.
+#include <pybind11/stl.h>
+
+#include "constants.h"
 #include "functions.h"
 
 PYBIND11_MODULE(_core, module) {
-  // As in vllm_gsd/method/compiled.py: to be raised in both when a function comes, goes, or takes something else.
-  module.attr("INTERFACE") = 3;
+  // What it was built with: vllm_gsd/method/host.py compares.
+  pybind11::dict constants;
+  gsd::for_constants([&](const char* name, const auto& value) { constants[name] = pybind11::cast(value); });
+  module.attr("CONSTANTS") = constants;
 
-  module.def("reset", &gsd::reset);
   module.def("reset_all", &gsd::reset_all);
-  module.def("add_child", &gsd::add_child);
-  module.def("find_child", &gsd::find_child);
-  module.def("_add_candidates", &gsd::add_candidates);
+  module.def("add_candidates", &gsd::add_candidates);
   module.def("next_frontier", &gsd::next_frontier);
   module.def("frontier_chances", &gsd::frontier_chances);
   module.def("keep_best", &gsd::keep_best);
@@ -18,12 +20,10 @@ PYBIND11_MODULE(_core, module) {
   module.def("next_rows", &gsd::next_rows);
   module.def("text_rows", &gsd::text_rows);
   module.def("kv_slots", &gsd::kv_slots);
-  module.def("_flatten", &gsd::flatten);
+  module.def("flatten", &gsd::flatten);
   module.def("lay_tree", &gsd::lay_tree);
   module.def("ancestor_masks", &gsd::ancestor_masks);
   module.def("batch_masks", &gsd::batch_masks);
-  module.def("longest_matches", &gsd::longest_matches);
-  module.def("graft_ngrams", &gsd::graft_ngrams);
   module.def("graft_all_ngrams", &gsd::graft_all_ngrams);
   module.def("graft_tree", &gsd::graft_tree);
   module.def("step_into", &gsd::step_into);
@@ -31,17 +31,14 @@ PYBIND11_MODULE(_core, module) {
   module.def("is_chain", &gsd::is_chain);
   module.def("kv_moves", &gsd::kv_moves);
   module.def("tally", &gsd::tally);
-  module.def("calibrated", &gsd::calibrated_one);
-  module.def("_chances", &gsd::chances);
-  module.def("_learn", &gsd::learn);
-  module.def("_learn_of_requests", &gsd::learn_of_requests);
-  module.def("read", &gsd::read);
-  module.def("drafts_ms", &gsd::drafts_ms);
+  module.def("chances", &gsd::chances);
+  module.def("learn", &gsd::learn);
+  module.def("learn_of_requests", &gsd::learn_of_requests);
   module.def("best_rate", &gsd::best_rate);
   module.def("drafts_rate", &gsd::drafts_rate);
   module.def("follow_children", &gsd::follow_children);
   module.def("follow_graphs", &gsd::follow_graphs);
   module.def("level_size", &gsd::level_size);
   module.def("best_nodes", &gsd::best_nodes);
-  module.def("_follow", &gsd::follow_clock);
+  module.def("follow_clock", &gsd::follow_clock);
 }

@@ -9,19 +9,15 @@ namespace gsd {
 
 namespace {
 
-constexpr int64_t kMaxMatch = 16;
-constexpr double kMatchProb[kMaxMatch + 1] = {0.0,  0.2,  0.5,  0.58, 0.67, 0.74, 0.78, 0.81, 0.84,
-                                              0.87, 0.88, 0.89, 0.9,  0.91, 0.92, 0.93, 0.97};
-
 float match_prob(int64_t matched) {
-  return static_cast<float>(kMatchProb[placed(std::min(kMaxMatch, matched), kMaxMatch + 1, "matched")]);
+  return static_cast<float>(MATCH_PROB[placed(std::min(MAX_MATCH, matched), MAX_MATCH + 1, "matched")]);
 }
 
 // Chance that the surest child copied from a text leaves to others.
 float left_by_copies(const Graph& graph, int32_t parent) {
   float left = 1.0f;
-  for (int32_t child = graph.first_child[parent]; child != kNone; child = graph.next_sibling[child])
-    if (graph.origin[child] != kOriginDraft) left = std::min(left, 1.0f - graph.prob[child]);
+  for (int32_t child = graph.first_child[parent]; child != NONE; child = graph.next_sibling[child])
+    if (graph.origin[child] != ORIGIN_DRAFT) left = std::min(left, 1.0f - graph.prob[child]);
   return left;
 }
 
@@ -35,7 +31,7 @@ int64_t find_matches(const T* text, int64_t length, int64_t min_match, int32_t* 
   for (int64_t end = length - 2; end >= 0; --end) {
     if (text[end] != last) continue;
     int64_t size = 1;
-    while (size < kMaxMatch && end - size >= 0 && text[end - size] == text[length - 1 - size]) ++size;
+    while (size < MAX_MATCH && end - size >= 0 && text[end - size] == text[length - 1 - size]) ++size;
     if (size < min_match || (count == limit && matched[count - 1] >= size)) continue;
     int64_t place = std::min(count, limit - 1);
     for (; place > 0 && matched[place - 1] < size; --place) {
@@ -45,7 +41,7 @@ int64_t find_matches(const T* text, int64_t length, int64_t min_match, int32_t* 
     starts[place] = static_cast<int32_t>(end + 1);
     matched[place] = static_cast<int32_t>(size);
     count = std::min(count + 1, limit);
-    if (count == limit && matched[count - 1] == kMaxMatch) break;
+    if (count == limit && matched[count - 1] == MAX_MATCH) break;
   }
   return count;
 }
@@ -57,9 +53,9 @@ void insert_copy(Graph& graph, const T* tokens, int64_t depth, int64_t matched) 
   for (int64_t i = 0; i < depth; ++i) {
     const float prob = match_prob(matched + i);
     int32_t child = graph.find_child(node, tokens[i]);
-    if (child == kNone) {
-      child = graph.add_child(node, tokens[i], prob * left_by_copies(graph, node), kOriginNgram);
-      if (child == kNone) return;
+    if (child == NONE) {
+      child = graph.add_child(node, tokens[i], prob * left_by_copies(graph, node), ORIGIN_NGRAM);
+      if (child == NONE) return;
     } else {
       graph.agree(child, prob);
     }
@@ -68,14 +64,13 @@ void insert_copy(Graph& graph, const T* tokens, int64_t depth, int64_t matched) 
 }
 
 template <typename T>
-int64_t graft(Graph graph, const T* text, int64_t length, int64_t max_matches, int64_t max_depth, int64_t min_match,
-              std::vector<int32_t>& scratch) {
+void graft(Graph graph, const T* text, int64_t length, int64_t max_matches, int64_t max_depth, int64_t min_match,
+           std::vector<int32_t>& scratch) {
   scratch.assign(2 * max_matches, 0);
   int32_t *starts = scratch.data(), *matched = starts + max_matches;
   const int64_t count = find_matches(text, length, min_match, starts, matched, max_matches);
   for (int64_t j = 0; j < count; ++j)
     insert_copy(graph, text + starts[j], std::min(max_depth, length - starts[j]), matched[j]);
-  return count;
 }
 
 void check_text(int64_t size, int64_t length) {
@@ -84,26 +79,6 @@ void check_text(int64_t size, int64_t length) {
 }
 
 }  // namespace
-
-int64_t longest_matches(py::handle text, int64_t length, int64_t min_match, py::handle starts, py::handle matched) {
-  const auto start = view<int32_t, 1>(starts, "starts"), match = view<int32_t, 1>(matched, "matched");
-  check_size(match.size(), start.size(), "matched");
-  return either<int32_t, int64_t, 1>(text, "text", [&](const auto& tokens) {
-    check_text(tokens.size(), length);
-    return find_matches(tokens.data, length, min_match, start.data, match.data, start.size());
-  });
-}
-
-int64_t graft_ngrams(py::handle graphs, int64_t row, py::handle text, int64_t length, int64_t max_matches,
-                     int64_t max_depth, int64_t min_match) {
-  check_size(max_matches, 0, "max_matches");
-  const Graph graph = Graphs(graphs).graph(row);
-  std::vector<int32_t> scratch;
-  return either<int32_t, int64_t, 1>(text, "text", [&](const auto& tokens) {
-    check_text(tokens.size(), length);
-    return graft(graph, tokens.data, length, max_matches, max_depth, min_match, scratch);
-  });
-}
 
 void graft_all_ngrams(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length, py::handle chosen,
                       int64_t max_matches, py::handle max_depth, int64_t min_match) {
@@ -133,21 +108,21 @@ void graft_tree(py::handle graphs, int64_t row, py::handle tokens, py::handle pa
   const int64_t count = token.size();
   check_size(parent.size(), count, "parents");
   check_size(share.size(), count, "shares");
-  std::vector<int32_t> nodes(count, kNone);
+  std::vector<int32_t> nodes(count, NONE);
   for (int64_t i = 0; i < count; ++i) {
     int32_t above = 0;
     float before = 1.0f;
-    if (parent[i] != kNone) {
+    if (parent[i] != NONE) {
       const int64_t place = placed(parent[i], count, "parents");
       above = nodes[place];
       before = share[place];
     }
-    if (above == kNone) continue;  // the graph was full
+    if (above == NONE) continue;  // the graph was full
     const float prob = divided(match_prob(matched + graph.depth[above]) * share[i], before);
     int32_t child = graph.find_child(above, token[i]);
-    if (child == kNone) child = graph.add_child(above, token[i], prob, static_cast<int8_t>(origin));
+    if (child == NONE) child = graph.add_child(above, token[i], prob, origin);
     else graph.agree(child, prob);
-    if (child != kNone) nodes[i] = graph.beyond(child);
+    if (child != NONE) nodes[i] = graph.beyond(child);
   }
 }
 

@@ -10,8 +10,6 @@ namespace gsd {
 
 namespace {
 
-enum Count { kVerified = 0, kMoved = 1, kGrammar = 2, kAccepted = 3 };
-
 template <typename T>
 py::array_t<T> array_of(const std::vector<T>& values) {
   py::array_t<T> result(static_cast<py::ssize_t>(values.size()));
@@ -59,7 +57,7 @@ py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::ha
   check_size(sources.size(), trees.rows(), "source");
   check_size(survivals.size(), trees.rows(), "survival");
 
-  auto counts = zeros<int64_t>(kAccepted + kSources);
+  auto counts = zeros<int64_t>(ACCEPTED + NUM_SOURCES);
   auto length = zeros<int64_t>(place.size()), deepest = zeros<int64_t>(place.size());
   int64_t *count = counts.mutable_data(), *lengths = length.mutable_data(), *deepests = deepest.mutable_data();
   std::vector<char> accepted(trees.rows(), 0);
@@ -72,17 +70,17 @@ py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::ha
     for (int64_t node = trees.placed_in(tree, place[tree]); node > 0; node = trees.above(tree, node)) {
       accepted[first + node] = 1;
       lengths[tree] += 1;
-      count[kMoved] += depths[first + node] != node;
+      count[MOVED] += depths[first + node] != node;
     }
     for (int64_t line = first + 1; line < trees.end(tree); ++line) {
       if (trees.parent(line) < 0) continue;  // a row without a node
-      count[kVerified] += 1;
+      count[VERIFIED] += 1;
       deepests[tree] = std::max<int64_t>(deepests[tree], depths[line]);
       if (sources[line] < 0) {
-        count[kGrammar] += accepted[line];
+        count[GRAMMAR] += accepted[line];
         continue;
       }
-      count[kAccepted + placed(sources[line], kSources, "source")] += accepted[line];
+      count[ACCEPTED + placed(sources[line], NUM_SOURCES, "source")] += accepted[line];
       lines.push_back(line);
       ordinals.push_back(ordinal);
     }

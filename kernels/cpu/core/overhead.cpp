@@ -2,15 +2,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "constants.h"
 #include "functions.h"
 
 namespace gsd {
-
-namespace {
-
-constexpr double kKept = 0.99;
-
-}  // namespace
 
 void follow_clock(py::handle squares, py::handle products, py::handle belief_squares, py::handle belief_products,
                   py::handle weights, py::handle parts, double took, double most) {
@@ -35,10 +30,10 @@ void follow_clock(py::handle squares, py::handle products, py::handle belief_squ
   took = known + std::min(std::max(took - known, -most), most);
   std::vector<double> left(count * count), right(count);
   for (int64_t i = 0; i < count; ++i) {
-    product[i] = kKept * product[i] + took * part[i];
+    product[i] = KEPT * product[i] + took * part[i];
     right[i] = product[i] + believed[i];
     for (int64_t j = 0; j < count; ++j) {
-      square.row(i)[j] = kKept * square.row(i)[j] + part[i] * part[j];
+      square.row(i)[j] = KEPT * square.row(i)[j] + part[i] * part[j];
       left[i * count + j] = square.row(i)[j] + doubt.row(i)[j];
     }
   }

@@ -80,12 +80,6 @@ double levels_ms(const Tables& tables, const Table& rows, const Table& share, do
 
 }  // namespace
 
-double read(py::handle table, double rows) { return read_table(table_of(table, "table"), rows); }
-
-double drafts_ms(py::handle tables, py::handle rows, py::handle share) {
-  return levels_ms(Tables(tables), view<const double, 1>(rows, "rows"), view<const double, 1>(share, "share"), 1.0);
-}
-
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances) {
   const Tables table(tables);
   return either<double, float, 1>(chances, "chances", [&](const auto& given) {

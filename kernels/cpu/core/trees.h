@@ -2,7 +2,8 @@
 #pragma once
 
 #include "array.h"
-#include "graph.h"
+#include "constants.h"
+#include "step.h"
 
 namespace gsd {
 
@@ -26,6 +27,12 @@ class Trees {
     const int64_t parent = parents_[first(tree) + place];
     if (parent >= place) throw py::value_error("parents must come before their children");
     return parent;
+  }
+
+  // The child of a place that carries the token: its place in the tree, or NONE.
+  template <typename Tokens>
+  int64_t child_carrying(const Tokens& tokens, int64_t tree, int64_t place, int64_t token) const {
+    return gsd::child_carrying(parents_, tokens, first(tree), end(tree), place, token);
   }
 
   int64_t placed_in(int64_t tree, int64_t place) const {

@@ -1,4 +1,6 @@
 // The verification walk, vllm_gsd/method/verify.py.
+#include <algorithm>
+
 #include "functions.h"
 #include "trees.h"
 
@@ -17,13 +19,10 @@ void step_into(py::handle tokens, py::handle parents, py::handle starts, py::han
     if (!going[tree]) continue;
     going[tree] = false;
     check_size(place[tree], 0, "places");
-    // Children come after their parent in the list.
-    for (int64_t line = trees.first(tree) + place[tree] + 1; line < trees.end(tree); ++line) {
-      if (trees.parent(line) != place[tree] || token[line] != wanted[tree]) continue;
-      place[tree] = static_cast<int32_t>(line - trees.first(tree));
-      going[tree] = true;
-      break;
-    }
+    const int64_t child = trees.child_carrying(token, tree, place[tree], wanted[tree]);
+    if (child == NONE) continue;
+    place[tree] = static_cast<int32_t>(child);
+    going[tree] = true;
   }
 }
 
@@ -40,14 +39,12 @@ int64_t follow(py::handle tokens, py::handle parents, py::handle starts, py::han
   for (int64_t tree = 0; tree < place.size(); ++tree) {
     const int64_t first = trees.first(tree);
     int32_t* emitted = paths.row(tree);
-    int64_t here = 0, length = 1;
-    check_size(paths.shape[1], length, "a row of path");
-    emitted[0] = static_cast<int32_t>(drawn[placed(first, trees.rows(), "starts")]);
-    for (int64_t line = first + 1; line < trees.end(tree); ++line) {
-      if (trees.parent(line) != here || token[line] != emitted[length - 1]) continue;
-      here = line - first;
+    int64_t length = 0, here = 0;
+    check_size(trees.end(tree) - first, 1, "a tree");
+    for (int64_t next = 0; next != NONE; next = trees.child_carrying(token, tree, here, emitted[length - 1])) {
+      here = next;
       check_size(paths.shape[1], length + 1, "a row of path");
-      emitted[length++] = static_cast<int32_t>(drawn[line]);
+      emitted[length++] = static_cast<int32_t>(drawn[first + here]);
     }
     place[tree] = static_cast<int32_t>(here);
     columns = std::max(columns, length);
@@ -60,7 +57,7 @@ bool is_chain(py::handle parents, int64_t start, int64_t end) {
   check_size(parent.size(), end, "parents");
   for (int64_t line = start + 1; line < end; ++line)
     if (parent[placed(line, parent.size(), "start")] != line - start - 1) return false;
-  return parent[placed(start, parent.size(), "start")] == kNone;
+  return parent[placed(start, parent.size(), "start")] == NONE;
 }
 
 }  // namespace gsd

@@ -11,18 +11,20 @@ from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.method.calibration import MERGED, OFF_BELOW
-from vllm_gsd.method.draft_level import (
-    DraftSlots,
+from vllm_gsd.host import (
+    add_candidates,
     frontier_chances,
     keep_best,
+    kv_slots,
     level_rows,
-    new_draft_slots,
+    next_frontier,
+    next_rows,
     parent_lines,
+    text_rows,
 )
+from vllm_gsd.method.constants import MERGED, OFF_BELOW
+from vllm_gsd.method.draft_level import DraftSlots, new_draft_slots
 from vllm_gsd.method.graph import GraphBatch
-from vllm_gsd.method.growth import add_candidates, next_frontier
-from vllm_gsd.method.text_rows import kv_slots, next_rows, text_rows
 from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.planner.planner import Planner
 
@@ -188,7 +190,7 @@ class Drafter:
             first_new = graphs.size.copy()
             probs, tokens = self.model.candidates(hidden, config.top_k)
             self.planner.drafted(probs)
-            counts = add_candidates(
+            added, merged, pruned = add_candidates(
                 graphs,
                 frontier,
                 frontier_len,
@@ -198,9 +200,9 @@ class Drafter:
                 config.theta_sib,
                 merge_ngram,
             )
-            self.stats.counts["nodes_added"] += counts.added
-            self.stats.counts["nodes_merged"] += counts.merged
-            self.stats.counts["nodes_pruned"] += counts.pruned
+            self.stats.counts["nodes_added"] += added
+            self.stats.counts["nodes_merged"] += merged
+            self.stats.counts["nodes_pruned"] += pruned
             if level == config.max_depth:
                 break
             room_now = (room - slots.used) * (deepest > level)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import NONE
 from vllm_gsd.upstream import structured
 
 # Where a grammar allows more tokens than that, no look is taken at how many of them go furthest.

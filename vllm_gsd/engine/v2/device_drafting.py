@@ -15,7 +15,7 @@ from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.speculation import MIN_NGRAM_MATCH
-from vllm_gsd.method.calibration import MERGED, NGRAM, OFF_BELOW
+from vllm_gsd.method.constants import MERGED, NGRAM, OFF_BELOW
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth.api import add_candidates, level_rows, next_frontier
 from vllm_gsd.ops.growth.state import DeviceGraphs, one_bit, start_graphs

@@ -10,7 +10,7 @@ import torch
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, DraftTree
 from vllm_gsd.engine.verify.step import VerifyStep
-from vllm_gsd.method.graph import NONE
+from vllm_gsd.method.constants import NONE
 from vllm_gsd.ops.flatten.api import DeviceTrees, row_masks
 
 

@@ -6,13 +6,24 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_gsd.engine.schedule.grammar import KeptTree
-from vllm_gsd.method.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
-from vllm_gsd.method.graph import NONE, NUM_ORIGINS, ORIGIN_AGREED, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
+from vllm_gsd.method.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    NUM_ORIGINS,
+    ORIGIN_AGREED,
+    ORIGIN_GRAMMAR,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    SHARED,
+)
 
 # Parent of a row that belongs to no tree of ours: no walk ever steps into it.
 FOREIGN = -2
 
-# Source of nodes (``core.calibration``; NONE for a grammar's) by whether they lie behind a merged edge, and by origin.
+# Source of nodes (NONE for those of a grammar), by whether they lie behind a merged edge and by origin.
 SOURCE_OF = np.full((2, NUM_ORIGINS), NATIVE, np.int8)
 SOURCE_OF[1] = MERGED
 SOURCE_OF[:, [ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]] = NGRAM, SHARED, AGREED, NONE

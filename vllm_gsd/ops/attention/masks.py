@@ -1,6 +1,6 @@
 """Depths, positions and ancestor bitmasks of a batch of trees, on the device.
 
-What ``core.flatten.ancestor_masks`` does on the host; its output is what ``paged_tree_attention`` takes.
+What ``method.lay_out.ancestor_masks`` does on the host; its output is what ``paged_tree_attention`` takes.
 """
 
 from __future__ import annotations

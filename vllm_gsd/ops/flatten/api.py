@@ -1,4 +1,4 @@
-"""Flattening on the device: exactly what ``core.flatten`` does on the host, by a table instead of a heap."""
+"""Flattening on the device: exactly what ``method.flatten`` does on the host, by a table instead of a heap."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.ops.attention.masks import tree_masks
-from vllm_gsd.ops.dispatch import check_tensor, use_triton
-from vllm_gsd.ops.growth.state import (
+from vllm_gsd.method.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
     NONE,
+    NUM_BINS,
+    NUM_DEPTHS,
+    NUM_SOURCES,
     ORIGIN_AGREED,
     ORIGIN_NGRAM,
     ORIGIN_SHARED,
-    WORD,
-    DeviceGraphs,
-    one_bit,
-    rows_of,
+    SHARED,
 )
-
-# As in ``core.calibration`` and ``core.graph``.
-NATIVE, MERGED, NGRAM, SHARED, AGREED = 0, 1, 2, 3, 4
-NUM_SOURCES, NUM_DEPTHS, NUM_BINS = 5, 3, 8
+from vllm_gsd.ops.attention.masks import tree_masks
+from vllm_gsd.ops.dispatch import check_tensor, use_triton
+from vllm_gsd.ops.growth.state import WORD, DeviceGraphs, one_bit, rows_of
 
 
 class DeviceTrees(NamedTuple):
@@ -54,7 +55,7 @@ def flatten_graphs(
     Args:
         num_places: places to fill at most; num_nodes: int64 ``[num_graphs]``, of each graph, at most that.
         max_depth: int64 ``[num_graphs]``, deepest place allowed.
-        factor: of ``core.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
+        factor: of ``planner.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
         trust: of ``SourceTrust``, float32 ``[num_graphs, sources]``.
 
     Raises:
@@ -154,10 +155,8 @@ def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, tr
 
 
 def _calibrated(factor, source, depth, survival) -> torch.Tensor:
-    """Chance that a node is accepted, as ``core.calibration.calibrated``; float32 ``[num_graphs, C]``."""
-    # In double precision the logarithm is rounded as the host's is.
-    cell = -survival.clamp(min=1e-9).double().log2().float().ceil()
-    cell = cell.clamp(0, NUM_BINS - 1).long()
+    """Chance that a node is accepted, as ``method.cells.calibrated``; float32 ``[num_graphs, C]``."""
+    cell = sum((survival <= 0.5**halved).long() for halved in range(1, NUM_BINS))
     index = (source * NUM_DEPTHS + depth.clamp(max=NUM_DEPTHS) - 1) * NUM_BINS + cell
     return (survival * factor.flatten()[index]).clamp(max=1.0)
 

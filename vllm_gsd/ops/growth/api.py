@@ -1,4 +1,4 @@
-"""Level-wise growth on the device: exactly what ``core.growth`` and ``core.draft_level`` do on the host.
+"""Level-wise growth on the device: exactly what ``method.growth`` and ``method.draft_level`` do on the host.
 
 Frontiers are padded: level by level every graph has as many places as any may have, and those behind
 ``frontier_len`` do nothing.
@@ -12,18 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_gsd.method.constants import MAX_CONTEXT, NONE, ORIGIN_DRAFT
 from vllm_gsd.ops.dispatch import check_tensor, use_triton
-from vllm_gsd.ops.growth.state import (
-    MAX_CONTEXT,
-    NONE,
-    ORIGIN_DRAFT,
-    DeviceGraphs,
-    append,
-    bits,
-    has_bit,
-    one_bit,
-    rows_of,
-)
+from vllm_gsd.ops.growth.state import DeviceGraphs, append, bits, has_bit, one_bit, rows_of
 
 
 class LevelRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Token graphs of a batch as tensors of one device: what ``core.graph`` keeps in arrays, for growth without the host.
+"""Token graphs of a batch as tensors of one device: what ``method.graph`` keeps in arrays, for growth without the host.
 
 Capture-safe, as everything in ``graph_*``: shapes depend on shapes and numbers alone, nothing is read back, and no
 branch is taken on what a tensor holds. What ``core`` does with loops over lists of children is done by comparing all
@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gsd.method.constants import MAX_CONTEXT, NONE, ORIGIN_ROOT
 from vllm_gsd.ops.dispatch import check_tensor
 
-# As in ``core.graph``, which needs numba to be imported.
-NONE = -1
-ORIGIN_ROOT, ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED = 0, 1, 2, 4, 5
-MAX_CONTEXT = 16
 WORD = 64  # bits of a word
 
 

@@ -126,12 +126,11 @@ def graft_kernel(
 
 @triton.jit
 def _worth(likely, chance, crossed, level, probs, targets, kinds, trust, factor, DEPTHS: tl.constexpr):
-    """Calibrated survival of all nodes, were they children of a place; as ``core.calibration.calibrated``."""
+    """Calibrated survival of all nodes, were they children of a place; as ``method.cells.calibrated``."""
     below = likely * probs
-    # Bins are rounded logarithms: where they begin, with what rounding does to them.
     cell = (below <= 0.5).to(tl.int32) + (below <= 0.25).to(tl.int32) + (below <= 0.125).to(tl.int32)
-    cell += (below <= 0.0625).to(tl.int32) + (below <= 0.03125 * (1 + 2**-23)).to(tl.int32)
-    cell += (below <= 0.015625 * (1 + 2**-23)).to(tl.int32) + (below <= 0.0078125 * (1 + 2**-23)).to(tl.int32)
+    cell += (below <= 0.0625).to(tl.int32) + (below <= 0.03125).to(tl.int32)
+    cell += (below <= 0.015625).to(tl.int32) + (below <= 0.0078125).to(tl.int32)
     own = tl.where(crossed | (targets != -1), 1, 0)
     kind = tl.where(kinds == -1, own, kinds)
     index = (kind * DEPTHS + tl.minimum(level, DEPTHS) - 1) * 8 + cell

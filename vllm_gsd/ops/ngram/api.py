@@ -1,18 +1,12 @@
-"""Hypotheses from the requests' own texts on the device: exactly what ``core.ngram`` does on the host."""
+"""Hypotheses from the requests' own texts on the device: exactly what ``method.ngram`` does on the host."""
 
 from __future__ import annotations
 
 import torch
 
+from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
 from vllm_gsd.ops.dispatch import check_tensor, use_triton
-from vllm_gsd.ops.growth.state import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM, DeviceGraphs, append, find_child
-
-MAX_MATCH = 16
-# As in ``core.ngram``, by the number of tokens that matched.
-MATCH_PROB = (
-    *(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84),
-    *(0.87, 0.88, 0.89, 0.9, 0.91, 0.92, 0.93, 0.97),
-)
+from vllm_gsd.ops.growth.state import DeviceGraphs, append, find_child
 
 
 def longest_matches(

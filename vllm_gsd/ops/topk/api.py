@@ -63,7 +63,7 @@ def argmax_of_walks(
     Args:
         logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN; the rows of all trees.
         tokens: int64 ``[rows]``, parents: int32 ``[rows]``, starts: int32 ``[trees + 1]``, rising; of
-            ``core.verify.follow``.
+            ``method.verify.follow``.
 
     Returns:
         int64 ``[rows]``; what rows get that are on no walk means nothing.

@@ -1,6 +1,6 @@
 """The verification walk on the device: which path of each flattened tree its own samples follow.
 
-Same rule as ``core.verify.step_into``: at a place, the first child that carries the token sampled there is stepped
+Same rule as ``method.verify.step_into``: at a place, the first child that carries the token sampled there is stepped
 into; where there is none, that token is the bonus token. Everything has a fixed, padded shape and stays on the device,
 and what it returns is what :func:`vllm_gsd.ops.kv_move.paged.move_paged_kv` takes.
 """
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.verify import child_carrying
 from vllm_gsd.ops.dispatch import check_tensor, use_triton
 
 PADDING = -1
@@ -95,14 +97,15 @@ def accept_walk_reference(
     for tree, (first, end) in enumerate(itertools.pairwise(bounds)):
         if first == end:
             continue
-        token, parent, drawn = (tensor[first:end].tolist() for tensor in (tokens, parents, sampled))
+        token, parent = tokens[first:end].numpy(force=True), parents[first:end].numpy(force=True)
+        drawn = sampled[first:end].tolist()
         place = 0
         for depth in range(max_depth):
-            children = [p for p in range(place + 1, end - first) if parent[p] == place and token[p] == drawn[place]]
-            if not children:
+            child = child_carrying(token, parent, place, drawn[place])
+            if child == NONE:
                 break
             accepted.tokens[tree, depth] = drawn[place]
-            place = children[0]
+            place = child
             accepted.path[tree, depth] = place
             accepted.length[tree] += 1
             if slots is not None and place != depth + 1:
