@@ -9,7 +9,7 @@ VERSION = "0.1.0"
 
 
 def write_constants(source, header):
-    """Write the constants of ``vllm_gsd/core/constants.py`` as C++, if they are not what the header has already."""
+    """Write the constants of ``vllm_gsd/method/constants.py`` as C++, if they are not what the header has already."""
     constants = {name: value for name, value in runpy.run_path(source).items() if name.isupper()}
     lines = [f"// Written by setup.py from {source}.", "#pragma once", "", "#include <array>", "#include <cstdint>", ""]
     lines += ["namespace gsd {", ""]
@@ -48,7 +48,7 @@ def extensions():
             except Exception as error:  # any compiler trouble: the fallback still serves
                 print(f"vllm-gsd: kernels not built ({error}); PyTorch and plain Python are used instead")
 
-    write_constants("vllm_gsd/core/constants.py", "kernels/cpu/core/constants.h")
+    write_constants("vllm_gsd/method/constants.py", "kernels/cpu/core/constants.h")
     kernels = CppExtension(
         "vllm_gsd._C",
         sorted(glob("kernels/cpu/*.cpp")),
@@ -82,7 +82,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_gsd", "vllm_gsd.*"]),
-    package_data={"vllm_gsd": ["data/**/*", "distill/templates.json", "bench/page.html"]},
+    package_data={"vllm_gsd": ["data/**/*", "tools/distill/templates.json", "tools/bench/page.html"]},
     ext_modules=ext_modules,
     cmdclass=cmdclass,
     install_requires=["pydantic>=2.12", "numpy", "safetensors", "typer>=0.12", "rich>=13"],
@@ -95,11 +95,11 @@ setup(
         "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
-            *("ruff", "mypy", "pre-commit", "gguf"),
+            *("ruff", "mypy", "import-linter", "pre-commit", "gguf"),
         ],
     },
     entry_points={
         "vllm.general_plugins": ["gsd = vllm_gsd:register"],
-        "console_scripts": ["vllm-gsd = vllm_gsd.cli.main:app"],
+        "console_scripts": ["vllm-gsd = vllm_gsd.tools.cli.main:app"],
     },
 )

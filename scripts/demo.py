@@ -1,9 +1,12 @@
-"""Answers a few prompts with the built-in pair, by plain vLLM and by the graph, and compares the two.
+"""Answers a few prompts with the built-in pair and compares plain vLLM, our engine without a graph, and with it.
 
-Each engine runs in a process of its own (two in one process would share threads and memory), one prompt at
-a time, greedily. The texts must be equal. In bfloat16 the scores of two tokens are often the same to the last
-bit or one step apart, and which of them wins depends on how many tokens a forward pass holds: there, and only
-there, a difference is excused. With --dtype float32 nothing is.
+The engine without a graph is the one that gsd makes, with every request opted out. Its speed over plain vLLM is what
+our CPU kernels are worth; the speed with a graph over it is what the graph is worth.
+
+Plain vLLM and gsd each run in a process of their own (two in one process would share threads and memory), one prompt
+at a time, greedily. The texts must be equal. In bfloat16 the scores of two tokens are often the same to the last bit
+or one step apart, and which of them wins depends on how many tokens a forward pass holds: there, and only there, a
+difference is excused. With --dtype float32 nothing is.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from vllm_gsd.models import ModelsError, built_in_pair
+from vllm_gsd.tools.models import ModelsError, built_in_pair
 
 PROMPTS = [
     "Explain in three sentences why the sky is blue.",
@@ -57,7 +60,8 @@ def main() -> None:
     verdicts = [compare(*texts, excused) for texts in zip(plain["answers"], graph["answers"], strict=True)]
     for prompt, answer, verdict in zip(PROMPTS, graph["answers"], verdicts, strict=True):
         console.print(Panel(answer["text"].strip(), title=prompt, subtitle=verdict))
-    console.print(summary(plain, graph, options.method))
+    off = {"gsd, opted out": graph["off"]} if "off" in graph else {}
+    console.print(summary({"plain": plain, **off, options.method: graph}))
     if any("tie within" in verdict for verdict in verdicts):
         console.print("In float32 no tie is excused: ./scripts/demo --dtype float32", style="dim")
     if any(verdict.startswith("DIFFERS") for verdict in verdicts):
@@ -119,22 +123,26 @@ def work(options: argparse.Namespace) -> None:
         disable_log_stats=False,  # the counters below
     )
 
-    def answer(prompt: str, logprobs: int | None = None, max_tokens: int = options.max_tokens) -> Any:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=logprobs)
+    def answer(prompt: str, *, graph: bool = True, max_tokens: int = options.max_tokens, **more: Any) -> Any:
+        extra_args = None if graph else {"gsd": False}
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=extra_args, **more)
         return llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0].outputs[0]
+
+    def answer_all(graph: bool) -> dict[str, Any]:
+        before, started = accepted_so_far(llm), time.perf_counter()
+        answers = [answer(prompt, graph=graph) for prompt in PROMPTS]
+        return {
+            "seconds": time.perf_counter() - started,
+            "tokens": sum(len(output.token_ids) for output in answers),
+            "accepted": accepted_so_far(llm) - before,
+            "answers": [{"text": output.text, "tokens": list(output.token_ids)} for output in answers],
+        }
 
     for prompt in PROMPTS:  # warm up: first shapes, caches, clock
         answer(prompt, max_tokens=8)
-    before, started = accepted_so_far(llm), time.perf_counter()
-    answers = [answer(prompt) for prompt in PROMPTS]
-    seconds = time.perf_counter() - started
-
-    report: dict[str, Any] = {
-        "tokens": sum(len(output.token_ids) for output in answers),
-        "accepted": accepted_so_far(llm) - before,
-        "seconds": seconds,
-        "answers": [{"text": output.text, "tokens": list(output.token_ids)} for output in answers],
-    }
+    report = answer_all(graph=True)
+    if job["method"] == "gsd":
+        report["off"] = answer_all(graph=False)
     if job["method"] == "plain":
         # Once more, off the clock, for how near each choice was.
         for entry, prompt in zip(report["answers"], PROMPTS, strict=True):
@@ -166,21 +174,22 @@ def compare(plain: dict[str, Any], graph: dict[str, Any], excused: float) -> str
     return f"DIFFERS from token {place} on"
 
 
-def summary(plain: dict[str, Any], graph: dict[str, Any], method: str) -> Table:
-    """Both engines side by side."""
-    table = Table("", "tokens", "accepted / target step", "tokens / target step", "tokens / s", "speed")
-    for name, run in (("plain", plain), (method, graph)):
+def summary(runs: dict[str, dict[str, Any]]) -> Table:
+    """The runs side by side: plain vLLM first; of three, the last is the graph and the second the engine without it."""
+    table = Table("", "tokens", "tokens / target step", "tokens / s", "over plain", "the graph's gain")
+    speeds = {name: run["tokens"] / run["seconds"] for name, run in runs.items()}
+    plain, *others = speeds.values()
+    gains = {list(speeds)[-1]: others[1] / others[0]} if len(others) == 2 else {}
+    for name, run in runs.items():
         # Every target step yields one token of its own, besides the drafted ones it accepts.
         steps = run["tokens"] - run["accepted"]
-        speed = run["tokens"] / run["seconds"]
-        ratio = speed / (plain["tokens"] / plain["seconds"])
         table.add_row(
             name,
             str(run["tokens"]),
-            f"{run['accepted'] / steps:.2f}",
             f"{run['tokens'] / steps:.2f}",
-            f"{speed:.1f}",
-            f"{ratio:.2f}x",
+            f"{speeds[name]:.1f}",
+            f"{speeds[name] / plain:.2f}x",
+            f"{gains[name]:.2f}x" if name in gains else "",
         )
     return table
 

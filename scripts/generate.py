@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from vllm_gsd.models import built_in_pair
-from vllm_gsd.prompt_file import read_requests, thinned
+from vllm_gsd.tools.models import built_in_pair
+from vllm_gsd.tools.prompt_file import read_requests, thinned
 
 
 def load_prompts(path: Path, limit: int | None) -> list[str]:

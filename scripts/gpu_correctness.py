@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from paged_cases import E4M3, E5M2, PagedCase, paged_case, random_parents
 
-from vllm_gsd.ops.accept_walk import accept_walk, accept_walk_reference
-from vllm_gsd.ops.merge_attention import merge_attention, merge_attention_reference
-from vllm_gsd.ops.paged_kv_move import PagedCaches, move_paged_kv, move_paged_kv_reference
-from vllm_gsd.ops.tree_masks import tree_masks, tree_masks_reference
-from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
+from vllm_gsd.ops.attention.masks import tree_masks, tree_masks_reference
+from vllm_gsd.ops.attention.merge import merge_attention, merge_attention_reference
+from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
+from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv, move_paged_kv_reference
+from vllm_gsd.ops.walk.api import accept_walk, accept_walk_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {

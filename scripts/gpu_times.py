@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from paged_cases import PagedCase, depths_and_mask, random_parents
 
-from vllm_gsd.ops.paged_tree_attention import TreeTiles, paged_tree_attention
-from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
+from vllm_gsd.ops.attention.paged import TreeTiles, paged_tree_attention
+from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
 
 MOST_RATIO = 1.15  # of causal attention's time
 LEAST_BANDWIDTH = 0.6  # of the copy's, from this context on

@@ -1,4 +1,4 @@
-// vllm_gsd::move_kv: copies cache slots, in all layers at once. Python side: vllm_gsd/ops/kv_move.py.
+// vllm_gsd::move_kv: copies cache slots, in all layers at once. Python side: vllm_gsd/ops/kv_move/cpu.py.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // vllm_gsd::linear: x @ weight.T in bfloat16 for a step's rows, which are few: the time is that of reading the weights
-// once, as long as the next weights are fetched while the present ones are multiplied. Python: vllm_gsd/ops/linear.py.
+// once, as long as the next weights are fetched while the present ones are multiplied. Python: vllm_gsd/cpu/linear.py.
 // Here by products of pairs of bfloat16, where they pay (isa.cpp); linear_widened.cpp has other processors' kernel.
 //
 // Weights are packed [groups, size / 2, panels, 16, 2]: a group is 16 * panels output columns, the pairs of its inputs

@@ -1,4 +1,4 @@
-// One layer's KV cache and the order of the elements inside its pages (vllm_gsd/ops/kv_layout.py).
+// One layer's KV cache and the order of the elements inside its pages (vllm_gsd/ops/kv_move/layout.py).
 #pragma once
 
 #include <ATen/ATen.h>

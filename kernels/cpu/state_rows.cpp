@@ -1,4 +1,4 @@
-// vllm_gsd::read_rows, write_rows and move_rows: hidden states by row. Python side: vllm_gsd/ops/state_rows.py.
+// vllm_gsd::read_rows, write_rows and move_rows: hidden states by row. Python side: vllm_gsd/ops/state_rows/api.py.
 //
 // A step calls them behind a forward pass, with all code and data out of the caches. What counts then is how much there
 // is to fetch of it, and PyTorch's indexing is several operators of general code.

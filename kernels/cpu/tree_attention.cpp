@@ -1,5 +1,5 @@
 // vllm_gsd::tree_attention: checks, cuts the work into tasks, runs them. Python side and formula:
-// vllm_gsd/ops/tree_attention.py.
+// vllm_gsd/ops/attention/cpu.py.
 #include "tree_attention.h"
 
 #include <ATen/Parallel.h>

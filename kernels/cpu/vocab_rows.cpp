@@ -1,5 +1,5 @@
 // vllm_gsd::topk_softmax and vllm_gsd::argmax_of_walks: rows of logits, cut into chunks of fixed size so that the
-// result does not depend on the number of threads. Python side: vllm_gsd/ops/topk_softmax.py.
+// result does not depend on the number of threads. Python side: vllm_gsd/ops/topk/api.py.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

@@ -50,7 +50,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
+from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 
 
 def parameters(function) -> list[str]:
@@ -64,7 +64,7 @@ def field_names(cls) -> set[str]:
 
 
 SIGNATURES = [
-    # compat.hooks
+    # upstream.hooks
     (EngineArgs.add_cli_args, ["parser"]),
     (VllmConfig.num_lookahead_tokens.fget, []),
     (

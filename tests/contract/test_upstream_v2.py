@@ -159,7 +159,7 @@ def test_a_model_state_prepares_attention_with_these():
 
 def test_a_speculator_is_asked_with_these():
     path = f"{GPU}/spec_decode/speculator.py"
-    ours = tree(str(Path(__file__).parents[2] / "vllm_gsd/runtime/v2/speculator.py"))
+    ours = tree(str(Path(__file__).parents[2] / "vllm_gsd/engine/v2/speculator.py"))
     (propose,) = [node for node in ast.walk(ours) if isinstance(node, ast.FunctionDef) and node.name == "propose"]
     assert [a.arg for a in propose.args.args if a.arg != "self"] == parameters(path, "BaseSpeculator.propose")
     abstract = [

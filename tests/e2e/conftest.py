@@ -95,7 +95,7 @@ def start_engine(engine_pool, tiny_pair):
 @pytest.fixture(scope="session")
 def built_in_pair():
     """The built-in models; converts the target on first use."""
-    from vllm_gsd.models import built_in_pair
+    from vllm_gsd.tools.models import built_in_pair
 
     return built_in_pair()
 

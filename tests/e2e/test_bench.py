@@ -27,7 +27,7 @@ def command(tiny_pair, preforked, tmp_path):
 
 
 def test_all_methods(command, tmp_path):
-    methods = "plain,draft_model,ngram,suffix,gsd,gsd-tree,gsd-chain"
+    methods = "plain,draft_model,ngram,suffix,gsd-off,gsd,gsd-tree,gsd-chain"
     command += ["--methods", methods, "--chain-lengths", "2", "--batch-sizes", "1,3", "--repeats", "2"]
     command += ["--contexts", "20,60", "--forms"]
     done = subprocess.run([*command, "--gsd", '{"budget": 8}'], capture_output=True, text=True)
@@ -51,19 +51,26 @@ def test_all_methods(command, tmp_path):
             assert parts["target forward"] > 0
             assert parts["attention"] > 0
             assert parts["scheduler"] > 0
-            if method in ("plain", "ngram", "suffix"):  # these prompts repeat nothing
+            if method in ("plain", "gsd-off"):
+                assert row["tokens_per_step"]["max"] == 1
+                assert "ratio_to_off" not in row
+            elif method in ("ngram", "suffix"):  # these prompts repeat nothing
                 assert row["tokens_per_step"]["median"] >= 1
             else:
                 assert row["tokens_per_step"]["median"] > 1.1
                 assert parts["draft"] > 0
                 assert row["acceptance_by_depth"][0] > 0.1
-            if method.startswith("gsd"):
+            if method in ("gsd", "gsd-tree", "gsd-chain"):
+                gain = row["ratio_to_off"]["median"]
+                assert row["efficiency"] == pytest.approx(gain / row["tokens_per_step"]["median"])
                 levels = row["draft_levels"]
                 assert levels["per_step"] * levels["forward_ms"] == pytest.approx(parts["draft forward"])
                 assert levels["per_step"] * levels["beside_ms"] == pytest.approx(parts["draft"])
                 assert levels["per_step"] > 1
             else:
                 assert "draft_levels" not in row
+        logs = {log.stem for log in (tmp_path / "out" / "logs").iterdir()}
+        assert "gsd-eager" in logs and "gsd-off-eager" not in logs  # requests that opt out share its engine
         assert rows["plain"]["ratio_to_plain"]["max"] == rows["plain"]["tokens_per_step"]["max"] == 1
         assert rows["gsd"]["tokens_per_step"]["median"] > rows["gsd-chain"]["tokens_per_step"]["median"]
         assert rows["gsd-tree"]["step_parts_ms"]["compaction"] > 0
@@ -81,7 +88,7 @@ def test_all_methods(command, tmp_path):
     for method, row in report["contexts"].items():
         assert list(row["step_ms"]) == ["20", "60"]
         assert row["growth"]["low"] <= row["growth"]["mean"] <= row["growth"]["high"]
-        assert (row["tokens_per_step"]["60"] > 1.1) == (method not in ("plain", "ngram", "suffix"))
+        assert (row["tokens_per_step"]["60"] > 1.1) == (method not in ("plain", "gsd-off", "ngram", "suffix"))
     assert report["contexts"]["plain"]["tokens_per_step"] == {"20": 1, "60": 1}
     turns = report["forms_in_turns"]
     assert {category: ratios["prompts"] for category, ratios in turns.items()} == {"": 4, "one": 2, "two": 2}
@@ -115,8 +122,8 @@ def test_a_draft_that_reads_hidden_states(command, tmp_path, tiny_eagle):
 def test_apart_with_a_choice_and_analyses(command, preforked, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from vllm_gsd.bench import analyses
-    from vllm_gsd.cli.main import app
+    from vllm_gsd.tools.bench import analyses
+    from vllm_gsd.tools.cli.main import app
 
     monkeypatch.setattr(sys, "executable", preforked)
     monkeypatch.setattr(analyses, "ABLATIONS", {"top_k": [1, 3], "merge_ngram": [2]})

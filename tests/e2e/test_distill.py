@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from patience import SECONDS
 
-from vllm_gsd.distill.hidden_states import Features, write_features
-from vllm_gsd.distill.train import load_answers
+from vllm_gsd.tools.distill.hidden_states import Features, write_features
+from vllm_gsd.tools.distill.train import load_answers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]

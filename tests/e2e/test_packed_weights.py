@@ -9,7 +9,7 @@ from engine_process import Engine, Params, model_runner
 from rounding import assert_close
 from transformers import AutoModelForCausalLM
 
-from vllm_gsd.ops.linear import packs
+from vllm_gsd.cpu.linear import packs
 
 ENGINE = {"dtype": "bfloat16"}
 GREEDY = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "ignore_eos": True}

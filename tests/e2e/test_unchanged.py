@@ -81,7 +81,7 @@ def test_no_metrics_of_ours(installed):
 
 def test_neither_runtime_nor_kernels_are_imported(installed):
     """Loading the plugin stays cheap: nothing compiled, no model runner."""
-    heavy = ("vllm_gsd.core", "vllm_gsd.ops", "vllm_gsd.runtime.v1", "vllm_gsd.runtime.v2")
+    heavy = ("vllm_gsd.method", "vllm_gsd.ops", "vllm_gsd.engine.v1", "vllm_gsd.engine.v2")
     assert not [name for name in installed["gsd_modules"] if name.startswith(heavy)]
 
 

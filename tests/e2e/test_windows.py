@@ -79,7 +79,7 @@ def answers(engine, prompts, batch):
 
 def forget_windows(_llm):
     """Let graphs attend what lies behind the window too."""
-    from vllm_gsd.runtime import cpu_attention
+    from vllm_gsd.engine.attention import cpu as cpu_attention
 
     attend = cpu_attention.tree_attention
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from vllm_gsd.distill import eagle, hidden_states
-from vllm_gsd.distill.train import load_answers
+from vllm_gsd.tools.distill import eagle, hidden_states
+from vllm_gsd.tools.distill.train import load_answers
 
 
 def build_tiny_eagle(target: Path, folder: Path, vocab_size: int) -> Path:

@@ -14,11 +14,11 @@ sys.path.insert(0, {folder!r})
 import torch
 from tree_cases import tree_case
 from vllm_gsd import ops
-from vllm_gsd.ops.kv_layout import KVLayout
-from vllm_gsd.ops.kv_move import move_kv
-from vllm_gsd.ops.state_rows import read_rows
-from vllm_gsd.ops.topk_softmax import argmax_of_walks, topk_softmax
-from vllm_gsd.ops.tree_attention import tree_attention, tree_attention_reference
+from vllm_gsd.ops.kv_move.layout import KVLayout
+from vllm_gsd.ops.kv_move.cpu import move_kv
+from vllm_gsd.ops.state_rows.api import read_rows
+from vllm_gsd.ops.topk.api import argmax_of_walks, topk_softmax
+from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
 
 assert not ({blocked} and ops.HAVE_EXTENSION)
 case = tree_case()

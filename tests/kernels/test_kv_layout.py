@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_cases import LAYOUTS, random_separable
 
-from vllm_gsd.ops.kv_layout import KVLayout, pages_of
+from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
 
 
 def writer_of(layout):

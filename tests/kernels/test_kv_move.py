@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_cases import LAYOUTS, random_separable
 
-from vllm_gsd.ops.kv_layout import KVLayout
-from vllm_gsd.ops.kv_move import move_kv, move_kv_reference
+from vllm_gsd.ops.kv_move.cpu import move_kv, move_kv_reference
+from vllm_gsd.ops.kv_move.layout import KVLayout
 
 OPS = [move_kv, move_kv_reference]
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.ops.linear import linear, linear_reference, pack_weight, packs, read_columns, unpack_weight, write_columns
+from vllm_gsd.cpu.linear import linear, linear_reference, pack_weight, packs, read_columns, unpack_weight, write_columns
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_gsd.ops import HAVE_EXTENSION
-from vllm_gsd.ops.state_rows import (
+from vllm_gsd.ops.state_rows.api import (
     move_rows,
     move_rows_reference,
     read_rows,

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.core.verify import follow
+from vllm_gsd.method.verify import follow
 from vllm_gsd.ops import HAVE_EXTENSION
-from vllm_gsd.ops.topk_softmax import (
+from vllm_gsd.ops.topk.api import (
     _topk_softmax_selecting,
     argmax_of_walks,
     argmax_of_walks_reference,

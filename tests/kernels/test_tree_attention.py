@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tree_cases import LAYOUTS, check, tree_case
 
 from vllm_gsd.ops import HAVE_EXTENSION
-from vllm_gsd.ops.kv_layout import KVLayout
-from vllm_gsd.ops.tree_attention import tree_attention, tree_attention_reference
+from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
+from vllm_gsd.ops.kv_move.layout import KVLayout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tree_cases import check, tree_case
 
-from vllm_gsd.ops.kv_layout import KVLayout, pages_of
-from vllm_gsd.ops.tree_attention import tree_attention
+from vllm_gsd.ops.attention.cpu import tree_attention
+from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ISAS = ["vec", "vec16", "amx"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_gsd.ops import HAVE_EXTENSION
-from vllm_gsd.ops.kv_layout import KVLayout, pages_of
-from vllm_gsd.ops.tree_attention import tree_attention, tree_attention_reference
+from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
+from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
 
 BF16_ISA = 3  # of isa.h
 # Half a unit in the last place of the output's dtype, relative, on top of float32 arithmetic.

@@ -1,6 +1,6 @@
 """An oracle of another kind than the specification: it restates no algorithm, but tries all paths of a graph.
 
-Graphs become objects, and recursion enumerates what can be reached and unrolled. Nothing of ``vllm_gsd.core`` is used
+Graphs become objects, and recursion enumerates what can be reached and unrolled. Nothing of ``vllm_gsd.method`` is used
 to *judge*; ``grow`` only calls it level by level, as a proposer does.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_gsd.core.constants import NONE
-from vllm_gsd.core.graph import GraphBatch, new_graphs, reset
-from vllm_gsd.core.growth import add_candidates, next_frontier
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.graph import GraphBatch, new_graphs, reset
+from vllm_gsd.method.growth import add_candidates, next_frontier
 
 Draft = Callable[[tuple[int, ...]], np.ndarray]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from reference_graph import can_reach, read_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_gsd.core.calibration import Calibration
-from vllm_gsd.core.cells import calibrated
-from vllm_gsd.core.constants import (
+from vllm_gsd.method.calibration import Calibration
+from vllm_gsd.method.cells import calibrated
+from vllm_gsd.method.constants import (
     MAX_CONTEXT,
     NONE,
     NUM_SOURCES,
@@ -25,13 +25,16 @@ from vllm_gsd.core.constants import (
     ORIGIN_NGRAM,
     ORIGIN_SHARED,
 )
-from vllm_gsd.core.draft_level import DraftSlots, level_rows, new_draft_slots
-from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.graph import add_child, find_child, new_graphs, reset
-from vllm_gsd.core.growth import add_candidates, next_frontier
-from vllm_gsd.core.lay_out import ancestor_masks
-from vllm_gsd.core.ngram import graft_ngrams, longest_matches
-from vllm_gsd.ops import graph_flatten, graph_growth, graph_ngram, graph_state
+from vllm_gsd.method.draft_level import DraftSlots, level_rows, new_draft_slots
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.graph import add_child, find_child, new_graphs, reset
+from vllm_gsd.method.growth import add_candidates, next_frontier
+from vllm_gsd.method.lay_out import ancestor_masks
+from vllm_gsd.method.ngram import graft_ngrams, longest_matches
+from vllm_gsd.ops.flatten import api as graph_flatten
+from vllm_gsd.ops.growth import api as graph_growth
+from vllm_gsd.ops.growth import state as graph_state
+from vllm_gsd.ops.ngram import api as graph_ngram
 
 MANY = settings(derandomize=True, deadline=None, max_examples=150)
 SEEDS = st.integers(0, 2**32).map(lambda seed: np.random.default_rng([seed, 11]))

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_graph import Node, can_reach, has_cycle, read_graph, unrolled
 
-from vllm_gsd.core.constants import NONE, ORIGIN_DRAFT
-from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.graph import add_child, new_graphs, reset
-from vllm_gsd.core.lay_out import ancestor_masks
-from vllm_gsd.core.verify import is_chain, step_into
+from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.method.lay_out import ancestor_masks
+from vllm_gsd.method.verify import is_chain, step_into
 
 FEW = settings(derandomize=True, deadline=None, max_examples=60)
 MANY = settings(derandomize=True, deadline=None, max_examples=150)

@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference_graph import Limits, Node, candidates, grow, has_cycle, random_draft, read_graph, unrolled
 
-from vllm_gsd.core.constants import ORIGIN_DRAFT
-from vllm_gsd.core.draft_level import level_rows, new_draft_slots
-from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.graph import add_child, new_graphs, reset
-from vllm_gsd.core.growth import add_candidates, next_frontier
+from vllm_gsd.method.constants import ORIGIN_DRAFT
+from vllm_gsd.method.draft_level import level_rows, new_draft_slots
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.method.growth import add_candidates, next_frontier
 
 FEW = settings(derandomize=True, deadline=None, max_examples=80)
 MANY = settings(derandomize=True, deadline=None, max_examples=200)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from reference_graph import Limits, grow, random_draft
 
-from vllm_gsd.core.constants import NONE
-from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.lay_out import ancestor_masks
-from vllm_gsd.core.ngram import graft_ngrams
-from vllm_gsd.core.verify import step_into
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.lay_out import ancestor_masks
+from vllm_gsd.method.ngram import graft_ngrams
+from vllm_gsd.method.verify import step_into
 
 EXACT = 1e-12
 SEEDS = range(48)

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference_graph import Limits, grow, has_cycle, random_draft, read_graph, unrolled
 
-from vllm_gsd.core.constants import MATCH_PROB, MAX_MATCH, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
-from vllm_gsd.core.graph import add_child, new_graphs, reset
-from vllm_gsd.core.ngram import graft_all_ngrams, graft_ngrams, longest_matches, match_prob
+from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
+from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.method.ngram import graft_all_ngrams, graft_ngrams, longest_matches, match_prob
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 

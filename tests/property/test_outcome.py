@@ -1,12 +1,23 @@
-"""``core.outcome`` and the walk in one go, against walks and sums by hand over random trees."""
+"""``method.outcome`` and the walk in one go, against walks and sums by hand over random trees."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.core.constants import ACCEPTED, AGREED, GRAMMAR, MOVED, NATIVE, NGRAM, NONE, NUM_SOURCES, SHARED, VERIFIED
-from vllm_gsd.core.outcome import kv_moves, tally
-from vllm_gsd.core.verify import follow, step_into
+from vllm_gsd.method.constants import (
+    ACCEPTED,
+    AGREED,
+    GRAMMAR,
+    MOVED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    NUM_SOURCES,
+    SHARED,
+    VERIFIED,
+)
+from vllm_gsd.method.outcome import kv_moves, tally
+from vllm_gsd.method.verify import follow, step_into
 
 FOREIGN = -2
 

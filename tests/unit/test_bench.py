@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_gsd.bench import contexts, forms
-from vllm_gsd.bench.bounds import mean_with_bounds
-from vllm_gsd.bench.methods import BenchError, Setting
-from vllm_gsd.prompt_file import Request
+from vllm_gsd.tools.bench import contexts, forms
+from vllm_gsd.tools.bench.bounds import mean_with_bounds
+from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.prompt_file import Request
 
 PLAIN, GRAPH = (Setting(name, "", None, False) for name in ("plain", "gsd"))
 

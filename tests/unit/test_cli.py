@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PREFIX = [sys.executable, "-m", "vllm_gsd.cli.main"]
+PREFIX = [sys.executable, "-m", "vllm_gsd.tools.cli.main"]
 
 
 def run(*arguments, **environment) -> subprocess.CompletedProcess:

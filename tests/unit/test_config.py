@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model, is_gsd
-from vllm_gsd.models import DRAFT
+from vllm_gsd.tools.models import DRAFT
 
 MINIMAL = {"method": "gsd", "model": "draft"}
 

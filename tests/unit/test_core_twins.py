@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import vllm_gsd.core
-from vllm_gsd.core import constants, host
-from vllm_gsd.core.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_SHARED
-from vllm_gsd.core.costs import Costs
-from vllm_gsd.core.draft_level import new_draft_slots
-from vllm_gsd.core.graph import GraphBatch, new_graphs, reset
+from vllm_gsd import method
+from vllm_gsd.method import constants, host
+from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_SHARED
+from vllm_gsd.method.draft_level import new_draft_slots
+from vllm_gsd.method.graph import GraphBatch, new_graphs, reset
+from vllm_gsd.planner.costs import Costs
 
 COMPILED = pytest.importorskip("vllm_gsd._core", reason="vllm_gsd._core is not built")
 SWITCH = "VLLM_GSD_NO_EXTENSION"
@@ -30,12 +30,14 @@ NAMES = [name for name, value in vars(COMPILED).items() if callable(value)]
 
 def specified(name):
     """The one function of the specification with that name."""
-    modules = [importlib.import_module(f"vllm_gsd.core.{m.name}") for m in pkgutil.iter_modules(vllm_gsd.core.__path__)]
-    (found,) = {
-        getattr(module, name)
+    modules = [
+        importlib.import_module(f"vllm_gsd.method.{each.name}") for each in pkgutil.iter_modules(method.__path__)
+    ]
+    (found,) = (
+        vars(module)[name]
         for module in modules
-        if getattr(vars(module).get(name), "__module__", "") == module.__name__ and module is not host
-    }
+        if module is not host and getattr(vars(module).get(name), "__module__", "") == module.__name__
+    )
     return found
 
 
@@ -331,7 +333,7 @@ def test_planning(seed):
 # --- which of them serves ---------------------------------------------------------------------------
 
 LOADED = """
-import sys, vllm_gsd.core.host as host
+import sys, vllm_gsd.method.host as host
 print(type(host.reset_all).__name__, sorted({"numba", "torch", "vllm"} & sys.modules.keys()))
 """
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from test_v2_rows import tree_of
 
-from vllm_gsd.core.constants import NONE
-from vllm_gsd.core.lay_out import ancestor_masks
-from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES
-from vllm_gsd.runtime.step import lay_out
-from vllm_gsd.runtime.v2.device_step import DeviceStep, Proposals, to_device, to_host
-from vllm_gsd.runtime.v2.late_copies import LateCopies
+from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, to_device, to_host
+from vllm_gsd.engine.v2.late_copies import LateCopies
+from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES
+from vllm_gsd.engine.verify.step import lay_out
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.lay_out import ancestor_masks
 
 CPU = torch.device("cpu")
 TREES = [tree_of([NONE, NONE, 0]), NO_NODES, tree_of([NONE, 0]), NO_NODES, tree_of([NONE, NONE, 0, 1])]

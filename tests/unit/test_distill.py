@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.distill import generate, prompts, run, student
-from vllm_gsd.distill.generate import TOP
-from vllm_gsd.distill.train import Distillation, collate, count_parameters, load_answers
-from vllm_gsd.distill.validate import agreement
-from vllm_gsd.prompt_file import PromptsError
+from vllm_gsd.tools.distill import generate, prompts, run, student
+from vllm_gsd.tools.distill.generate import TOP
+from vllm_gsd.tools.distill.train import Distillation, collate, count_parameters, load_answers
+from vllm_gsd.tools.distill.validate import agreement
+from vllm_gsd.tools.prompt_file import PromptsError
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,

@@ -8,12 +8,12 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.distill import eagle, hidden_states
-from vllm_gsd.distill.generate import TOP
-from vllm_gsd.distill.run import DistillError, Options, distill
-from vllm_gsd.distill.train import load_answers
-from vllm_gsd.distill.validate import agreement
-from vllm_gsd.eagle_folder import is_eagle
+from vllm_gsd.config.eagle_folder import is_eagle
+from vllm_gsd.tools.distill import eagle, hidden_states
+from vllm_gsd.tools.distill.generate import TOP
+from vllm_gsd.tools.distill.run import DistillError, Options, distill
+from vllm_gsd.tools.distill.train import load_answers
+from vllm_gsd.tools.distill.validate import agreement
 
 SIZE, HIDDEN = 300, 64
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_gsd.runtime.draft_kv import DraftKVTracker
+from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 
 # --- scenarios --------------------------------------------------------------------------------------
 

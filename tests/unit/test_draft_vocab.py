@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
-from vllm_gsd.draft_vocab import FILE, choose_draft_vocab, read_draft_vocab, write_draft_vocab
+from vllm_gsd.config.draft_vocab import FILE, choose_draft_vocab, read_draft_vocab, write_draft_vocab
 
 LISTED = {"token_ids": [7, 3, 90, 0]}
 

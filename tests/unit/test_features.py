@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_gsd.runtime.features import Features
-from vllm_gsd.runtime.worker_memory import give_back_freed, kv_share
+from vllm_gsd.engine.draft.features import Features
+from vllm_gsd.engine.worker_memory import give_back_freed, kv_share
 
 
 def make() -> Features:

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_grammar import Manager, ToyGrammar, toy_request
 
-from vllm_gsd.core.constants import NONE
-from vllm_gsd.runtime.grammar import GrammarTokens, ProposedTree, allowed_nodes, judged_tree, tree_bitmask, tree_fits
+from vllm_gsd.engine.schedule.grammar import (
+    GrammarTokens,
+    ProposedTree,
+    allowed_nodes,
+    judged_tree,
+    tree_bitmask,
+    tree_fits,
+)
+from vllm_gsd.method.constants import NONE
 
 
 def test_forbidden_nodes_go_with_all_below_them_and_others_move_up():

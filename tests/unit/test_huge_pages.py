@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vllm_gsd.ops import huge_pages
-from vllm_gsd.ops.huge_pages import LINE, PAGE, REGION, HugePages
+from vllm_gsd.cpu import huge_pages
+from vllm_gsd.cpu.huge_pages import LINE, PAGE, REGION, HugePages
 
 
 def test_copies():

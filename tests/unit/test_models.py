@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_gsd import models
-from vllm_gsd.eagle_folder import is_eagle
-from vllm_gsd.models import (
+from vllm_gsd.config.eagle_folder import is_eagle
+from vllm_gsd.tools import models
+from vllm_gsd.tools.models import (
     DRAFT,
     DRAFT_MODEL,
     ModelsError,

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.core.calibration import Calibration, SourceTrust
-from vllm_gsd.core.constants import MERGED, NATIVE, NGRAM, NUM_SOURCES, OFF_BELOW, ORIGIN_DRAFT, ORIGIN_NGRAM
-from vllm_gsd.core.costs import Costs, convex
-from vllm_gsd.core.flatten import flatten
-from vllm_gsd.core.graph import add_child, new_graphs, reset
-from vllm_gsd.core.overhead import Overhead
-from vllm_gsd.core.planner import DECAY, FIRST_CHANCE, PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
+from vllm_gsd.method.calibration import Calibration, SourceTrust
+from vllm_gsd.method.constants import MERGED, NATIVE, NGRAM, NUM_SOURCES, OFF_BELOW, ORIGIN_DRAFT, ORIGIN_NGRAM
+from vllm_gsd.method.flatten import flatten
+from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.planner.costs import Costs, convex
+from vllm_gsd.planner.overhead import Overhead
+from vllm_gsd.planner.planner import DECAY, FIRST_CHANCE, PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
 
 # Up to 8 rows cost little more than one, beyond them each adds a millisecond; as measured on a CPU.
 ROWS = np.array([1, 8, 16, 64, 256])

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from vllm_gsd.config import GSDConfigError
-from vllm_gsd.runtime import ray_nodes
+from vllm_gsd.engine.parallel import ray_nodes
 
 OURS = version("vllm-gsd")
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_gsd.bench.engine import forget_responses
 from vllm_gsd.config import GSDConfig, GSDConfigError
-from vllm_gsd.core.constants import MATCH_PROB, ORIGIN_SHARED
-from vllm_gsd.core.graph import new_graphs, reset
-from vllm_gsd.core.ngram import graft_tree
+from vllm_gsd.method.constants import MATCH_PROB, ORIGIN_SHARED
+from vllm_gsd.method.graph import new_graphs, reset
+from vllm_gsd.method.ngram import graft_tree
+from vllm_gsd.tools.bench.engine import forget_responses
 
 pytest.importorskip("arctic_inference", reason="arctic-inference was not built by scripts/setup")
-from vllm_gsd.runtime.shared_suffixes import READER, SharedSuffixes
+from vllm_gsd.engine.draft.shared_suffixes import READER, SharedSuffixes
 
 
 def lora(adapter):

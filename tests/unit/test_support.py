@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
-from vllm_gsd.runtime import support
+from vllm_gsd.engine import support
 
 CONFIG = GSDConfig.load({"method": "gsd", "model": None})
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_gsd.core.text_rows import next_rows, text_rows
+from vllm_gsd.method.text_rows import next_rows, text_rows
 
 
 @pytest.mark.parametrize("most", [1, 3, 64, 1000])

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gsd.runtime.int8_rows import Int8Rows, int8_pays
-from vllm_gsd.runtime.packed_weights import packs_weights
-from vllm_gsd.runtime.trimmed_head import TrimmedHead, _Apart, _Together
+from vllm_gsd.cpu.int8_rows import Int8Rows, int8_pays
+from vllm_gsd.cpu.packed_weights import packs_weights
+from vllm_gsd.engine.draft.trimmed_head import TrimmedHead, _Apart, _Together
 
 FREQUENT = np.array([1, 4, 9])
 

@@ -34,7 +34,7 @@ from walk_world import (
     sampling,
 )
 
-from vllm_gsd.runtime.v1.walk import PLACEHOLDER, walk
+from vllm_gsd.engine.v1.walk import PLACEHOLDER, walk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

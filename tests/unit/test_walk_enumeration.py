@@ -32,8 +32,8 @@ from walk_world import (
     run,
 )
 
-from vllm_gsd.core.constants import NONE
-from vllm_gsd.runtime.grammar import ProposedTree, allowed_nodes, tree_bitmask
+from vllm_gsd.engine.schedule.grammar import ProposedTree, allowed_nodes, tree_bitmask
+from vllm_gsd.method.constants import NONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = range(6)

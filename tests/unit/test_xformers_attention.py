@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from vllm_gsd.ops.paged_tree_attention import paged_tree_attention_reference
-from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
+from vllm_gsd.ops.attention.paged import paged_tree_attention_reference
+from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 4
 

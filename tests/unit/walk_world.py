@@ -15,9 +15,9 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_gsd.core.constants import NONE
-from vllm_gsd.runtime.draft_tree import FOREIGN, WalkTrees
-from vllm_gsd.runtime.v1.walk import PLACEHOLDER, walk
+from vllm_gsd.engine.v1.walk import PLACEHOLDER, walk
+from vllm_gsd.engine.verify.draft_tree import FOREIGN, WalkTrees
+from vllm_gsd.method.constants import NONE
 
 VOCAB = 8
 SEEDS = range(25)

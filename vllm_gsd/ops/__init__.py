@@ -5,6 +5,7 @@ and on other devices, the PyTorch references serve instead, with the same result
 imports vLLM or has a gradient.
 """
 
+import importlib
 import importlib.util
 import logging
 
@@ -14,7 +15,7 @@ import torch
 def _load_extension() -> bool:
     """Register ``torch.ops.vllm_gsd``; False where that cannot be done, loudly if it should have worked."""
     try:
-        import vllm_gsd._C  # noqa: F401
+        importlib.import_module("vllm_gsd._C")
     except ImportError as error:
         if "vllm_gsd._C" in str(error) and importlib.util.find_spec("vllm_gsd._C") is None:
             return False

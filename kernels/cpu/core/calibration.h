@@ -1,4 +1,4 @@
-// Calibrated chances, vllm_gsd/core/calibration.py.
+// Calibrated chances, vllm_gsd/method/calibration.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Bookkeeping of one draft level, vllm_gsd/core/draft_level.py.
+// Bookkeeping of one draft level, vllm_gsd/method/draft_level.py.
 #include <algorithm>
 #include <numeric>
 #include <vector>

@@ -1,4 +1,4 @@
-// Flattening, vllm_gsd/core/flatten.py.
+// Flattening, vllm_gsd/method/flatten.py.
 #include <algorithm>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// The operations of vllm_gsd._core; vllm_gsd/core specifies each of them under the same name.
+// The operations of vllm_gsd._core; vllm_gsd/method specifies each of them under the same name.
 #pragma once
 
 #include "array.h"

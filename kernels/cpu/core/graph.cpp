@@ -1,4 +1,4 @@
-// Graphs as Python hands them over, and the operations of vllm_gsd/core/graph.py.
+// Graphs as Python hands them over, and the operations of vllm_gsd/method/graph.py.
 #include "graph.h"
 
 #include <algorithm>

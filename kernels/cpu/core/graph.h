@@ -1,4 +1,4 @@
-// Token graphs, vllm_gsd/core/graph.py: the arrays of a GraphBatch, and one graph of it.
+// Token graphs, vllm_gsd/method/graph.py: the arrays of a GraphBatch, and one graph of it.
 #pragma once
 
 #include <vector>

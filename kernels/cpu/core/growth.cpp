@@ -1,4 +1,4 @@
-// Level-wise growth, vllm_gsd/core/growth.py.
+// Level-wise growth, vllm_gsd/method/growth.py.
 #include <algorithm>
 
 #include "functions.h"

@@ -5,7 +5,7 @@
 #include "functions.h"
 
 PYBIND11_MODULE(_core, module) {
-  // What it was built with: vllm_gsd/core/host.py compares.
+  // What it was built with: vllm_gsd/method/host.py compares.
   pybind11::dict constants;
   gsd::for_constants([&](const char* name, const auto& value) { constants[name] = pybind11::cast(value); });
   module.attr("CONSTANTS") = constants;

@@ -1,4 +1,4 @@
-// Hypotheses from texts, vllm_gsd/core/ngram.py.
+// Hypotheses from texts, vllm_gsd/method/ngram.py.
 #include <algorithm>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// What steps take beyond their forwards, vllm_gsd/core/overhead.py.
+// What steps take beyond their forwards, vllm_gsd/method/regression.py.
 #include <algorithm>
 #include <vector>
 

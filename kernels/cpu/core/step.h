@@ -1,4 +1,4 @@
-// The step of a verification walk, vllm_gsd/core/verify.py.
+// The step of a verification walk, vllm_gsd/method/verify.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Rows of committed text, vllm_gsd/core/text_rows.py.
+// Rows of committed text, vllm_gsd/method/text_rows.py.
 #include <algorithm>
 
 #include "functions.h"

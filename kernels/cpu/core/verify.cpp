@@ -1,4 +1,4 @@
-// The verification walk, vllm_gsd/core/verify.py.
+// The verification walk, vllm_gsd/method/verify.py.
 #include <algorithm>
 
 #include "functions.h"

@@ -46,7 +46,7 @@ def attend_as_on_gpus() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    backend = "vllm_gsd.runtime.cuda_attention.TreeTritonAttentionBackend"
+    backend = "vllm_gsd.engine.attention.cuda.TreeTritonAttentionBackend"
     type(current_platform).get_attn_backend_cls = classmethod(lambda *_, **__: backend)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # launch parameters depend on it, nothing else
 

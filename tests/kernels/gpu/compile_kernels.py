@@ -18,23 +18,21 @@ from paged_cases import E4M3, E5M2, paged_case
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_gsd.kernels.accept_walk import accept_walk_kernel
-from vllm_gsd.kernels.graph_growth import flatten_kernel, graft_kernel, merge_nodes_kernel
-from vllm_gsd.kernels.kv_move import kv_move_kernel
-from vllm_gsd.kernels.merge import merge_kernel
-from vllm_gsd.kernels.tree_attention import tree_attention_kernel
-from vllm_gsd.kernels.tree_masks import tree_masks_kernel
-from vllm_gsd.ops import (
-    accept_walk,
-    graph_flatten,
-    graph_growth,
-    graph_ngram,
-    merge_attention,
-    paged_kv_move,
-    paged_tree_attention,
-    tree_masks,
-)
-from vllm_gsd.ops.graph_state import start_graphs
+from vllm_gsd.ops.attention import masks as tree_masks
+from vllm_gsd.ops.attention import merge as merge_attention
+from vllm_gsd.ops.attention import paged as paged_tree_attention
+from vllm_gsd.ops.attention.masks_triton import tree_masks_kernel
+from vllm_gsd.ops.attention.merge_triton import merge_kernel
+from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel
+from vllm_gsd.ops.flatten import api as graph_flatten
+from vllm_gsd.ops.growth import api as graph_growth
+from vllm_gsd.ops.growth.state import start_graphs
+from vllm_gsd.ops.growth.triton import flatten_kernel, graft_kernel, merge_nodes_kernel
+from vllm_gsd.ops.kv_move.cpu import paged as paged_kv_move
+from vllm_gsd.ops.kv_move.triton import kv_move_kernel
+from vllm_gsd.ops.ngram import api as graph_ngram
+from vllm_gsd.ops.walk import api as accept_walk
+from vllm_gsd.ops.walk.triton import accept_walk_kernel
 
 CASES = {
     "bfloat16": {"dtype": torch.bfloat16, "head_size": 128},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gsd.ops.triton import interpreted
+from vllm_gsd.ops.dispatch import interpreted
 
 sys.path.insert(0, str(Path(__file__).parent))  # for paged_cases
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from vllm_gsd.ops.paged_tree_attention import (
+from vllm_gsd.ops.attention.paged import (
     FP8_DTYPES,
     paged_tree_attention,
     paged_tree_attention_reference,
 )
-from vllm_gsd.ops.triton import interpreted
+from vllm_gsd.ops.dispatch import interpreted
 
 E4M3, E5M2 = FP8_DTYPES
 

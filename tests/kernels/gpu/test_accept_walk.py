@@ -6,8 +6,8 @@ import pytest
 import torch
 from paged_cases import depths_and_mask, random_parents
 
-from vllm_gsd.ops.accept_walk import accept_walk, accept_walk_reference
-from vllm_gsd.ops.tree_masks import tree_masks, tree_masks_reference
+from vllm_gsd.ops.attention.masks import tree_masks, tree_masks_reference
+from vllm_gsd.ops.walk.api import accept_walk, accept_walk_reference
 
 
 def trees(seed, device, most=40, vocabulary=3):
@@ -42,10 +42,10 @@ def test_walk(device, seed, max_depth):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_walk_equals_the_host(device, seed):
-    """``core.verify.step_into``."""
+    """``method.verify.step_into``."""
     import numpy
 
-    from vllm_gsd.core import verify
+    from vllm_gsd.method import verify
 
     tokens, parents, sampled, starts, _ = trees(seed, device)
     token, parent, drawn, start = (t.cpu().numpy() for t in (tokens, parents, sampled, starts))
@@ -128,7 +128,7 @@ def test_step_without_the_host(device):
     """Masks, attention, sampling by argmax, walk and compaction: the cache ends as if the path had been decoded."""
     from paged_cases import paged_case
 
-    from vllm_gsd.ops.paged_kv_move import PagedCaches, move_paged_kv
+    from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv
 
     case = paged_case(rows=(9, 6), prefixes=(20, 3), head_size=16, seed=5)
     random = torch.Generator().manual_seed(1)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from vllm_gsd.ops import graph_flatten, graph_growth, graph_ngram
-from vllm_gsd.ops.graph_state import bits, start_graphs
+from vllm_gsd.ops.flatten import api as graph_flatten
+from vllm_gsd.ops.growth import api as graph_growth
+from vllm_gsd.ops.growth.state import bits, start_graphs
+from vllm_gsd.ops.ngram import api as graph_ngram
 
 TIES = (0.0, 0.125, 0.25, 0.5, 0.5, 1.0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_gsd.ops.merge_attention import merge_attention, merge_attention_reference
+from vllm_gsd.ops.attention.merge import merge_attention, merge_attention_reference
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 32])

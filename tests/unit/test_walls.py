@@ -1,0 +1,71 @@
+"""Only ``upstream/`` changes vLLM and its libraries; ``scripts/check_walls.py`` finds who else does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from check_walls import main, violations  # noqa: E402
+
+PLANTED = {
+    "a module's function": "from vllm.v1.worker import cpu_worker\ncpu_worker.CPUModelRunner = object\n",
+    "a module by its path": "import vllm.distributed.parallel_state\nvllm.distributed.parallel_state._TP = None\n",
+    "a class's method": "from vllm.engine.arg_utils import EngineArgs\nEngineArgs.add_cli_args = staticmethod(print)\n",
+    "a module of the standard library": "import sys\ndef f():\n    sys.excepthook = print\n",
+    "an element": "import sys\nsys.modules['vllm'] = None\n",
+    "setattr": "from ray import util\nsetattr(util, 'a', 1)\n",
+    "delattr": "def f(runner):\n    delattr(runner, 'execute_model')\n",
+    "a parameter": "def f(layer):\n    layer.weight = 1\n",
+    "a parameter's part": "def f(vllm_config):\n    vllm_config.scheduler_config.scheduler_cls = 'x'\n",
+    "a parameter under another name": "def f(worker):\n    runner = worker.model_runner\n    runner.x = 1\n",
+    "a record": "def f(vllm_config):\n    vllm_config.additional_config['a'] = 1\n",
+    "del": "def f(runner):\n    del runner.execute_model\n",
+    "in place": "def f(stats):\n    stats.num_draft_tokens += 1\n",
+    "unpacked": "def f(layer):\n    a, layer.weight = 1, 2\n",
+    "a loop": "def f(layers):\n    for layer in layers:\n        layer.weight = 1\n",
+    "a function's value": "from vllm.model_loader import get_model\nm = get_model()\nm.x = 1\n",
+    "getattr": "import vllm\ndef f():\n    getattr(vllm, 'envs').X = 1\n",
+    "what a class inherits": "from vllm import R\nclass C(R):\n    def f(self):\n        self.model_state.g = 1\n",
+    "an attribute of theirs": "from vllm import g\nclass C:\n  def f(self):\n    self.m = g()\n    self.m.x = 1\n",
+    "a registry": "from vllm.x import register_backend\nregister_backend(1, 'x')\n",
+    "mock": "from unittest import mock\n",
+    "a class's path": "WORKER = 'vllm_gsd.engine.v1.worker.GraphCPUWorker'\n",
+    "an attribute's name": "def f(metadata):\n    return getattr(metadata, 'gsd_tree_rows', None)\n",
+}
+FINE = {
+    "its own": "from vllm import R\nclass C(R):\n    def f(self):\n        self.x = 1\n        self.x.y = 2\n",
+    "a class of ours": "from vllm_gsd.step import Step\ndef f(step: Step | None):\n    step.x = 1\n",
+    "what we make": "from vllm_gsd.step import lay_out\ns = lay_out()\ns.x = 1\n",
+    "an object that we make": "from transformers import Layer\nlayer = Layer(1)\nlayer.norm = None\n",
+    "a copy": "import copy\ndef f(config):\n    config = copy.copy(config)\n    config.x = 1\n",
+    "arrays": "import numpy as np\ndef f(out):\n    out[0] = 1\n    a = np.zeros(3)\n    a[1] = 2\n",
+    "arrays of one's own": "import numpy\nclass C:\n  def f(self):\n    self.a = numpy.zeros(3)\n    self.a[0] = 1\n",
+    "a class of the module": "class C:\n    idle = False\nC.idle = True\n",
+    "logging": "import logging\nlogger = logging.getLogger('vllm_gsd.tools.models')\n",
+}
+
+
+def test_the_package_keeps_to_it():
+    done = subprocess.run([sys.executable, ROOT / "scripts/check_walls.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_violation_is_found(case):
+    assert violations(PLANTED[case]), case
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_what_is_ours_may_be_changed(case):
+    assert not violations(FINE[case]), case
+
+
+def test_a_violation_fails_the_check_but_in_upstream(tmp_path, capsys):
+    for folder, expected in (("upstream", 0), ("engine", 1)):
+        (tmp_path / "vllm_gsd" / folder).mkdir(parents=True)
+        (tmp_path / "vllm_gsd" / folder / "patch.py").write_text("import vllm\n\nvllm.x = 1\n")
+        assert main(tmp_path) == expected
+    assert capsys.readouterr().out.startswith("vllm_gsd/engine/patch.py:3: vllm.x = ...")

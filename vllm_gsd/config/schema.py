@@ -1,0 +1,220 @@
+"""``GSDConfig``: the keys of ``gsd.json``, with every check that needs no engine. Imports nothing of vLLM.
+
+Whatever is wrong is one ``GSDConfigError``, and its message is one sentence that names the key, what was
+given and what is allowed: a user reads it at the end of a server's log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vllm_gsd.config.draft_check import check_draft
+from vllm_gsd.config.source import (
+    GSDConfigError,
+    fail,
+    is_inline,
+    is_path,
+    origin_of,
+    read,
+    shown,
+    with_underscores,
+)
+
+__all__ = ["GSDConfig", "GSDConfigError", "check_draft_model", "is_gsd", "read"]
+
+METHOD = "gsd"
+# Keys that vLLM's own SpeculativeConfig has too, so that they do not tell whose a config is.
+_SHARED_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
+_PAPER = {"top_k": 4, "theta_prob": 0.2, "theta_sib": 0.3}
+# What a key may be, where its type and bounds do not say it.
+_ALLOWED = {
+    "method": '"gsd"',
+    "model": "a path or hub id of a draft model, or null for none",
+    "sources": 'a list with some of "draft", "ngram" and "shared"',
+    "budget": '"auto" or a whole number from 1 to "num_speculative_tokens"',
+    "draft_tensor_parallel_size": "a whole number of at least 1, or null for the target's",
+    "draft_vocab_size": "a whole number of at least 32, or null for the draft's own",
+    "preset": '"paper" or null',
+    "tree_attention": '"kernel", "flash_prefix" or "xformers"',
+}
+
+Source = Literal["draft", "ngram", "shared"]
+
+
+def _default_sources(earlier: dict[str, Any]) -> tuple[Source, ...]:
+    return ("draft", "ngram") if earlier.get("model") else ("ngram",)
+
+
+class GSDConfig(BaseModel):
+    """What a user may set. Build it with ``load``: its errors are written for users, pydantic's are not."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    method: Literal["gsd"]
+    model: str | None = Field(pattern=r"\S")
+    num_speculative_tokens: int = Field(16, ge=1, le=256)
+    max_depth: int = Field(6, ge=1, le=32)
+    top_k: int = Field(8, ge=1, le=32)
+    theta_prob: float = Field(0.02, ge=0, le=1)
+    theta_sib: float = Field(0.03, ge=0, le=1)
+    merge_ngram: int = Field(2, ge=0, le=16)
+    sources: tuple[Source, ...] = Field(default_factory=_default_sources)
+    shared_responses: int = Field(1000, ge=1, le=1_000_000)
+    budget: int | Literal["auto"] = "auto"
+    draft_tensor_parallel_size: int | None = Field(None, ge=1)
+    draft_vocab_size: int | None = Field(None, ge=32)
+    preset: Literal["paper"] | None = None
+    tree_attention: Literal["kernel", "flash_prefix", "xformers"] = "kernel"
+
+    @classmethod
+    def load(cls, value: Any, origin: str | None = None) -> GSDConfig:
+        """Build a config from a path of a JSON file, an inline JSON object or a dict.
+
+        Args:
+            value: the path, the JSON or the dict; '-' in a key means '_', as in vLLM.
+            origin: what messages call the place the value comes from, where the caller has read it already.
+
+        Raises:
+            GSDConfigError: there is anything wrong with it; of several mistakes the first is told.
+        """
+        origin = origin or origin_of(value)
+        keys = with_underscores(value if isinstance(value, dict) else read(value), origin)
+        _check_keys(keys, origin)
+        try:
+            return cls.model_validate(keys)
+        except ValidationError as error:
+            fail(_clause(error, keys), origin)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("preset") == "paper":
+            return {**_PAPER, **data}
+        return data
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("sources")
+    @classmethod
+    def _check_sources(cls, value: tuple[Source, ...]) -> tuple[Source, ...]:
+        allowed = _ALLOWED["sources"]
+        if not value:
+            raise ValueError(f'"sources" is empty, but must be {allowed}')
+        if len(set(value)) < len(value):
+            raise ValueError(f'"sources" is {shown(value)}, but must name each source once')
+        if "shared" in value and importlib.util.find_spec("arctic_inference") is None:
+            raise ValueError(
+                '"sources" has "shared", which needs the package arctic-inference; install it or leave "shared" out'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GSDConfig:
+        if self.model is None and "draft" in self.sources:
+            raise ValueError('"sources" has "draft" while "model" is null; name a model or leave "draft" out')
+        if self.model is not None and "draft" not in self.sources:
+            raise ValueError(
+                f'"sources" is {shown(self.sources)}, which never uses the "model" {shown(self.model)}; '
+                'add "draft" or set "model" to null'
+            )
+        if self.model is None and self.draft_vocab_size is not None:
+            raise ValueError(f'"draft_vocab_size" is {self.draft_vocab_size} while "model" is null; name a model')
+        most = self.num_speculative_tokens
+        if self.budget != "auto" and not 1 <= self.budget <= most:
+            raise ValueError(f'"budget" is {shown(self.budget)}, but must be {_ALLOWED["budget"]}, here {most}')
+        return self
+
+
+def is_gsd(value: Any) -> bool:
+    """Whether a speculative config asks for method "gsd"; every other one is vLLM's business, untouched.
+
+    Args:
+        value: a path of a JSON file, an inline JSON text, or what was parsed from one.
+
+    Raises:
+        GSDConfigError: it plainly means "gsd" but misspells it, or it is a path that cannot be read.
+    """
+    origin = origin_of(value)
+    if is_inline(value):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            # Not ours to complain about, unless it is our config that is broken.
+            if f'"{METHOD}"' in value:
+                read(value)
+            return False
+    elif is_path(value):
+        value = read(value)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        return False
+    keys = {key.replace("-", "_"): given for key, given in value.items()}
+    if keys.get("method") == METHOD:
+        return True
+    if _means_gsd(keys):
+        _check_keys(keys, origin)
+    return False
+
+
+def check_draft_model(config: GSDConfig, target_vocab_size: int, target: str | os.PathLike[str] | None = None) -> None:
+    """Check, without loading weights, that the config's draft model exists and has the target's vocabulary.
+
+    Args:
+        config: nothing is done if its ``model`` is null.
+        target_vocab_size: the target's ``vocab_size``.
+        target: the target's path or hub id. The tokenizers are compared where both lie on this machine.
+
+    Raises:
+        GSDConfigError: the draft is missing, incomplete, or of another vocabulary, or cannot be trimmed as asked.
+    """
+    if config.model is not None:
+        check_draft(config.model, target_vocab_size, target, config.draft_vocab_size)
+
+
+def _means_gsd(keys: dict[str, Any]) -> bool:
+    """Whether keys that do not say "gsd" were still meant to."""
+    method = keys.get("method")
+    if isinstance(method, str):
+        return len(method) <= 8 and bool(difflib.get_close_matches(method.strip().lower(), [METHOD]))
+    if keys.keys() & (GSDConfig.model_fields.keys() - _SHARED_KEYS):
+        return True
+    return any(isinstance(given, str) and given == METHOD and key != "model" for key, given in keys.items())
+
+
+def _check_keys(keys: dict[str, Any], origin: str) -> None:
+    known = list(GSDConfig.model_fields)
+    if "method" in keys and keys["method"] != METHOD:
+        fail(f'"method" is {shown(keys["method"])}, but must be {_ALLOWED["method"]}', origin)
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"the nearest is {shown(near[0])}" if near else "they are " + ", ".join(known)
+            fail(f'{shown(key)} is not one of the keys of method "gsd"; {hint}', origin)
+    for key in ("method", "model"):
+        if key not in keys:
+            fail(f'"{key}" is missing, but must be {_ALLOWED[key]}', origin)
+
+
+def _clause(error: ValidationError, keys: dict[str, Any]) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    key = str(first["loc"][0])
+    return f'"{key}" is {shown(keys[key])}, but must be {_allowed(key)}'
+
+
+def _allowed(key: str) -> str:
+    if key in _ALLOWED:
+        return _ALLOWED[key]
+    field = GSDConfig.model_fields[key]
+    low = next(bound.ge for bound in field.metadata if hasattr(bound, "ge"))
+    high = next(bound.le for bound in field.metadata if hasattr(bound, "le"))
+    return f"a {'whole ' if field.annotation is int else ''}number from {low} to {high}"

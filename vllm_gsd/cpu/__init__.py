@@ -1,0 +1,1 @@
+"""Matrix products for CPUs, which have nothing to do with speculation."""

@@ -1,0 +1,1 @@
+"""Attention backends whose rows may attend along a token graph."""

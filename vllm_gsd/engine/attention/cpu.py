@@ -1,0 +1,156 @@
+"""vLLM's CPU attention backend, with our kernel for the rows that attend along a graph.
+
+Everything else (plain decodes, prefill chunks, chains) goes to upstream's kernel untouched.
+"""
+
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from vllm import _custom_ops as vllm_ops
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
+from vllm_gsd.ops.attention.cpu import tree_attention
+from vllm_gsd.ops.kv_move.layout import KVLayout
+from vllm_gsd.upstream import wire
+
+
+class TreeCPUAttentionBackend(CPUAttentionBackend):
+    """Upstream's backend with a tree-aware implementation; same name, same cache layout."""
+
+    # One call of Python a layer instead of two, of some 20 microseconds each.
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type["TreeCPUAttentionImpl"]:
+        """The implementation class vLLM instantiates per layer."""
+        return TreeCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["TreeCPUAttentionMetadataBuilder"]:
+        """The class of what builds the layers' metadata."""
+        return TreeCPUAttentionMetadataBuilder
+
+
+class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Upstream's, spared where its kernel has no rows to attend."""
+
+    idle = False
+
+    def build(self, *args, **kwargs):
+        """See upstream."""
+        return TreeRowsOnly() if TreeCPUAttentionMetadataBuilder.idle else super().build(*args, **kwargs)
+
+
+@contextmanager
+def no_rows_left(idle: bool):
+    """While metadata are built of a batch all of whose rows attend along graphs, if ``idle``."""
+    TreeCPUAttentionMetadataBuilder.idle = idle
+    try:
+        yield
+    finally:
+        TreeCPUAttentionMetadataBuilder.idle = False
+
+
+class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+    """One layer's attention."""
+
+    # A KV cache, and upstream's two views of it; made once, not in every step.
+    _halves: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def forward(
+        self,
+        layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``CPUAttentionBackendImpl.forward``; rows named by the metadata's TreeRows use our kernel.
+
+        Keys and values go into the cache first.
+        """
+        if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
+            slots = get_forward_context().slot_mapping.get(layer.layer_name)
+            if slots is not None:
+                self.do_kv_cache_update(layer, key, value, kv_cache, slots)
+        tree = wire.tree_rows_of(attn_metadata)
+        if tree is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if tree.rows is None:
+            self._tree(layer, query, kv_cache, tree, output)
+            return output
+        tree_output = torch.empty_like(query[: len(tree.rows)])
+        self._tree(layer, query.index_select(0, tree.rows), kv_cache, tree, tree_output)
+        output.index_copy_(0, tree.rows, tree_output.view(len(tree.rows), *output.shape[1:]))
+        if tree.plain_rows is not None:
+            plain_query = query.index_select(0, tree.plain_rows)
+            plain_output = torch.empty_like(plain_query)
+            super().forward(layer, plain_query, key, value, kv_cache, tree.plain_metadata, plain_output)
+            output.index_copy_(0, tree.plain_rows, plain_output.view(-1, *output.shape[1:]))
+        return output
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        """See ``CPUAttentionBackendImpl.do_kv_cache_update``."""
+        if self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER):
+            return
+        if self._halves is None or self._halves[0] is not kv_cache:
+            blocks, kv_heads, block_size, _ = kv_cache.shape
+            halves = kv_cache.view(blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+            self._halves = (kv_cache, *halves)
+        _, keys, values = self._halves
+        vllm_ops.cpu_attn_reshape_and_cache(
+            key,
+            value,
+            keys,
+            values,
+            slot_mapping,
+            layer.isa,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    def _tree(self, layer, query, kv_cache, tree: TreeRows, output) -> None:
+        tree_attention(
+            output,
+            query,
+            kv_cache,
+            kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype),
+            tree.block_table,
+            tree.query_start_loc,
+            tree.prefix_lens,
+            tree.positions,
+            tree.mask,
+            self.scale,
+            sliding_window=self.sliding_window,
+            softcap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
+
+
+@lru_cache
+def kv_layout(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> KVLayout:
+    """How upstream orders the elements of a KV page on this machine, found by writing through its own op."""
+
+    def write(key, value, key_cache, value_cache, slots):
+        vllm_ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+
+    return KVLayout.probe(write, block_size, head_size, dtype)

@@ -1,0 +1,1 @@
+"""The scheduler's part: grammars, and requests that are served without a graph."""

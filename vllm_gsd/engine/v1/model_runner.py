@@ -1,0 +1,212 @@
+"""vLLM's V1 CPU model runner, verifying token graphs.
+
+One step: ``_prepare_inputs`` recognises the scheduled draft tokens as a flattened graph and gives its rows
+positions by depth; ``_build_attention_metadata`` adds the tree mask; the target runs once over everything;
+``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
+"""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
+
+from vllm_gsd.engine.attention.cpu import no_rows_left
+from vllm_gsd.engine.attention.tree_rows import serves_chains
+from vllm_gsd.engine.speculation import Speculation, check_kv_groups
+from vllm_gsd.engine.v1.plan import plan_step
+from vllm_gsd.engine.v1.walk import walk
+from vllm_gsd.engine.verify.step import VerifyStep
+from vllm_gsd.engine.verify.target_kv import target_kv_of
+from vllm_gsd.method.host import kv_moves
+from vllm_gsd.upstream import wire
+
+NO_ROWS = torch.empty(0, dtype=torch.int32)
+
+
+class GraphModelRunner(CPUModelRunner):
+    """CPUModelRunner whose drafter is a ``GraphProposer``."""
+
+    def __init__(self, vllm_config, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.step: VerifyStep | None = None
+        self.masks_chains = serves_chains(self.device, self.model_config)
+        self.drafter.bind(self)
+        self.all_rows = torch.arange(self.max_num_tokens)
+        self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
+            entry_points(group=LOGITSPROCS_GROUP)
+        )
+
+    @property
+    def speculation(self) -> Speculation:
+        """What is shared with the other runner."""
+        return self.drafter
+
+    # --- start-up ---------------------------------------------------------------------------------
+
+    def warming_up_model(self) -> None:
+        """Compile the draft model together with the target."""
+        super().warming_up_model()
+        with _set_global_compilation_settings(self.vllm_config):
+            self.drafter.warm_up(min(64, self.max_num_tokens))
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """See upstream; what lies behind a sliding window is kept, so that all layers of both models share one table.
+
+        Upstream does the same on CPUs where layers with and without windows meet.
+        """
+        return {name: _kept_whole(spec) for name, spec in super().get_kv_cache_spec().items()}
+
+    def initialize_kv_cache(self, kv_cache_config, *args: Any, **kwargs: Any) -> None:
+        """Allocate the KV cache; then prepare what reads and moves it."""
+        check_kv_groups(kv_cache_config)
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        group = self.kv_cache_config.kv_cache_groups[0]
+        layers = self.compilation_config.static_forward_context
+        self.target_kv = target_kv_of(layers, group.layer_names, self.drafter.layer_names)
+        self.drafter.initialize_attention()
+
+    def run_idle(self, num_tokens: int) -> torch.Tensor:
+        """Run the target over zeros without KV cache, up to the logits of all rows.
+
+        Where LoRA is on, every row has an adapter; the caller has set dummy ones up.
+        """
+        num_loras = 0 if self.lora_config is None else 1
+        rows = np.ones(num_tokens, np.int32)
+        with torch.inference_mode():
+            hidden, _ = self._dummy_run(num_tokens, remove_lora=False, num_active_loras=num_loras)
+            # The dummy run has chosen adapters for the logits of one row per request, not of all rows.
+            with self.maybe_select_dummy_loras(self.lora_config, rows, num_active_loras=num_loras):
+                return self.model.compute_logits(hidden[:num_tokens])
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _update_states(self, scheduler_output):
+        assert self.drafter.draft_kv is not None
+        self.drafter.draft_kv.update(scheduler_output)
+        self.drafter.forget(scheduler_output.finished_req_ids)
+        self.drafter.remember(wire.salts_of(scheduler_output))
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self.step = plan_step(self, scheduler_output, self.drafter.trees)
+        if self.step is not None:
+            self.step.set_positions(self.positions)
+            if self.step.has_placeholders:
+                # Placeholders of -1 are scheduled where upstream pads a request to a uniform length.
+                self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
+        return result
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray):
+        """See upstream; says no more than which rows need logits, as the walk does without rejection sampling."""
+        num_rows, rows = len(num_draft_tokens) + int(num_draft_tokens.sum()), self.all_rows
+        if num_rows < cu_num_scheduled_tokens[-1]:  # prompts among them
+            sizes = num_draft_tokens + 1
+            rows = torch.from_numpy(np.repeat(cu_num_scheduled_tokens - np.cumsum(sizes), sizes)) + rows[:num_rows]
+        return SpecDecodeMetadata(
+            draft_token_ids=NO_ROWS,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=NO_ROWS,
+            cu_num_sampled_tokens=NO_ROWS,
+            target_logits_indices=NO_ROWS,
+            bonus_logits_indices=NO_ROWS,
+            logits_indices=rows[:num_rows],
+        )
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any):
+        # What upstream's kernel would be told, if none of its rows are left to it, is not worked out.
+        with no_rows_left(self.step is not None and self.step.batch is not None):
+            attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if self.step is not None and self.step.masked:
+            draft_layers = set(self.drafter.layer_names)
+            self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
+        return attn_metadata, common
+
+    def execute_model(self, *args: Any, **kwargs: Any):
+        """See upstream; timed."""
+        with self.drafter.stats.timed("verify_seconds"):
+            return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, grammar_output):
+        """See upstream; keeps hidden states for the draft, and sends the step's statistics along with its output."""
+        state, features = self.execute_model_state, self.drafter.features
+        if state is not None and features is not None:
+            count = state.scheduler_output.total_num_scheduled_tokens
+            slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
+            features.write(slots.long(), state.hidden_states[:count])
+        output = super().sample_tokens(grammar_output)
+        wire.attach_stats(output, self.drafter.take_stats())
+        return output
+
+    def propose_draft_token_ids(self, scheduler_output, *args: Any, **kwargs: Any):
+        """See upstream; timed."""
+        request_ids, clock = self.input_batch.req_ids, self.drafter.clock
+        clock.proposing(request_ids, scheduler_output.total_num_scheduled_tokens)
+        with self.drafter.stats.timed("draft_seconds"):
+            drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
+        clock.proposed(request_ids)
+        return drafts
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """See upstream; graphs of requests with structured output go along as an attribute."""
+        drafts = super().take_draft_token_ids()
+        trees = self.drafter.take_grammar_trees()
+        if trees:
+            drafts = drafts or DraftTokenIds([], [])
+            wire.attach_proposed(drafts, trees)
+        return drafts
+
+    def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
+        step, self.step = self.step, None
+        if spec_decode_metadata is None or logits is None:
+            return super()._sample(logits, spec_decode_metadata)
+        assert step is not None
+        requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
+        with self.drafter.stats.timed("walk_seconds"):
+            output, places = walk(
+                self.sampler,
+                logits,
+                self.input_batch.sampling_metadata,
+                step.trees,
+                [request.output_token_ids for request in requests],
+                stateful=self.custom_processors or any(map(_has_processor, requests)),
+            )
+        with self.drafter.stats.timed("compaction_seconds"):
+            self._compact(step, places)
+        self.drafter.observe(self.input_batch.req_ids, step, places, ~self.discard_request_mask.np[: len(places)])
+        return output
+
+    def _compact(self, step: VerifyStep, places: np.ndarray) -> None:
+        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        rows = kv_moves(step.trees.parent, step.trees.starts, places, step.first_rows)
+        if len(rows[0]) == 0:
+            return
+        slots = self.input_batch.block_table[0].slot_mapping.np
+        sources, destinations = (torch.from_numpy(slots[those].astype(np.int64)) for those in rows)
+        self.target_kv.move(sources, destinations)
+        if self.drafter.features is not None:
+            self.drafter.features.move(sources, destinations)
+
+    def _input_fits_in_drafter(self, common_attn_metadata) -> bool:
+        # Upstream gives up drafting for the whole batch when one request nears max_model_len;
+        # the proposer limits that request alone.
+        return common_attn_metadata is not None
+
+
+def _has_processor(request) -> bool:
+    """Whether a built-in logits processor of vLLM holds state for the request."""
+    params = request.sampling_params
+    return params.min_tokens > 0 or params.min_p > 0 or bool(params.logit_bias)
+
+
+def _kept_whole(spec: Any) -> Any:
+    """How the KV of a layer is kept; its window is then its attention's alone to know."""
+    if type(spec) is not SlidingWindowSpec:
+        return spec
+    return replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",), sliding_window=None)

@@ -1,0 +1,76 @@
+"""The proposer in vLLM's speculative-decoding interface."""
+
+import numpy as np
+
+from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.observe.measure import measure_costs
+from vllm_gsd.engine.speculation import Speculation
+from vllm_gsd.engine.v1.step_clock import StepClock
+
+
+class GraphProposer(Speculation):
+    """``method="custom_class"`` proposer of vLLM's V1 runner."""
+
+    def __init__(self, vllm_config):
+        super().__init__(vllm_config)
+        self.clock = StepClock(self.planner)
+
+    def bind(self, runner) -> None:
+        """Give the proposer the runner whose batch it drafts for."""
+        self.runner = runner
+
+    def initialize_attention(self) -> None:
+        """Called once the KV cache and the attention groups exist."""
+        self.prepare(self.runner.kv_cache_config, self.runner.attn_groups)
+        if self.config.budget == "auto":
+            with self.runner.maybe_setup_dummy_loras(self.runner.lora_config):
+                self.planner.costs = measure_costs(self.runner, self.drafter)
+
+    def forget(self, request_ids) -> None:
+        """Requests are finished; the runner still has their records."""
+        for request_id in request_ids:
+            record = self.runner.requests.get(request_id)
+            if self.shared is not None and record is not None:
+                self.shared.finished(request_id, record.lora_request, record.output_token_ids)
+        super().forget(request_ids)
+
+    def remember(self, cache_salts: dict[str, str]) -> None:
+        """New requests have these cache salts."""
+        if self.shared is not None:
+            self.shared.salts.update(cache_salts)
+
+    def propose(  # type: ignore[override]
+        self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None
+    ) -> list[list[int]]:
+        """Draft for every request of the batch.
+
+        Args:
+            sampled_token_ids: tokens each request has just been given; empty for unfinished prefills.
+            num_tokens_no_spec: int32 [>= num_requests], committed tokens of each request.
+            token_ids_cpu: int32 [>= num_requests, max_model_len], the tokens.
+            slot_mappings: unused, part of vLLM's interface.
+
+        Returns:
+            the flattened graph of each request as a list of tokens (empty: nothing to verify).
+        """
+        batch = self.runner.input_batch
+        count = len(sampled_token_ids)
+        requests = [self.runner.requests[request_id] for request_id in batch.req_ids[:count]]
+        sampled = np.array([len(tokens) > 0 for tokens in sampled_token_ids])
+        computed = self.runner.optimistic_seq_lens_cpu[:count].numpy()
+        block_table = batch.block_table[0]
+        trees = super().propose(
+            DraftBatch(
+                request_ids=batch.req_ids[:count],
+                requests=requests,
+                num_outputs=np.array([len(request.output_token_ids) for request in requests], np.int64),
+                sampled=sampled,
+                length=np.where(sampled, num_tokens_no_spec[:count], computed).astype(np.int64),
+                token_ids=token_ids_cpu,
+                token_rows=np.arange(count),
+                block_table=block_table.block_table.cpu[:count],
+                num_blocks=block_table.num_blocks_per_row[:count].astype(np.int64),
+                block_size=block_table.block_size,
+            )
+        )
+        return [tree.token.tolist() for tree in trees]

@@ -1,0 +1,208 @@
+"""vLLM's Model Runner V2, verifying token graphs.
+
+One step: ``prepare_inputs`` lays out the proposed graphs over the rows that were scheduled for them; ``prepare_attn``
+gives those rows slots by place and positions by depth; the tree mask goes along with the attention metadata; the
+target runs once over everything; ``sample`` walks the accepted paths and moves their KV to contiguous slots. None of
+it asks the device what was accepted. Then the speculator drafts again.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_gsd.engine.speculation import Speculation, check_kv_groups
+from vllm_gsd.engine.v2.device_step import DeviceStep
+from vllm_gsd.engine.v2.padded_rows import PaddedTreeRows
+from vllm_gsd.engine.v2.speculator import GraphSpeculator
+from vllm_gsd.engine.v2.walk import GraphSampler
+from vllm_gsd.engine.verify.target_kv import target_kv_of
+from vllm_gsd.upstream import instances, wire
+
+
+class GraphModelRunner(GPUModelRunner):
+    """GPUModelRunner whose speculator is a ``GraphSpeculator``."""
+
+    speculator: GraphSpeculator
+    rejection_sampler: GraphSampler
+    step: DeviceStep | None = None  # between ``prepare_inputs`` and ``sample``
+
+    @property
+    def speculation(self) -> Speculation:
+        """What is shared with the other runner."""
+        return self.speculator.speculation
+
+    # --- start-up ---------------------------------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the target, then the draft, and put our sampler and attention rows into their places."""
+        super().load_model(*args, **kwargs)
+        self.speculation.load_model(self.model)
+        self.rejection_sampler = GraphSampler(self.sampler)
+        instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
+
+    def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+        """Allocate the KV cache; then prepare what reads and moves it."""
+        check_kv_groups(kv_cache_config)
+        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        names = self.kv_cache_config.kv_cache_groups[0].layer_names
+        layers = self.compilation_config.static_forward_context
+        self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
+        self.padded_rows = PaddedTreeRows(self.max_num_reqs, self.decode_query_len, self.device)
+        assert self.cudagraph_manager is not None
+        instances.wrap_dispatch(self.cudagraph_manager, self._counted)
+        self.speculation.prepare(self.kv_cache_config, self.attn_groups)
+        self.speculator.bind(self.req_states, self.block_tables)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def finish_requests(self, scheduler_output) -> None:
+        """See upstream."""
+        self.speculator.forget(scheduler_output.finished_req_ids)
+        self.speculator.preempt(scheduler_output.preempted_req_ids or ())
+        super().finish_requests(scheduler_output)
+
+    def add_requests(self, scheduler_output) -> None:
+        """See upstream."""
+        self.speculator.remember(wire.salts_of(scheduler_output))
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
+
+    def update_requests(self, scheduler_output) -> None:
+        """See upstream."""
+        super().update_requests(scheduler_output)
+        assert self.speculation.draft_kv is not None
+        self.speculation.draft_kv.update(scheduler_output)
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run: bool = False, **kwargs: Any):
+        """See upstream; timed."""
+        self.step = None
+        with self.speculation.stats.timed("verify_seconds"):
+            return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any):
+        """See upstream; lays out the graphs over their rows."""
+        input_batch = super().prepare_inputs(*args, **kwargs)
+        self.step = self.speculator.lay_out(input_batch)
+        self.rejection_sampler.step = self.step
+        return input_batch
+
+    def prepare_attn(self, input_batch):
+        """See upstream; positions by depth come after slots by place."""
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self.slot_mapping = slot_mappings[0]
+        assert self.step is not None
+        self.step.set_positions(input_batch.positions)
+        return block_tables, slot_mappings
+
+    def _with_tree_rows(self, upstream):
+        """``ModelState.prepare_attn`` that adds the tree mask."""
+
+        @functools.wraps(upstream)
+        def prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs):
+            metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
+            step, whole = self.step, kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+            if step is None:
+                self.padded_rows.clear()  # nobody's batch
+            elif self.padded_rows.fits(step, input_batch.num_tokens) and (whole or step.num_tree_requests):
+                self.padded_rows.fill(step, input_batch.positions)
+                whole = True
+            elif step.num_tree_requests:
+                common = _common(input_batch, block_tables[0], slot_mappings[0])
+                step.attach_tree_rows(attn_groups[0], set(self.speculation.layer_names), metadata, common)
+            if whole:  # full CUDA graphs are captured with them, and are replayed for such batches only
+                assert step is None or self.padded_rows.fits(step, input_batch.num_tokens)
+                full = cudagraph_mode == CUDAGraphMode.FULL
+                num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
+                buffers = input_batch.query_start_loc, input_batch.positions, block_tables[0]
+                for name in set(attn_groups[0][0].layer_names) - set(self.speculation.layer_names):
+                    wire.attach_tree_rows(metadata[name], self.padded_rows.rows(num_requests, *buffers))
+            return metadata
+
+        return prepare_attn
+
+    def _counted(self, dispatch):
+        """The CUDA-graph manager's ``dispatch`` that counts what is replayed."""
+
+        @functools.wraps(dispatch)
+        def counted(*args, **kwargs):
+            desc = dispatch(*args, **kwargs)
+            if self.cudagraph_manager is not None and self.cudagraph_manager.needs_capture():
+                hit = desc.cg_mode != CUDAGraphMode.NONE
+                self.speculation.stats.counts["cudagraph_hits" if hit else "cudagraph_misses"] += 1
+            return desc
+
+        return counted
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """See upstream; counts the graphs."""
+        size = super().capture_model(profile_only=profile_only)
+        if self.cudagraph_manager is not None and not profile_only:
+            counts = self.speculation.stats.counts
+            counts["cudagraphs_captured"] += len(self.cudagraph_manager.graphs) + self.speculator.num_graphs
+        return size
+
+    def sample(self, hidden_states, input_batch, grammar_output):
+        """See upstream; then the target's KV is put in order, and the speculator told what was sampled.
+
+        Hidden states are kept where the draft reads them.
+        """
+        if self.speculation.features is not None:
+            count = input_batch.num_tokens
+            self.speculation.features.write(self.slot_mapping[:count].long(), hidden_states[:count])
+        with self.speculation.stats.timed("walk_seconds"):
+            result = super().sample(hidden_states, input_batch, grammar_output)
+        step, paths = self.step, self.rejection_sampler.paths
+        assert step is not None
+        ends = torch.zeros(input_batch.num_reqs, dtype=torch.int64, device=self.device)
+        if input_batch.num_draft_tokens:
+            assert paths is not None
+            ends = paths.place.gather(1, paths.accepted[:, None]).squeeze(1)
+            with self.speculation.stats.timed("compaction_seconds"):
+                self._compact(step, paths.place)
+        self.speculator.verified(input_batch, step, ends, result[0].sampled_token_ids, result[1])
+        return result
+
+    def _compact(self, step: DeviceStep, places: torch.Tensor) -> None:
+        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        if step.num_tree_requests:
+            moves = step.moves(places, self.slot_mapping)
+            self.target_kv.move(*moves)
+            if self.speculation.features is not None:
+                self.speculation.features.move(*moves)
+
+    def sample_tokens(self, grammar_output):
+        """See upstream; sends the step's statistics along with its output."""
+        output = super().sample_tokens(grammar_output)
+        if output is not None:
+            wire.attach_stats(output, self.speculation.take_stats())
+        return output
+
+    def take_draft_token_ids(self):
+        """See upstream; where nodes hang goes along for requests with structured output."""
+        drafts = super().take_draft_token_ids()
+        if drafts is not None and self.speculator.parents:
+            wire.attach_parents(drafts, self.speculator.parents)
+        return drafts
+
+
+def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:
+    """The batch as attention backends are told of it."""
+    count, num_tokens = input_batch.num_reqs, input_batch.num_tokens
+    return CommonAttentionMetadata(
+        query_start_loc=input_batch.query_start_loc[: count + 1],
+        query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np[: count + 1]),
+        seq_lens=input_batch.seq_lens[:count],
+        num_reqs=count,
+        num_actual_tokens=num_tokens,
+        max_query_len=int(input_batch.num_scheduled_tokens.max()),
+        max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()),
+        block_table_tensor=block_table[:count],
+        slot_mapping=slot_mapping[:num_tokens],
+        causal=True,
+        positions=input_batch.positions[:num_tokens],
+    )

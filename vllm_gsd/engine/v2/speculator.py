@@ -1,0 +1,314 @@
+"""The speculator that Model Runner V2 asks for drafts: graphs instead of chains."""
+
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.speculation import Speculation, has_grammar
+from vllm_gsd.engine.v2.device_drafting import COUNTS, DeviceDrafting, KnownBatch
+from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, to_device, to_host
+from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
+from vllm_gsd.engine.v2.late_copies import LateCopies
+from vllm_gsd.engine.v2.texts import Texts
+from vllm_gsd.engine.verify.step import lay_out
+from vllm_gsd.ops.flatten.api import DeviceTrees
+
+logger = init_logger("vllm.gsd")
+
+
+class V2Speculation(Speculation):
+    """Nodes have rows as soon as they are drafted: the scheduler may be ahead already."""
+
+    asks_grammar = False
+
+
+class Verified(NamedTuple):
+    """A step that was verified, as far as the host knows it at once."""
+
+    request_ids: list[str]
+    slots: np.ndarray  # int64 [num_requests]
+    tenants: np.ndarray  # int64 [num_requests], how many requests the slots had had by then
+    sizes: np.ndarray  # int64 [num_requests], rows verified
+    batch_ends: np.ndarray  # int64 [num_requests]
+    drafted: np.ndarray  # bool [num_requests], whether they have been drafted for: the device knows how far
+
+
+class GraphSpeculator(BaseSpeculator):
+    """Grows a graph for every request of the batch, on the device: neither half of a step waits for the other.
+
+    What was accepted comes to the host late, to learn from. Where the host has a say in graphs (grammars, texts of
+    other requests) it waits for what was accepted and grows them itself.
+
+    Args:
+        vllm_config: the engine's configuration.
+        device: where the models are.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None  # nodes are chosen, not sampled
+
+    def __init__(self, vllm_config, device: torch.device):
+        self.speculation = V2Speculation(vllm_config)
+        self.device = device
+        self.num_rows = vllm_config.num_speculative_tokens  # of every request, used by a node or not
+        self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        num_slots, max_length = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+        self.texts = Texts(num_slots, max_length)
+        self.requests: dict[str, Any] = {}  # vLLM's ``NewRequestData``
+        self.slots: dict[str, int] = {}
+        self.ends = np.zeros(num_slots, np.int64)  # most tokens of each slot's text
+        self.tenants = np.zeros(num_slots, np.int64)  # requests that each slot has had
+        if self.speculation.config.budget == "auto":
+            logger.info(
+                "gsd: with Model Runner V2 every level is drafted and %d nodes are verified; "
+                '"budget": "auto" does not choose fewer yet.',
+                self.num_rows,
+            )
+        self.draft_graphs: DraftGraphs | None = None
+        self.parents: dict[str, list[int]] = {}  # of the nodes proposed last, for requests with structured output
+        self.block_tables: Any = None
+        self.drafting: DeviceDrafting | None = None
+        self.proposals = Proposals(num_slots, self.num_rows, device)
+        self.late = LateCopies(device)
+        # Ranks must agree on candidates, and on what is learned when: through their hosts.
+        self.host_only = (
+            "shared" in self.speculation.config.sources or vllm_config.parallel_config.tensor_parallel_size > 1
+        )
+
+    def bind(self, req_states, block_tables) -> None:
+        """V2's request states and block tables, once there are any."""
+        self.block_tables = block_tables
+        speculation = self.speculation
+        self.drafting = DeviceDrafting(
+            speculation.config,
+            speculation.drafter,
+            req_states,
+            speculation.graphs.capacity,
+            self.num_rows,
+            self.device,
+        )
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The draft model, which upstream frees at shutdown."""
+        drafter = self.speculation.drafter
+        return None if drafter is None else drafter.model.model
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        """Prepare CUDA graphs of the draft's forward."""
+        drafter = self.speculation.drafter
+        self.draft_graphs = None
+        if drafter is not None and DraftGraphs.possible(cudagraph_mode, drafter.model):
+            arguments = drafter.model.model, drafter.model.layer_names, self.speculation.stats
+            self.draft_graphs = DraftGraphs(drafter.model.vllm_config, self.device, *arguments)
+            # Upstream lets go of those it has captured to see what memory they need.
+            drafter.model.graphs = weakref.ref(self.draft_graphs)
+
+    def capture(self) -> None:
+        """See ``init_cudagraph_manager``."""
+        if self.draft_graphs is not None:
+            self.draft_graphs.capture_all()
+
+    @property
+    def num_graphs(self) -> int:
+        """Numbers of rows that the draft is captured for."""
+        return 0 if self.draft_graphs is None else self.draft_graphs.num_sizes
+
+    def admit(self, request, slot: int) -> None:
+        """A request starts or resumes.
+
+        Args:
+            request: upstream's ``NewRequestData``.
+        """
+        self.requests[request.req_id] = request
+        self.slots[request.req_id] = slot
+        self.tenants[slot] += 1
+        self.proposals.drop(slot)
+        params = request.sampling_params
+        limit = None if params is None else params.max_tokens
+        self.ends[slot] = self.texts.tokens.shape[1] if limit is None else request.prompt_len + limit
+        self.speculation.drop([request.req_id])
+        self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
+
+    def forget(self, request_ids) -> None:
+        """Requests are finished; their slots are nobody else's yet."""
+        shared = self.speculation.shared
+        for request_id in request_ids:
+            record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
+            if slot is not None:
+                self.tenants[slot] += 1
+            if shared is not None and record is not None and slot is not None:
+                shared.finished(request_id, record.lora_request, self.texts.output(slot))
+        self.speculation.forget(request_ids)
+
+    def preempt(self, request_ids) -> None:
+        """Requests have to start again; their slots may be given to others."""
+        for request_id in request_ids:
+            slot = self.slots.pop(request_id, None)
+            if slot is not None:
+                self.tenants[slot] += 1
+
+    def remember(self, cache_salts: dict[str, str]) -> None:
+        """New requests have these cache salts."""
+        if self.speculation.shared is not None:
+            self.speculation.shared.salts.update(cache_salts)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata,
+        slot_mappings,
+        last_hidden_states,
+        aux_hidden_states,
+        num_sampled: torch.Tensor,
+        num_rejected,
+        last_sampled,
+        next_prefill_tokens,
+        temperature,
+        seeds,
+        dp_sync_state=None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs=None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """See ``BaseSpeculator.propose``; the nodes' tokens in the order of the flattened graph, zeros behind them."""
+        num_requests = input_batch.num_reqs
+        nothing = torch.zeros((num_requests, self.num_rows), dtype=torch.int64, device=self.device)
+        if dummy_run:
+            if is_profile:
+                self.speculation.warm_up(min(64, self.max_tokens))
+            return nothing
+        self.parents = {}
+        if num_speculative_tokens == 0:
+            self.proposals.drop(input_batch.idx_mapping_np)
+            return nothing
+        requests = [self.requests[request_id] for request_id in input_batch.req_ids]
+        grow = self._grow_on_host if self.host_only or any(map(has_grammar, requests)) else self._grow_on_device
+        trees = grow(input_batch)
+        self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
+        return trees.token
+
+    # --- growing ----------------------------------------------------------------------------------
+
+    def _grow_on_device(self, input_batch: InputBatch) -> DeviceTrees:
+        assert self.drafting is not None
+        speculation, slots = self.speculation, input_batch.idx_mapping_np
+        batch, prompts = self._batch(input_batch), input_batch.is_prefilling_np
+        speculates = speculation.speculates(batch)
+        draft_length = np.full(len(slots), -1)
+        if speculation.drafter is not None:
+            assert speculation.draft_kv is not None
+            # Prompts go through the draft along with the target; their tokens the host knows.
+            known = np.minimum(batch.length, input_batch.prefill_len_np)
+            due = np.where(speculates & prompts, known, 0)
+            speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
+            for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
+                draft_length[request] = speculation.draft_kv.length[batch.request_ids[request]]
+        drafts = input_batch.num_draft_tokens_per_req
+        known_batch = KnownBatch(
+            slots=slots,
+            wanted=speculates & batch.sampled,
+            draft_length=draft_length,
+            capacity=batch.capacity,
+            end=self.ends[slots],
+            trust=speculation.trust.of(batch.request_ids),
+            factor=speculation.planner.calibration.factor,
+            most_new=1 if drafts is None else 1 + int(drafts.max()),
+        )
+        return self.drafting.propose(known_batch, input_batch.idx_mapping, batch.block_table, batch.block_size)
+
+    def _grow_on_host(self, input_batch: InputBatch) -> DeviceTrees:
+        """Here the host waits for the device."""
+        self.learn(wait=True)
+        batch = self._batch(input_batch)
+        trees = self.speculation.propose(batch)
+        for request, tree in zip(batch.requests, trees, strict=True):
+            if has_grammar(request):
+                self.parents[request.req_id] = tree.parent.tolist()
+        if self.drafting is not None and self.speculation.draft_kv is not None:
+            length = self.speculation.draft_kv.length
+            done = np.array([length[request_id] for request_id in batch.request_ids], np.int64)
+            self.drafting.draft_length[input_batch.idx_mapping] = torch.from_numpy(done).to(self.device)
+        return to_device(trees, self.num_rows, self.device)
+
+    def _batch(self, input_batch: InputBatch) -> DraftBatch:
+        """The batch, as far as the host knows it by now: ``length`` of those that got tokens may be behind."""
+        slots, texts = input_batch.idx_mapping_np, self.texts
+        # Exact in the midst of a prompt, where nothing was drafted; elsewhere at least what it was.
+        computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        sampled = computed >= input_batch.prefill_len_np
+        return DraftBatch(
+            request_ids=input_batch.req_ids,
+            requests=[self.requests[request_id] for request_id in input_batch.req_ids],
+            num_outputs=texts.length[slots] - texts.prompt_length[slots],
+            sampled=sampled,
+            length=np.where(sampled, texts.length[slots], computed).astype(np.int64),
+            token_ids=texts.tokens,
+            token_rows=slots,
+            block_table=self.block_tables.input_block_tables[0][: input_batch.num_reqs],
+            num_blocks=self.block_tables.num_blocks.np[0, slots].astype(np.int64),
+            block_size=self.block_tables.block_sizes[0],
+        )
+
+    # --- learning ---------------------------------------------------------------------------------
+
+    def lay_out(self, input_batch: InputBatch) -> DeviceStep:
+        """The step that verifies what was proposed."""
+        drafts, count = input_batch.num_draft_tokens_per_req, input_batch.num_reqs
+        sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
+        ends = input_batch.query_start_loc_np[1 : count + 1].astype(np.int64)
+        return DeviceStep(self.proposals, input_batch.idx_mapping, input_batch.idx_mapping_np, sizes, ends)
+
+    def verified(self, input_batch: InputBatch, step: DeviceStep, ends: torch.Tensor, sampled, num_sampled) -> None:
+        """A step was verified; what came of it is on its way to the host.
+
+        Args:
+            ends: int64 [num_requests], where each walk ended; sampled: int64 [num_requests, levels]; num_sampled: int
+                [num_requests], how many of a row count.
+        """
+        slots = input_batch.idx_mapping_np
+        label = Verified(
+            input_batch.req_ids, slots, self.tenants[slots], step.sizes, step.batch_ends, self.proposals.fresh[slots]
+        )
+        assert self.drafting is not None
+        tensors = {
+            "ends": ends,
+            "sampled": sampled,
+            "num_sampled": num_sampled,
+            "draft_length": self.drafting.draft_length[input_batch.idx_mapping],
+            "counts": self.drafting.counts,
+        }
+        self.late.send(label, {**tensors, **step.trees._asdict()})
+        self.drafting.counts.zero_()
+        self.learn()
+
+    def learn(self, wait: bool = False) -> None:
+        """Take in what has become of earlier steps."""
+        for label, tensors in self.late.take(wait):
+            ends, sampled, num_sampled, draft_length, counts = (
+                tensors.pop(name).numpy() for name in ("ends", "sampled", "num_sampled", "draft_length", "counts")
+            )
+            self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
+            step = lay_out(to_host(DeviceTrees(**tensors)), label.sizes, label.batch_ends)
+            self.speculation.observe(label.request_ids, step, ends, num_sampled > 0)
+            # Others may have the slots by now.
+            present = label.tenants == self.tenants[label.slots]
+            self.texts.append(label.slots[present], sampled[present], num_sampled[present])
+            for request in np.flatnonzero(present & label.drafted):
+                self._advance(label.request_ids[request], int(draft_length[request]))
+            for request_id in set(label.request_ids) - self.requests.keys():
+                self.speculation.trust.forget(request_id)
+
+    def _advance(self, request_id: str, draft_length: int) -> None:
+        tracker = self.speculation.draft_kv
+        if tracker is not None and draft_length > tracker.length.get(request_id, draft_length):
+            tracker.advance(request_id, draft_length)

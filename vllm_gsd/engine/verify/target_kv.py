@@ -1,0 +1,87 @@
+"""The target's KV caches, for moving what was accepted to where plain decoding would have written it."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from vllm_gsd.ops.kv_move.cpu import move_kv
+
+
+class TargetKV(ABC):
+    """Caches of all layers of a group but the draft's.
+
+    Args:
+        layers: attention layers of the target, their caches allocated.
+    """
+
+    def __init__(self, layers: list[Any]):
+        self.layers = layers
+        self.caches = [layer.kv_cache for layer in layers]
+
+    @abstractmethod
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Move keys and values between slots; of a request, all reads come before all writes.
+
+        Args:
+            sources, destinations: int64 [num_requests, most]; where a source is negative nothing is moved. Or [n], all
+                of which are moved.
+        """
+
+
+class CPUTargetKV(TargetKV):
+    """Caches in the layouts of vLLM's CPU backend."""
+
+    def __init__(self, layers: list[Any]):
+        from vllm_gsd.engine.attention.cpu import kv_layout
+
+        super().__init__(layers)
+        self.layouts = [
+            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype) for layer in layers
+        ]
+        if all(layout is self.layouts[0] for layout in self.layouts):
+            del self.layouts[1:]  # one stands for all
+
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """See ``TargetKV.move``."""
+        if sources.dim() > 1:
+            real = sources >= 0
+            sources, destinations = sources[real], destinations[real]
+        move_kv(self.caches, self.layouts, sources, destinations)
+
+
+class PagedTargetKV(TargetKV):
+    """Caches as vLLM's GPU backends have them."""
+
+    def __init__(self, layers: list[Any]):
+        from vllm_gsd.ops.kv_move.paged import PagedCaches
+
+        super().__init__(layers)
+        self.paged = PagedCaches(self.caches)
+
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """See ``TargetKV.move``."""
+        from vllm_gsd.ops.kv_move.paged import move_paged_kv
+
+        move_paged_kv(self.paged, sources, destinations)
+
+
+def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[str]) -> TargetKV:
+    """The target's caches among those of a group.
+
+    Args:
+        layers: attention layers by name, their caches allocated.
+        names: of the group's layers.
+        draft_layers: names of those to leave out.
+
+    Raises:
+        ValueError: a layer's backend would attend graphs as if they were chains.
+    """
+    kept = {name: layers[name] for name in names if name not in set(draft_layers)}
+    if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":
+        return CPUTargetKV(list(kept.values()))
+    from vllm_gsd.engine.attention.cuda import require_tree_backend
+
+    for name in names:
+        require_tree_backend(layers[name].attn_backend, name)
+    return PagedTargetKV(list(kept.values()))

@@ -1,0 +1,105 @@
+"""The rows that verify flattened graphs: where they lie in the batch, and which of them attend to which."""
+
+import numpy as np
+
+from vllm_gsd.method.constants import NONE
+
+
+def lay_tree(
+    token: np.ndarray,
+    parent: np.ndarray,
+    depth: np.ndarray,
+    origin: np.ndarray,
+    via_merge: np.ndarray,
+    survival: np.ndarray,
+    sources: np.ndarray,
+    first: int,
+    count: int,
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    """Write the rows of a flattened graph's nodes behind its root's.
+
+    Args:
+        token, parent, depth, origin, via_merge, survival: [nodes], of a row of ``FlatTrees``.
+        sources: int8 [2, NUM_ORIGINS], a node's source by whether it lies behind a merged edge, and by its origin.
+        first, count: the first node's row; how many nodes are written.
+        rows: outputs, token int64, parent int32 (place in the tree, the root's is 0), depth int32, source int8 and
+            survival float32, [num_rows] each.
+    """
+    all_tokens, all_parents, all_depths, all_sources, all_survival = rows
+    written = slice(first, first + count)
+    all_tokens[written] = token[:count]
+    all_parents[written] = parent[:count] + 1
+    all_depths[written] = depth[:count]
+    all_sources[written] = sources[via_merge[:count].astype(np.int64), origin[:count]]
+    all_survival[written] = survival[:count]
+
+
+def ancestor_masks(parent: np.ndarray, starts: np.ndarray, masks: np.ndarray) -> None:
+    """Attention mask among the rows of each tree: a row sees itself and its ancestors.
+
+    Args:
+        parent: int32 [num_rows], for each row the place of its parent row within its own tree, NONE for a root.
+        starts: int32 [num_trees + 1], rows of tree t are ``starts[t]:starts[t + 1]``.
+        masks: output, int64 [num_rows, words]; bit j of word w stands for place 64 * w + j of the same tree.
+
+    Raises:
+        ValueError: a tree has more rows than the masks have bits.
+    """
+    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        _check_width(end - first, masks)
+        for row in range(first, end):
+            above = NONE if parent[row] == NONE else first + parent[row]
+            _see(masks, row, above, row - first)
+
+
+def batch_masks(
+    parents: np.ndarray,
+    starts: np.ndarray,
+    depth: np.ndarray,
+    has_tree: np.ndarray,
+    first_rows: np.ndarray,
+    batch_starts: np.ndarray,
+    positions: np.ndarray,
+    prefix: np.ndarray,
+    masks: np.ndarray,
+) -> None:
+    """Attention masks and positions of a batch's rows: texts as chains, and behind each its graph.
+
+    Args:
+        parents, depth: int32 [num_rows of trees], NONE for roots, below it rows that see nothing but themselves.
+        starts: int32 [num_requests + 1], rows of request r's tree are ``starts[r]:starts[r + 1]``, its root the first.
+        has_tree: bool [num_requests]; the rows of others are text.
+        first_rows: int64 [num_requests], the batch's row of each root.
+        batch_starts: int32 [num_requests + 1], where requests begin in the batch.
+        positions: int64 [at least num_rows of the batch], by place; nodes get theirs by depth.
+        prefix: output, int64 [num_requests], positions before each request's first row.
+        masks: output, int64 [num_rows of the batch, words]; bit j of word w: the request's row 64 * w + j is seen.
+
+    Raises:
+        ValueError: a request has more rows than the masks have bits.
+    """
+    for request, root in enumerate(first_rows.tolist()):
+        begin, end = batch_starts[request : request + 2].tolist()
+        _check_width(end - begin, masks)
+        if begin < end:
+            prefix[request] = positions[begin]
+        for row in range(begin, end):
+            above = row - 1 if row > begin else NONE
+            if has_tree[request] and row > root:
+                node = starts[request] + row - root
+                positions[row] = positions[root] + depth[node]
+                above = root + parents[node] if parents[node] >= 0 else NONE
+            _see(masks, row, above, row - begin)
+
+
+def _check_width(rows: int, masks: np.ndarray) -> None:
+    if rows > 64 * masks.shape[1]:
+        raise ValueError("a tree has more rows than its attention mask has bits")
+
+
+def _see(masks: np.ndarray, row: int, above: int, place: int) -> None:
+    """Let a row see what the row above it sees, nothing if that is NONE, and itself: bit ``place``."""
+    words = masks[row].view(np.uint64)
+    words[:] = 0 if above == NONE else masks[above].view(np.uint64)
+    words[place // 64] |= np.uint64(1 << place % 64)

@@ -1,0 +1,1 @@
+"""Attention along token graphs over a paged KV cache."""

@@ -1,0 +1,186 @@
+"""Attention of the rows of token trees over a paged KV cache.
+
+A request's keys are its committed tokens (the *prefix*, logical indices ``[0, prefix)``) and the nodes of its
+tree (*slots* 0, 1... at logical indices ``prefix + slot``). A row attends the whole prefix and the slots that
+its mask names: for a node, itself and its ancestors.
+
+    s[key] = scale * q . k[key];  with softcap: s = softcap * tanh(s / softcap)
+    out = sum(e^s[key] * v[key]) / (sum(e^s[key]) + e^sink)        over the keys that the row attends
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gsd.ops import use_kernel
+from vllm_gsd.ops.kv_move.layout import KVLayout
+
+
+def tree_attention(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layout: KVLayout,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    positions: torch.Tensor,
+    tree_mask: torch.Tensor,
+    scale: float,
+    sliding_window: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Write the attention of every row into ``output``; see the module's formula.
+
+    Args:
+        output: ``[num_rows, num_heads, head_size]``, dtype of ``query``. Rows behind the last request's are
+            left alone. A row that attends no key becomes 0.
+        query: ``[num_rows, num_heads, head_size]`` float32, bfloat16 or float16; any row and head stride.
+        kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, dtype of ``query``; query head h uses
+            KV head ``h // (num_heads // kv_heads)``.
+        layout: of the cache's pages.
+        block_table: int32 ``[num_reqs, max_blocks]``; logical index i of request r lies in block
+            ``block_table[r, i // block_size]``, slot ``i % block_size``.
+        query_start_loc: int32 ``[num_reqs + 1]``; request r has rows ``[start[r], start[r + 1])``.
+        prefix_lens: int32 ``[num_reqs]``.
+        positions: int64 ``[num_rows]``, each row's position in its sequence; read only for a sliding window.
+        tree_mask: int64 ``[num_rows, words]``; bit j of word w: the row attends slot ``64 * w + j``.
+        scale: factor of the scores.
+        sliding_window: a row at position p attends the prefix's keys i with ``p - i < sliding_window``; -1 or
+            0: all. Slots are not windowed: leave those that are too far away out of the mask.
+        softcap: 0: none.
+        alibi_slopes: unsupported.
+        sinks: ``[num_heads]``, a logit that takes part in each head's softmax without a value.
+
+    Arithmetic is in float32. On AMD's processors with AVX512-BF16, bfloat16 pages that need no copy are multiplied as
+    pairs of bfloat16 (sums in float32), for which the softmax's weights are rounded to it, as in FlashAttention. Only
+    the keys that some row of its request attends are read.
+
+    Raises:
+        NotImplementedError: ``alibi_slopes`` is given (a slot's position is not known here).
+        ValueError: shapes or dtypes do not fit, or the block table lacks a block that is attended.
+    """
+    _refuse_alibi(alibi_slopes)
+    if not use_kernel(query):
+        tree_attention_reference(
+            output, query, kv_cache, layout, block_table, query_start_loc, prefix_lens, positions, tree_mask,
+            scale, sliding_window, softcap, None, sinks,
+        )  # fmt: skip
+        return
+    if sinks is not None:
+        sinks = sinks.to(torch.float32)
+    torch.ops.vllm_gsd.tree_attention(
+        output, query, kv_cache, layout.tables, block_table, query_start_loc, prefix_lens, positions,
+        tree_mask, scale, sliding_window, softcap, sinks,
+    )  # fmt: skip
+
+
+def tree_attention_reference(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layout: KVLayout,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    positions: torch.Tensor,
+    tree_mask: torch.Tensor,
+    scale: float,
+    sliding_window: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """:func:`tree_attention` in plain PyTorch; computes in float64 where ``query`` is float64."""
+    _refuse_alibi(alibi_slopes)
+    _check(output, query, kv_cache, layout, block_table, query_start_loc, prefix_lens, positions, tree_mask)
+    compute = torch.promote_types(query.dtype, torch.float32)
+    heads_per_kv = query.shape[1] // kv_cache.shape[1]
+    start = query_start_loc.tolist()
+    for request, prefix in enumerate(prefix_lens[: len(start) - 1].tolist()):
+        rows = slice(start[request], start[request + 1])
+        attends = _attended(prefix, positions[rows], tree_mask[rows], sliding_window)
+        keys = attends.any(0).nonzero().squeeze(1)  # the logical indices that matter
+        attends = attends[:, keys]
+        if (keys >= block_table.shape[1] * layout.block_size).any():
+            raise ValueError(f"request {request} attends keys that its block_table has no blocks for")
+        blocks = block_table[request, keys // layout.block_size].long()
+        if (blocks < 0).any() or (blocks >= kv_cache.shape[0]).any():
+            raise ValueError(f"block_table of request {request} names a block that does not exist")
+        key, value = layout.read(kv_cache, blocks * layout.block_size + keys % layout.block_size)
+        key = key.repeat_interleave(heads_per_kv, dim=1).to(compute)
+        value = value.repeat_interleave(heads_per_kv, dim=1).to(compute)
+        scores = torch.einsum("rhd,khd->hrk", query[rows].to(compute), key) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~attends, -torch.inf)
+        weights = _softmax(scores, sinks)
+        output[rows] = torch.einsum("hrk,khd->rhd", weights, value).to(output.dtype)
+
+
+def _attended(prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int) -> torch.Tensor:
+    """Booleans ``[rows, prefix + 64 * words]``: which logical index each row attends."""
+    index = torch.arange(prefix, device=positions.device)
+    in_prefix = torch.ones(len(positions), prefix, dtype=torch.bool, device=positions.device)
+    if sliding_window > 0:
+        in_prefix = positions.unsqueeze(1) - index < sliding_window
+    bits = torch.arange(64, device=positions.device)
+    in_tree = (tree_mask.unsqueeze(2) >> bits & 1).bool().flatten(1)
+    return torch.cat([in_prefix, in_tree], dim=1)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the keys of ``[heads, rows, keys]`` and the head's sink; 0 where everything is -inf."""
+    heads, rows, keys = scores.shape
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(heads, 1, 1).expand(heads, rows, 1)
+        scores = torch.cat([scores, sink], dim=2)
+    nothing = (scores == -torch.inf).all(dim=2, keepdim=True)
+    return torch.softmax(scores, dim=2).masked_fill(nothing, 0.0)[:, :, :keys]
+
+
+def _refuse_alibi(alibi_slopes: torch.Tensor | None) -> None:
+    if alibi_slopes is not None:
+        raise NotImplementedError("tree attention does not support ALiBi slopes")
+
+
+def _check(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layout: KVLayout,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    positions: torch.Tensor,
+    tree_mask: torch.Tensor,
+) -> None:
+    """The kernel makes these checks itself."""
+    layout.check(kv_cache)
+    if output.dtype != query.dtype or kv_cache.dtype != query.dtype:
+        raise ValueError(
+            f"output, query and kv_cache must have one dtype, not {output.dtype}, {query.dtype} and {kv_cache.dtype}"
+        )
+    if query.dim() != 3 or output.shape != query.shape or query.shape[2] != layout.head_size:
+        raise ValueError(
+            f"query and output must both be [num_rows, num_heads, {layout.head_size}], "
+            f"not {list(query.shape)} and {list(output.shape)}"
+        )
+    if query.shape[1] % kv_cache.shape[1]:
+        raise ValueError(f"the {query.shape[1]} query heads cannot share {kv_cache.shape[1]} KV heads evenly")
+    for name, tensor, dtype, dims in (
+        ("block_table", block_table, torch.int32, 2),
+        ("query_start_loc", query_start_loc, torch.int32, 1),
+        ("prefix_lens", prefix_lens, torch.int32, 1),
+        ("positions", positions, torch.int64, 1),
+        ("tree_mask", tree_mask, torch.int64, 2),
+    ):
+        if tensor.dtype != dtype or tensor.dim() != dims:
+            raise ValueError(f"{name} must be {dtype} with {dims} dimensions, not {tensor.dtype} {list(tensor.shape)}")
+    requests, rows = len(query_start_loc) - 1, int(query_start_loc[-1])
+    if min(len(block_table), len(prefix_lens)) < requests:
+        raise ValueError(f"block_table and prefix_lens must have a row for each of {requests} requests")
+    if min(len(query), len(positions), len(tree_mask)) < rows:
+        raise ValueError(f"query, positions and tree_mask must have at least the {rows} rows of query_start_loc")

@@ -1,0 +1,90 @@
+"""Merge attention that was computed over disjoint sets of keys.
+
+    out = sum(e^(lse[p] - lse_all) * part[p]),   lse_all = log(sum(e^lse[p]))
+
+As in FlashAttention (Dao et al., 2022) and Flash-Decoding; e.g. the prefix by another kernel, the tree by ours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gsd.ops.dispatch import check_tensor, use_triton
+
+_OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def merge_attention(
+    output: torch.Tensor,
+    parts: torch.Tensor,
+    part_lses: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    end_row: torch.Tensor | None = None,
+) -> None:
+    """Write the merged attention into ``output``, and its log-sum-exp into ``lse`` if given.
+
+    Args:
+        output: ``[num_rows, num_heads, head_size]`` float32, bfloat16 or float16.
+        parts: ``[num_parts, num_rows, num_heads, head_size]``, each normalised over its own keys; float32,
+            bfloat16 or float16. Where a part has no keys it may hold anything.
+        part_lses: float32 ``[num_parts, num_rows, num_heads]``, natural logarithms; -inf: no keys.
+        lse: float32 ``[num_rows, num_heads]``; written.
+        end_row: int32 or int64 ``[1]`` on the same device: rows from it on are left alone.
+
+    A row without keys in any part becomes 0, its lse -inf. Computed in float32; capture-safe: shapes are fixed and
+    nothing is read back.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _check(output, parts, part_lses, lse, end_row)
+    if not use_triton(output):
+        merge_attention_reference(output, parts, part_lses, lse, end_row)
+        return
+    from vllm_gsd.ops.attention.merge_triton import merge_kernel, triton
+
+    num_parts, num_rows, num_heads, head_size = parts.shape
+    if not num_rows:
+        return
+    merge_kernel[(num_rows, num_heads)](
+        output, output if lse is None else lse, parts, part_lses, part_lses if end_row is None else end_row, num_parts,
+        *output.stride()[:2], 0 if lse is None else lse.stride(0), *parts.stride()[:3], *part_lses.stride()[:2],
+        HEAD_SIZE=head_size, BLOCK_P=triton.next_power_of_2(num_parts), BLOCK_D=triton.next_power_of_2(head_size),
+        HAS_END=end_row is not None, STORE_LSE=lse is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def merge_attention_reference(
+    output: torch.Tensor,
+    parts: torch.Tensor,
+    part_lses: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    end_row: torch.Tensor | None = None,
+) -> None:
+    """:func:`merge_attention` in plain PyTorch, in float64."""
+    _check(output, parts, part_lses, lse, end_row)
+    rows = slice(0, parts.shape[1] if end_row is None else int(end_row))
+    logs = part_lses[:, rows].double()
+    total = torch.logsumexp(logs, 0)
+    weights = torch.exp(logs - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
+    values = torch.where(weights > 0, parts[:, rows].double(), 0.0)
+    output[rows] = (weights * values).sum(0).to(output.dtype)
+    if lse is not None:
+        lse[rows] = total.to(lse.dtype)
+
+
+def _check(output, parts, part_lses, lse, end_row) -> None:
+    check_tensor("output", output, output.device, 3, *_OUTPUT_DTYPES)
+    check_tensor("parts", parts, output.device, 4, *_OUTPUT_DTYPES)
+    check_tensor("part_lses", part_lses, output.device, 3, torch.float32)
+    if parts.shape[1:] != output.shape or part_lses.shape != parts.shape[:3]:
+        raise ValueError(
+            f"parts {list(parts.shape)} and part_lses {list(part_lses.shape)} must be [num_parts, *output's rows and "
+            f"heads] for an output {list(output.shape)}"
+        )
+    if lse is not None:
+        check_tensor("lse", lse, output.device, 2, torch.float32)
+        if lse.shape != output.shape[:2]:
+            raise ValueError(f"lse is {list(lse.shape)}, but must be {list(output.shape[:2])}")
+    if end_row is not None:
+        check_tensor("end_row", end_row, output.device, 1, torch.int32, torch.int64, rows=1)

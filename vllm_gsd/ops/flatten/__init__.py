@@ -1,0 +1,1 @@
+"""Flattening token graphs on the device."""

@@ -1,0 +1,185 @@
+"""Flattening on the device: exactly what ``method.flatten`` does on the host, by a table instead of a heap."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from vllm_gsd.method.constants import (
+    AGREED,
+    MERGED,
+    NATIVE,
+    NGRAM,
+    NONE,
+    NUM_BINS,
+    NUM_DEPTHS,
+    NUM_SOURCES,
+    ORIGIN_AGREED,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    SHARED,
+)
+from vllm_gsd.ops.attention.masks import tree_masks
+from vllm_gsd.ops.dispatch import check_tensor, use_triton
+from vllm_gsd.ops.growth.state import WORD, DeviceGraphs, one_bit, rows_of
+
+
+class DeviceTrees(NamedTuple):
+    """Flattened graphs of a batch; place 0 is the first node below the root.
+
+    Shapes: ``[num_graphs, num_places]`` unless stated otherwise. Behind ``size`` there are zeros, and NONE for parents.
+    """
+
+    token: torch.Tensor  # int64
+    parent: torch.Tensor  # int64, place of the parent, NONE for children of the root
+    depth: torch.Tensor  # int64, children of the root are 1
+    origin: torch.Tensor  # int64, ORIGIN_*
+    via_merge: torch.Tensor  # bool, whether the path uses a merged edge
+    survival: torch.Tensor  # float32, product of conditional probabilities along the path
+    value: torch.Tensor  # float32, calibrated survival, never above the parent's
+    size: torch.Tensor  # int64 [num_graphs]
+
+
+def flatten_graphs(
+    graphs: DeviceGraphs,
+    num_places: int,
+    num_nodes: torch.Tensor,
+    max_depth: torch.Tensor,
+    factor: torch.Tensor,
+    trust: torch.Tensor,
+) -> DeviceTrees:
+    """Unroll every graph of the batch, best first.
+
+    Args:
+        num_places: places to fill at most; num_nodes: int64 ``[num_graphs]``, of each graph, at most that.
+        max_depth: int64 ``[num_graphs]``, deepest place allowed.
+        factor: of ``method.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
+        trust: of ``SourceTrust``, float32 ``[num_graphs, sources]``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    device, count = graphs.size.device, len(graphs.size)
+    check_tensor("num_nodes", num_nodes, device, 1, torch.int64, rows=count)
+    check_tensor("max_depth", max_depth, device, 1, torch.int64, rows=count)
+    check_tensor("factor", factor, device, 3, torch.float32)
+    check_tensor("trust", trust, device, 2, torch.float32, rows=count)
+    if factor.shape != (NUM_SOURCES, NUM_DEPTHS, NUM_BINS) or trust.shape[1] != NUM_SOURCES:
+        raise ValueError(f"factor and trust must be of {NUM_SOURCES} sources, not {factor.shape} and {trust.shape}")
+    if not use_triton(num_nodes, node_by_node=True):
+        return _flatten_reference(graphs, num_places, num_nodes, max_depth, factor, trust)
+    from vllm_gsd.ops.growth.triton import flatten_kernel, triton
+
+    whole = torch.zeros((count, num_places), dtype=torch.int64, device=device)
+    survival = torch.zeros(whole.shape, device=device)
+    trees = DeviceTrees(
+        token=whole,
+        parent=torch.full_like(whole, NONE),
+        depth=whole.clone(),
+        origin=whole.clone(),
+        via_merge=torch.zeros_like(whole, dtype=torch.bool),
+        survival=survival,
+        value=survival.clone(),
+        size=torch.zeros_like(graphs.size),
+    )
+    flatten_kernel[(count,)](
+        *trees, graphs.token, graphs.parent, graphs.prob, graphs.origin, graphs.merged, graphs.size, num_nodes,
+        max_depth, factor.contiguous(), trust, trust.stride(0), num_places, graphs.capacity, NGRAM=ORIGIN_NGRAM,
+        SHARED=ORIGIN_SHARED, AGREED=ORIGIN_AGREED, NGRAM_KIND=NGRAM, SHARED_KIND=SHARED, AGREED_KIND=AGREED,
+        DEPTHS=NUM_DEPTHS,
+        PLACES=triton.next_power_of_2(1 + num_places), BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4,
+    )  # fmt: skip
+    return trees
+
+
+def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, trust) -> DeviceTrees:
+    """``flatten_graphs`` in plain PyTorch."""
+    device, count, capacity = graphs.size.device, len(graphs.size), graphs.capacity
+    # What can be reached in one step, by the place it was reached from: row 0 is the root's, row 1 + p is place p's.
+    # Rows in order of expansion and columns in order of creation: the first best is whom a heap would give.
+    worth = torch.full((count, 1 + num_places, capacity), -math.inf, device=device)
+    whole, real = torch.zeros((count, 1 + num_places), dtype=torch.int64, device=device), graphs.real()
+    token, parent, depth, node = whole.clone(), torch.full_like(whole, NONE), whole.clone(), whole.clone()
+    crossed = torch.zeros_like(whole, dtype=torch.bool)
+    likely, chance = (torch.ones(whole.shape, device=device) for _ in range(2))
+    kind = torch.full_like(graphs.origin, NONE)
+    for origin, source in ((ORIGIN_NGRAM, NGRAM), (ORIGIN_SHARED, SHARED), (ORIGIN_AGREED, AGREED)):
+        kind = torch.where(graphs.origin == origin, source, kind)
+    kind, merged, prob = (values[:, :capacity] for values in (kind, graphs.merged, graphs.prob))
+    size = torch.zeros_like(graphs.size)
+    going = torch.ones_like(size, dtype=torch.bool)
+    for row in range(num_places):
+        source = node[:, row : row + 1]
+        target = graphs.merged.gather(1, source)
+        crossed[:, row : row + 1] |= target != NONE
+        children = real & (graphs.parent[:, :capacity] == torch.where(target == NONE, source, target))
+        children &= (going & (depth[:, row] < max_depth))[:, None]
+        below = likely[:, row : row + 1] * prob
+        native = torch.where(crossed[:, row : row + 1] | (merged != NONE), MERGED, NATIVE)
+        source_of = torch.where(kind == NONE, native, kind)
+        value = trust.gather(1, source_of) * _calibrated(factor, source_of, depth[:, row : row + 1] + 1, below)
+        value = torch.minimum(chance[:, row : row + 1], value)
+        worth[:, row] = torch.where(children, value, -math.inf)
+        best = worth.flatten(1).argmax(1)
+        value = worth.flatten(1).gather(1, best[:, None])
+        going = (value > -math.inf).squeeze(1) & (row < num_nodes)
+        worth.view(count, -1).scatter_(1, best[:, None], -math.inf)
+        above, child = (best // capacity)[:, None], (best % capacity)[:, None]
+        place, taken = row + 1, going[:, None]
+
+        def keep(values: torch.Tensor, at: int, new: torch.Tensor, taken: torch.Tensor) -> None:
+            values[:, at : at + 1] = torch.where(taken, new, values[:, at : at + 1])
+
+        keep(token, place, graphs.token.gather(1, child), taken)
+        keep(parent, place, above - 1, taken)
+        keep(depth, place, depth.gather(1, above) + 1, taken)
+        keep(node, place, child, taken)
+        keep(crossed, place, crossed.gather(1, above), taken)
+        keep(likely, place, likely.gather(1, above) * graphs.prob.gather(1, child), taken)
+        keep(chance, place, value, taken)
+        size += going
+    filled = torch.arange(num_places, device=device) < size[:, None]
+    node, crossed = node[:, 1:], crossed[:, 1:]
+    return DeviceTrees(
+        token=token[:, 1:],
+        parent=parent[:, 1:],
+        depth=depth[:, 1:],
+        origin=torch.where(filled, graphs.origin.gather(1, node), 0),
+        via_merge=filled & (crossed | (graphs.merged.gather(1, node) != NONE)),
+        survival=torch.where(filled, likely[:, 1:], 0.0),
+        value=torch.where(filled, chance[:, 1:], 0.0),
+        size=size,
+    )
+
+
+def _calibrated(factor, source, depth, survival) -> torch.Tensor:
+    """Chance that a node is accepted, as ``method.cells.calibrated``; float32 ``[num_graphs, C]``."""
+    cell = sum((survival <= 0.5**halved).long() for halved in range(1, NUM_BINS))
+    index = (source * NUM_DEPTHS + depth.clamp(max=NUM_DEPTHS) - 1) * NUM_BINS + cell
+    return (survival * factor.flatten()[index]).clamp(max=1.0)
+
+
+def row_masks(parent: torch.Tensor) -> torch.Tensor:
+    """Attention masks of trees' rows, root first: a row sees itself and its ancestors.
+
+    Args:
+        parent: int64 ``[num_trees, num_places]``, as in ``DeviceTrees``.
+
+    Returns:
+        int64 ``[num_trees, 1 + num_places, words]``; bit j of word w stands for row 64 * w + j, row 0 is the root's.
+        What lies behind a tree's size is taken for children of the root, which nobody sees.
+    """
+    num_trees, num_places = parent.shape
+    words = num_places // WORD + 1
+    if use_triton(parent):
+        rows = torch.nn.functional.pad(parent + 1, (1, 0), value=NONE).flatten().int()
+        starts = torch.arange(num_trees + 1, dtype=torch.int32, device=parent.device) * (1 + num_places)
+        masks = tree_masks(rows, starts, torch.zeros_like(starts), num_places, 1 + num_places, words).mask
+        return masks.view(num_trees, 1 + num_places, words)
+    own = one_bit(torch.arange(1 + num_places, device=parent.device), words)
+    masks = own.repeat(num_trees, 1, 1)
+    for place in range(num_places):
+        masks[:, place + 1] |= rows_of(masks, parent[:, place : place + 1] + 1).squeeze(1)
+    return masks

@@ -1,0 +1,1 @@
+"""Growing token graphs on the device."""

@@ -1,0 +1,1 @@
+"""Moving the KV of accepted nodes to contiguous slots."""

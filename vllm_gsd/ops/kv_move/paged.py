@@ -1,0 +1,119 @@
+"""Compaction on GPUs: the KV of accepted nodes moves to contiguous slots, in all layers with one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_gsd.ops.dispatch import check_tensor, use_triton
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_MOST_MOVES = 512
+_MOST_ELEMENTS = 8192  # of a program, which holds them in registers between reading and writing
+
+
+class PagedCaches:
+    """The KV caches of many layers, prepared once for :func:`move_paged_kv`: a table of their addresses.
+
+    Args:
+        kv_caches: one per layer, ``[num_blocks, kv_heads, block_size, width]`` as vLLM's GPU backends have them (width:
+            ``2 * head_size``, and what quantisation keeps inline), any strides but the last, any dtype of 1, 2 or 4
+            bytes. All on one device, of one shape, dtype and strides, and not sharing memory.
+
+    Raises:
+        ValueError: they differ, there are none, or their elements have another size.
+    """
+
+    def __init__(self, kv_caches: Sequence[torch.Tensor]):
+        if not kv_caches:
+            raise ValueError("there are no KV caches to move rows in")
+        first = kv_caches[0]
+        if first.element_size() not in _INTEGERS:
+            raise ValueError(f"the KV caches are {first.dtype}, but must have elements of 1, 2 or 4 bytes")
+        if first.dim() != 4 or first.stride(3) != 1:
+            raise ValueError(
+                f"the KV caches must be [num_blocks, kv_heads, block_size, width] with stride 1 in the last dimension, "
+                f"not {list(first.shape)} with strides {list(first.stride())}"
+            )
+        for cache in kv_caches:
+            if (cache.shape, cache.stride(), cache.dtype, cache.device) != (
+                first.shape, first.stride(), first.dtype, first.device,
+            ):  # fmt: skip
+                raise ValueError("the KV caches must be alike in shape, strides, dtype and device")
+        #: The same memory as integers: rows are moved, never calculated with.
+        self.tensors = [cache.view(_INTEGERS[first.element_size()]) for cache in kv_caches]
+        addresses = [cache.data_ptr() for cache in kv_caches]
+        self.addresses = torch.tensor(addresses, device=first.device)
+        self.aligned = all(address % 16 == 0 for address in addresses)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a cache: ``num_blocks * block_size``."""
+        return self.tensors[0].shape[0] * self.tensors[0].shape[2]
+
+
+def move_paged_kv(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
+    """Copy the key and the value of slot ``src_slots[r, i]`` to slot ``dst_slots[r, i]``, in every cache.
+
+    Within a row r every read comes before every write. Rows are requests and run at once: what one row writes,
+    no other may read or write.
+
+    Args:
+        caches: of all layers.
+        src_slots, dst_slots: int64 ``[num_reqs, moves]``, each ``block * block_size + offset``; moves at most 512.
+            Where one of the two is negative nothing is moved.
+
+    Capture-safe: shapes are fixed, nothing is read back, and the caches' addresses are those at construction. Slots
+    are therefore not checked against the caches' size; the reference does that.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _check(caches, src_slots, dst_slots)
+    if not use_triton(src_slots):
+        move_paged_kv_reference(caches, src_slots, dst_slots)
+        return
+    from vllm_gsd.ops.kv_move.triton import kv_move_kernel, triton
+
+    first = caches.tensors[0]
+    _, kv_heads, block_size, width = first.shape
+    num_reqs, num_moves = src_slots.shape
+    if not src_slots.numel():
+        return
+    block_m = triton.next_power_of_2(num_moves)
+    block_w = min(triton.next_power_of_2(width), _MOST_ELEMENTS // block_m)
+    kv_move_kernel[(len(caches.tensors), kv_heads * triton.cdiv(width, block_w), num_reqs)](
+        caches.addresses, src_slots, dst_slots, first, num_moves, kv_heads, src_slots.stride(0), first.stride(0),
+        first.stride(1), first.stride(2), BLOCK_SIZE=block_size, WIDTH=width, BLOCK_M=block_m, BLOCK_W=block_w,
+        ALIGNED=caches.aligned, num_warps=4,
+    )  # fmt: skip
+
+
+def move_paged_kv_reference(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
+    """:func:`move_paged_kv` in plain PyTorch.
+
+    Raises:
+        ValueError: as there, and where a slot does not lie in the caches.
+    """
+    _check(caches, src_slots, dst_slots)
+    moves = (src_slots >= 0) & (dst_slots >= 0)
+    src, dst = src_slots[moves], dst_slots[moves]
+    if (torch.cat([src, dst]) >= caches.num_slots).any():
+        raise ValueError(f"a slot is not below the {caches.num_slots} of the KV caches")
+    for cache in caches.tensors:
+        size = cache.shape[2]
+        cache[dst // size, :, dst % size] = cache[src // size, :, src % size].clone()
+
+
+def _check(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
+    device = caches.addresses.device
+    for name, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
+        check_tensor(name, slots, device, 2, torch.int64)
+    if src_slots.shape != dst_slots.shape or src_slots.stride() != dst_slots.stride():
+        raise ValueError(
+            f"src_slots and dst_slots must have one shape and strides, not {list(src_slots.shape)} and "
+            f"{list(dst_slots.shape)}"
+        )
+    if src_slots.shape[1] > _MOST_MOVES:
+        raise ValueError(f"a request moves {src_slots.shape[1]} slots, but at most {_MOST_MOVES} are possible")

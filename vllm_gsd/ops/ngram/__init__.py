@@ -1,0 +1,1 @@
+"""Matching n-grams on the device."""

@@ -1,0 +1,121 @@
+"""Hypotheses from the requests' own texts on the device: exactly what ``method.ngram`` does on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
+from vllm_gsd.ops.dispatch import check_tensor, use_triton
+from vllm_gsd.ops.growth.state import DeviceGraphs, append, find_child
+
+
+def longest_matches(
+    texts: torch.Tensor, length: torch.Tensor, min_match: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the earlier occurrences of the texts' longest suffixes.
+
+    Args:
+        texts: int64 or int32 ``[num_texts, most]``; length: int64 ``[num_texts]``, tokens in use, from 1.
+        min_match: shortest suffix that counts.
+        count: most occurrences of each.
+
+    Returns:
+        int64 ``[num_texts, count]`` each: where the continuation of the j-th best occurrence begins and how many tokens
+        matched before it, 0 where there is none. Longer matches first, later ones first among equals.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    check_tensor("length", length, length.device, 1, torch.int64)
+    check_tensor("texts", texts, length.device, 2, torch.int64, torch.int32, rows=len(length))
+    most = texts.shape[1]
+    end = torch.arange(most, device=length.device)
+    alive = end < length[:, None] - 1
+    matched = torch.zeros_like(texts, dtype=torch.int64)
+    for back in range(min(MAX_MATCH, most)):
+        last = texts.gather(1, (length - 1 - back).clamp(min=0)[:, None])
+        earlier = torch.nn.functional.pad(texts[:, : most - back], (back, 0), value=NONE)
+        alive = alive & (earlier == last)
+        matched += alive
+    matched = torch.where(matched >= min_match, matched, 0)
+    # No two have one rank, so that what is best does not depend on how it is sorted.
+    rank = torch.where(matched > 0, matched * most + end, NONE)
+    best = rank.topk(min(count, most), dim=1).values
+    best = torch.nn.functional.pad(best, (0, count - best.shape[1]), value=NONE)
+    found = best >= 0
+    return torch.where(found, best % most + 1, 0), torch.where(found, best // most, 0)
+
+
+def graft_ngrams(
+    graphs: DeviceGraphs,
+    texts: torch.Tensor,
+    length: torch.Tensor,
+    max_matches: int,
+    max_depth: torch.Tensor,
+    deepest: int,
+    min_match: int,
+) -> torch.Tensor:
+    """Insert continuations of earlier occurrences of the texts' suffixes; updates ``graphs``, but not ``above``.
+
+    Args:
+        texts: int64 or int32 ``[num_graphs, most]``; length: int64 ``[num_graphs]``. The last token is the root's.
+        max_matches: most occurrences to use.
+        max_depth: int64 ``[num_graphs]``, most tokens copied from each; 0 for none.
+        deepest: at least the most of them.
+        min_match: shortest suffix that counts as an occurrence.
+
+    Returns:
+        int64 ``[num_graphs]``, occurrences found.
+    """
+    starts, matched = longest_matches(texts, length, min_match, max_matches)
+    if not use_triton(length, node_by_node=True):
+        _graft_reference(graphs, texts, length, starts, matched, max_depth, deepest)
+        return (matched > 0).sum(1)
+    from vllm_gsd.ops.growth.triton import graft_kernel, triton
+
+    graft_kernel[(len(length),)](
+        graphs.token, graphs.parent, graphs.depth, graphs.prob, graphs.survival, graphs.origin, graphs.merged,
+        graphs.size, texts, texts.stride(0), length, starts.contiguous(), matched.contiguous(),
+        max_depth.clamp(max=deepest), _match_probs(length.device), max_matches, graphs.capacity, NGRAM=ORIGIN_NGRAM,
+        DRAFT=ORIGIN_DRAFT, AGREED=ORIGIN_AGREED, MAX_MATCH=MAX_MATCH, BLOCK=triton.next_power_of_2(graphs.capacity),
+        num_warps=4, enable_fp_fusion=False,  # to the last bit as on the host
+    )  # fmt: skip
+    return (matched > 0).sum(1)
+
+
+def _graft_reference(graphs, texts, length, starts, matched, max_depth, deepest: int) -> None:
+    """``graft_kernel`` in plain PyTorch; matches as of ``longest_matches``."""
+    graphs = graphs._replace(above=graphs.above[:, :, :0])  # nothing is merged any more
+    capacity = graphs.capacity
+    prob_of = _match_probs(matched.device)
+    for j in range(matched.shape[1]):
+        node = torch.zeros_like(length)[:, None]
+        depth = torch.minimum(max_depth, length - starts[:, j])
+        walking = matched[:, j] > 0
+        for i in range(deepest):
+            walking = walking & (i < depth)
+            token = texts.gather(1, (starts[:, j] + i).clamp(max=texts.shape[1] - 1)[:, None]).long()
+            child = find_child(graphs, node, token)
+            prob = prob_of[(matched[:, j] + i).clamp(max=MAX_MATCH)][:, None]
+            missing = (child == NONE) & walking[:, None]
+            copied = (graphs.parent == node) & (graphs.origin != ORIGIN_DRAFT)
+            left = 1.0 - torch.where(copied, graphs.prob, 0.0)[:, :capacity].amax(1, keepdim=True)
+            known = torch.where(child == NONE, capacity, child)
+            agreed = walking[:, None] & (graphs.origin.gather(1, known) == ORIGIN_DRAFT)
+            before = graphs.prob.gather(1, known)
+            graphs.prob.scatter_(1, known, torch.where(agreed, before + prob * (1.0 - before), before))
+            origin = graphs.origin.gather(1, known)
+            graphs.origin.scatter_(1, known, torch.where(agreed, ORIGIN_AGREED, origin))
+            child = torch.where(missing, append(graphs, node, token, prob * left, missing, ORIGIN_NGRAM), child)
+            walking = walking & (child < capacity).squeeze(1)
+            # A merged edge continues as the node it points to; a walk that has ended stands at the root.
+            target = graphs.merged.gather(1, child.clamp(min=0))
+            node = torch.where(walking[:, None], torch.where(target == NONE, child, target), 0)
+
+
+def _match_probs(device: torch.device) -> torch.Tensor:
+    """``MATCH_PROB`` as float32, made on the device: a copy from the host would be one in every captured graph."""
+    probs = torch.zeros(len(MATCH_PROB), device=device)
+    for matched, prob in enumerate(MATCH_PROB):
+        probs[matched] = prob
+    return probs

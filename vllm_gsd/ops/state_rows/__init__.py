@@ -1,0 +1,1 @@
+"""Rows of hidden states by KV slot."""

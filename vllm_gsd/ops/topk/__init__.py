@@ -1,0 +1,1 @@
+"""Softmax with its top k, and the argmax along walks."""

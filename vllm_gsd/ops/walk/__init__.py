@@ -1,0 +1,1 @@
+"""Walking along flattened graphs on the device."""

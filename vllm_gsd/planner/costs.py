@@ -1,0 +1,67 @@
+"""What a step costs on this machine: a table measured at start-up, read between its rows by interpolation."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from vllm_gsd.method.rates import read
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of the two models' forward passes by number of rows.
+
+    Args:
+        rows: int64 [n >= 2], ascending.
+        target: float64 [n], target forward and logits over that many rows, attention to the context left out.
+        draft: float64 [n], one draft level over that many rows, down to its candidates; zeros without a draft model.
+        attention: target attention of one row over one token of context, all layers.
+    """
+
+    rows: np.ndarray
+    target: np.ndarray
+    draft: np.ndarray
+    attention: float
+
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """``target`` and ``draft`` by every number of rows from 0 on, and ``attention``, for ``rates``."""
+        every = np.arange(max(3, int(self.rows[-1]) + 1))
+        target, draft = (_filled(every, self.rows, known) for known in (self.target, self.draft))
+        return target, draft, float(self.attention)
+
+    def target_ms(self, rows: float, attended: float = 0.0) -> float:
+        """A target forward over ``rows`` rows that attend ``attended`` tokens of context in all."""
+        return float(read(self.tables[0], rows) + self.attention * attended)
+
+    def draft_ms(self, rows: float) -> float:
+        """One draft level over ``rows`` rows."""
+        return float(read(self.tables[1], rows))
+
+
+def convex(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Measured times without the noise that would make one further row look free and the next one dear.
+
+    A pass first waits for memory and then for arithmetic, so what a row adds never falls as rows get more; neighbours
+    that say otherwise are pooled (isotonic regression of the slopes). The last time stays as it was measured.
+
+    Args:
+        rows: int64 [n >= 2], ascending; times: float64 [n].
+    """
+    gaps = np.diff(rows).astype(np.float64)
+    pools: list[list[float]] = []  # what is added in all, rows, measurements
+    for gap, added in zip(gaps, np.diff(times), strict=True):
+        pools.append([added, gap, 1])
+        while len(pools) > 1 and pools[-2][0] * pools[-1][1] > pools[-1][0] * pools[-2][1]:
+            last = pools.pop()
+            pools[-1] = [a + b for a, b in zip(pools[-1], last, strict=True)]
+    slopes = np.concatenate([np.full(int(count), max(0.0, added / gap)) for added, gap, count in pools])
+    before_last = np.cumsum((slopes * gaps)[::-1])[::-1]
+    return times[-1] - np.append(before_last, 0.0)
+
+
+def _filled(every: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Interpolated between the rows measured; beyond them on with the last slope, float64 [len(every)]."""
+    slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+    return np.interp(every, at, values) + slope * np.maximum(every - at[-1], 0)

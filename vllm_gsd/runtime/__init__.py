@@ -1,1 +1,0 @@
-"""What lives inside vLLM's processes: attention, proposer, verification, KV bookkeeping."""

@@ -1,0 +1,76 @@
+"""A bench run by task category: how fast each method was, and which form the budget gave its graphs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from vllm_gsd.tools.bench.methods import FORMS
+from vllm_gsd.tools.bench.turns import Runs, Work
+
+STEPS, DRAFTS = "vllm:gsd_target_steps", "vllm:spec_decode_num_drafts"
+CHAINS = "vllm:gsd_chain_requests"
+ACCEPTED_FROM = {source: f"vllm:gsd_nodes_accepted_{source}" for source in ("native", "merged", "ngram", "agreed")}
+
+
+def speed_ratios(runs: Runs, work: Work) -> dict[str, dict[str, float]]:
+    """Speed ratio to plain of each category's requests at the smallest batch size, median over the turns."""
+    batch, names = min(work.batch_sizes), _categories(work)
+    if "plain" not in runs.timed or not any(names):
+        return {}
+    speeds: dict[str, list[dict[str, float]]] = {}
+    for method, timed in runs.timed.items():
+        speeds[method] = []
+        for result in timed[batch]:
+            sums = _sums(names, result["requests"], lambda row: row)
+            speeds[method].append({name: row["tokens"] / row["latency"] for name, row in sums.items()})
+    return {
+        category: {
+            method: median(mine[category] / plain[category] for mine, plain in zip(turns, speeds["plain"], strict=True))
+            for method, turns in speeds.items()
+        }
+        for category in dict.fromkeys(names)
+    }
+
+
+def forms(runs: Runs, work: Work) -> dict[str, dict[str, dict[str, float]]]:
+    """What the graph's own methods verified, by category: where one form is the better one, the budget takes it.
+
+    Returns:
+        by category and method, of the turn with the clock: ``without``, ``chains`` and ``branched``, shares of the
+        requests' steps; ``accepted_native``, ``accepted_merged``... shares of the accepted nodes by source. Nothing
+        where requests did not come one by one.
+    """
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for method, by_batch in runs.parts.items():
+        requests = by_batch.get(1, {}).get("requests", [])
+        if method not in FORMS or not any(row.get("counters", {}).get(STEPS) for row in requests):
+            continue
+        for category, counters in _sums(_categories(work), requests, lambda row: row["counters"]).items():
+            found[category][method] = _form(counters)
+    return dict(found)
+
+
+def _form(counters: dict[str, float]) -> dict[str, float]:
+    steps, drafts, chains = (counters.get(name, 0.0) for name in (STEPS, DRAFTS, CHAINS))
+    accepted = {source: counters.get(name, 0.0) for source, name in ACCEPTED_FROM.items()}
+    total = max(1.0, sum(accepted.values()))
+    shares = {"without": steps - drafts, "chains": chains, "branched": drafts - chains}
+    return {name: count / max(1.0, steps) for name, count in shares.items()} | {
+        f"accepted_{source}": count / total for source, count in accepted.items()
+    }
+
+
+def _categories(work: Work) -> list[str]:
+    return [request.category for request in work.requests]
+
+
+def _sums(names: list[str], requests: list[dict[str, Any]], numbers: Any) -> dict[str, dict[str, float]]:
+    """Sums over each category's requests of what ``numbers`` gives for one."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for index, request in enumerate(requests):
+        for name, value in numbers(request).items():
+            if not isinstance(value, dict):
+                sums[names[index % len(names)]][name] += value
+    return sums

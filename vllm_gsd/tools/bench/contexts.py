@@ -1,0 +1,76 @@
+"""How a step of decoding grows with its context: the same questions, behind shorter and longer texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, cycle, islice
+from statistics import mean, median
+from typing import Any
+
+from vllm_gsd.tools.bench.bounds import mean_with_bounds
+from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.bench.turns import Engines, rotated
+
+
+def measure(
+    settings: dict[str, Setting], engines: Engines, lengths: list[int], tick: Callable[[str], None]
+) -> dict[str, Any]:
+    """Every prompt behind each length of text, one request at a time, prompt by prompt in turns.
+
+    Args:
+        settings: of each method.
+        lengths: tokens of context before the answer.
+
+    Raises:
+        BenchError: with less than two prompts, or answers of less than two tokens.
+
+    Returns:
+        by method: ``step_ms`` and ``tokens_per_step`` by length, means over the prompts of medians over the turns;
+        ``growth``, of a step from the shortest to the longest, see ``mean_with_bounds``.
+    """
+    work = engines.work
+    if len(work.requests) < 2 or work.max_tokens < 2:
+        raise BenchError("--contexts needs two prompts, one to stand before the other, and --max-tokens of 2 or more.")
+    steps: dict[tuple[str, int], list[list[tuple[float, float]]]] = {
+        (method, length): [[] for _ in work.requests] for method in settings for length in lengths
+    }
+    for turn in range(work.repeats):
+        for prompt, request in enumerate(work.requests):
+            behind = [other.chat for other in work.requests[prompt + 1 :] + work.requests[:prompt]]
+            job = {"chats": [request.chat], "behind": behind, "concurrency": 1, "max_tokens": work.max_tokens}
+            job["ignore_eos"] = True  # so that every length has as many steps
+            for method in rotated(list(settings), turn):
+                for length in rotated(lengths, turn):
+                    result = engines.run(settings[method], {**job, "context": length})
+                    steps[method, length][prompt].append(_step(result))
+        for method, length in steps:
+            tick(f"contexts, turn {turn + 1}: {method}, {length} tokens")
+    report = {}
+    for method in settings:
+        # By length, of each prompt: milliseconds and tokens of a step.
+        usual = {
+            length: [[median(values) for values in zip(*turns, strict=True)] for turns in steps[method, length]]
+            for length in lengths
+        }
+        growth = [long[0] / short[0] for short, long in zip(usual[lengths[0]], usual[lengths[-1]], strict=True)]
+        report[method] = {
+            "step_ms": {str(length): mean(ms for ms, _ in rows) for length, rows in usual.items()},
+            "tokens_per_step": {str(length): mean(tokens for _, tokens in rows) for length, rows in usual.items()},
+            "growth": mean_with_bounds(growth),
+        }
+    return report
+
+
+def _step(result: dict[str, Any]) -> tuple[float, float]:
+    """Milliseconds and tokens of a step of decoding; the first token comes with the prompt."""
+    decode, tokens = result["decode"], result["requests"][0]["tokens"] - 1
+    return 1e3 * decode["seconds"] / decode["steps"], tokens / decode["steps"]
+
+
+def with_context(ids: list[int], others: list[list[int]], length: int) -> list[int]:
+    """The last ``length`` tokens of a prompt that has others before it, as often as it takes."""
+    missing = length - len(ids)
+    if missing <= 0 or not any(others):
+        return ids[-length:]
+    text = list(islice(cycle(chain.from_iterable(others)), missing))
+    return text + ids

@@ -1,0 +1,89 @@
+"""Graph, tree and chain beside each other in one engine: the same memory, the same cost table, only the form differs.
+
+Engines of their own differ by a few percent for no reason of the form's, which is what forms differ by.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from vllm_gsd.tools.bench.bounds import mean_with_bounds
+from vllm_gsd.tools.bench.methods import FORMS, Setting
+from vllm_gsd.tools.bench.turns import Engines, tokens_per_second
+
+
+def measure(setting: Setting, engines: Engines, tick: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Every prompt in every form, one request at a time, in random order; ``repeats`` turns behind one to warm up.
+
+    Returns:
+        by category, "" for all prompts: ``prompts``, how many; by form other than the graph the speed of the graph over
+        it, see ``mean_with_bounds``.
+    """
+    work, order = engines.work, random.Random(0)
+    speeds: list[dict[str, list[float]]] = [{form: [] for form in FORMS} for _ in work.requests]
+    for turn in range(work.repeats + 1):
+        for prompt, form in _shuffled([(p, form) for p in range(len(work.requests)) for form in FORMS], order):
+            chats = [work.requests[prompt].chat]
+            job = {"chats": chats, "concurrency": 1, "max_tokens": work.max_tokens, "form": form}
+            speed = tokens_per_second(engines.run(setting, job))
+            if turn > 0:
+                speeds[prompt][form].append(speed)
+        if turn > 0:
+            tick(f"forms, turn {turn}")
+    graph, *others = FORMS
+    by_category: dict[str, list[int]] = {"": list(range(len(work.requests)))}
+    for prompt, request in enumerate(work.requests):
+        if request.category:
+            by_category.setdefault(request.category, []).append(prompt)
+    return {
+        category: {
+            "prompts": len(prompts),
+            **{
+                form: mean_with_bounds([median(speeds[p][graph]) / median(speeds[p][form]) for p in prompts])
+                for form in others
+            },
+        }
+        for category, prompts in by_category.items()
+    }
+
+
+class FormSwitch:
+    """Changes the form that a running engine's graphs take; each form has a planner of its own, so learns for itself.
+
+    Args:
+        runner: the engine's model runner, V1's.
+    """
+
+    def __init__(self, runner: Any):
+        if runner is None:
+            raise ValueError("forms take turns only where the engine's worker is in its own process (one rank)")
+        self.speculation = runner.drafter
+        self.config = self.speculation.config
+        self.planners: dict[str, Any] = {}
+        self.form: str | None = None
+
+    def to(self, form: str) -> None:
+        """From now on graphs take this form, of ``FORMS``."""
+        from vllm_gsd.planner.planner import Planner
+
+        if form == self.form:
+            return
+        mine = self.speculation
+        config = self.config.model_copy(update=FORMS[form])
+        if form not in self.planners:
+            self.planners[form] = Planner(config.top_k, config.max_depth, mine.num_nodes, mine.planner.costs)
+        self.form = form
+        for part in (mine, mine.drafter):
+            if part is not None:
+                part.config = config
+        for part in (mine, mine.drafter, mine.clock):
+            if part is not None:
+                part.planner = self.planners[form]
+
+
+def _shuffled(items: list[Any], order: random.Random) -> list[Any]:
+    order.shuffle(items)
+    return items

@@ -1,0 +1,108 @@
+"""What is compared, and with which settings each method may be at its best."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_gsd.config.draft_check import reads_features
+
+METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
+# The engine of "gsd" with every request opted out of the graph: what our CPU kernels are worth alone.
+OFF = "gsd-off"
+MODES = ("eager", "compiled")
+# What makes the graph a tree, and a chain, as far as its config can say.
+FORMS: dict[str, dict[str, Any]] = {
+    "gsd": {},
+    "gsd-tree": {"merge_ngram": 0},
+    "gsd-chain": {"merge_ngram": 0, "top_k": 1},
+}
+# Longest suffix of the text that vLLM's ngram method looks for; its default is as good as any.
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
+
+class BenchError(ValueError):
+    """The comparison cannot be made as asked; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Folders of the drafts that methods use; each may be missing."""
+
+    own: str | None  # the graph's
+    chain: str | None  # a language model, for vLLM's draft_model
+    eagle: str | None  # one that reads the target's hidden states, for vLLM's eagle
+
+    @classmethod
+    def of(cls, own: str | None, language_model: str | None = None) -> Drafts:
+        """Those of the graph's draft; ``language_model``: for vLLM's draft_model where the graph's is none."""
+        if own is None or not reads_features(own):
+            return cls(own, own, None)
+        return cls(own, language_model, own)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run an engine."""
+
+    method: str  # of METHODS
+    detail: str  # what tells it from other settings of its method: "K=2"
+    speculative: dict[str, Any] | None  # vLLM's speculative_config
+    compiled: bool
+    opted_out: bool = False  # whether every request opts out of the graph
+
+    @property
+    def engine(self) -> Setting:
+        """What the engine is started with: requests that opt out share the engine of those that do not."""
+        return replace(self, method="gsd", opted_out=False) if self.opted_out else self
+
+    @property
+    def name(self) -> str:
+        """Unique among the settings of a run."""
+        return " ".join(filter(None, (self.method, self.detail, "compiled" if self.compiled else "eager")))
+
+
+def settings_of(
+    method: str, *, drafts: Drafts, gsd: dict[str, Any], lengths: list[int], modes: list[str]
+) -> list[Setting]:
+    """The settings among which a method's best one is looked for.
+
+    Args:
+        gsd: keys of gsd.json for all of our own forms.
+        lengths: numbers of speculative tokens to try for vLLM's chains.
+        modes: of MODES.
+
+    Raises:
+        BenchError: there is no such method.
+    """
+    if method not in METHODS:
+        raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
+    configs: dict[str, dict[str, Any] | None] = {"": None}
+    chains: dict[str, dict[str, Any]] = {
+        "draft_model": {"model": drafts.chain},
+        "eagle": {"model": drafts.eagle},
+        "ngram": NGRAM,
+    }
+    if (more := chains.get(method)) is not None:
+        configs = {f"K={k}": {"method": method, "num_speculative_tokens": k, **more} for k in lengths}
+    elif method == "suffix":
+        configs = {"": {"method": "suffix"}}
+    elif method != "plain":
+        configs = {"": {"method": "gsd", "model": drafts.own, **gsd, **FORMS.get(method, {})}}
+    return [
+        Setting(method, detail, config, mode == "compiled", opted_out=method == OFF)
+        for detail, config in configs.items()
+        for mode in modes
+    ]
+
+
+def missing_for(method: str, drafts: Drafts) -> str | None:
+    """Why a method cannot run here, None if it can."""
+    if method == "draft_model" and drafts.chain is None:
+        return "needs a draft that is a language model"
+    if method == "eagle" and drafts.eagle is None:
+        return "needs a draft of EAGLE's kind"
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        return "needs the package arctic-inference"
+    return None

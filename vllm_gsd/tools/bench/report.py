@@ -1,0 +1,135 @@
+"""What a bench run says: medians with their spread, ratios to plain vLLM turn by turn."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from vllm_gsd.tools.bench import categories
+from vllm_gsd.tools.bench.methods import FORMS, OFF
+from vllm_gsd.tools.bench.parts import PARTS
+from vllm_gsd.tools.bench.turns import Runs, Work, tokens_per_second
+
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+DRAFTS = "vllm:spec_decode_num_drafts"
+BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
+def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipped: dict[str, str]) -> dict[str, Any]:
+    """The report, ready for JSON.
+
+    Returns:
+        ``batches[batch][method]`` as ``_row`` describes it, ``categories[category][method]`` ratios to plain at the
+        smallest batch, ``forms[category][method]`` what its steps verified there, if requests came one by one, and
+        ``skipped`` methods with the reason.
+    """
+    batches: dict[str, dict[str, Any]] = {}
+    for batch in work.batch_sizes:
+        plain, off = (runs.timed.get(method, {}).get(batch) for method in ("plain", OFF))
+        batches[str(batch)] = {
+            method: {
+                "setting": chosen[method][batch]["setting"].name,
+                "tried": chosen[method][batch]["tried"],
+                **_row(runs.timed[method][batch], runs.parts[method][batch]),
+                **_ratios(runs.timed[method][batch], plain, off if method in FORMS else None),
+            }
+            for method in runs.timed
+        }
+    ratios, forms = categories.speed_ratios(runs, work), categories.forms(runs, work)
+    return {"batches": batches, "categories": ratios, "forms": forms, "skipped": skipped}
+
+
+def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str, Any]:
+    """One method at one batch size.
+
+    Returns:
+        ``tokens_per_second``, ``ttft_ms`` and ``tpot_ms`` as median, min and max over the turns; ``tokens_per_step`` of
+        one request, steps without drafts counted; ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the
+        turn with the clock, means over its steps without prompts; ``draft_levels``, of our drafts: how many
+        ``per_step``, ``forward_ms`` of one and what it takes ``beside_ms`` that; ``peak_mb``; ``cudagraphs`` where
+        there are any.
+    """
+    speeds = [tokens_per_second(result) for result in results]
+    decode = with_parts["decode"]
+    steps = max(1, decode["steps"])
+    row: dict[str, Any] = {
+        "tokens_per_second": spread(speeds),
+        "ttft_ms": spread([1e3 * median(r["ttft"] for r in result["requests"]) for result in results]),
+        "tpot_ms": spread([_tpot_ms(result) for result in results]),
+        "tokens_per_step": spread([tokens_per_step(result) for result in results]),
+        "acceptance_by_depth": _by_depth(results),
+        "step_ms": 1e3 * decode["seconds"] / steps,
+        "peak_mb": max(result["peak_mb"] for result in results),
+    }
+    if captured := results[-1].get("cudagraphs_captured"):
+        counters = results[-1]["counters"]
+        hits, misses = (counters.get(f"vllm:gsd_cudagraph_{name}") for name in ("hits", "misses"))
+        row["cudagraphs"] = {"captured": captured, "replayed": hits, "missed": misses}
+    parts = decode.get("parts")
+    row["step_parts_ms"] = parts and {part: 1e3 * parts.get(part, 0.0) / steps for part in PARTS}
+    if parts and (levels := decode["draft_levels"]):
+        row["draft_levels"] = {
+            "per_step": levels / steps,
+            "forward_ms": 1e3 * parts["draft forward"] / levels,
+            "beside_ms": 1e3 * parts["draft"] / levels,
+        }
+    return row
+
+
+def _ratios(
+    results: list[dict[str, Any]], plain: list[dict[str, Any]] | None, off: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Speeds of a method over those of others, turn by turn.
+
+    Args:
+        plain: results of plain vLLM, None if it did not run.
+        off: results of our engine with every request opted out, for the forms of the graph; None if it did not run.
+
+    Returns:
+        ``ratio_to_plain``, what a user gets, and ``ratio_to_off``, what the graph itself is worth, as median, min and
+        max; ``efficiency``, the second of the two (the first where there is no second) over the tokens per step.
+    """
+    ratios: dict[str, Any] = {}
+    for name, others in (("ratio_to_plain", plain), ("ratio_to_off", off)):
+        if others is not None:
+            pairs = zip(results, others, strict=True)
+            ratios[name] = spread([tokens_per_second(ours) / tokens_per_second(other) for ours, other in pairs])
+    if ratios:
+        steps = median(tokens_per_step(result) for result in results)
+        ratios["efficiency"] = list(ratios.values())[-1]["median"] / steps
+    return ratios
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def tokens_per_step(result: dict[str, Any]) -> float:
+    """Tokens that a request gets per target step: each is an accepted draft or the one sampled at a step's end."""
+    generated = sum(request["tokens"] for request in result["requests"])
+    return generated / (generated - result["counters"].get(ACCEPTED, 0.0))
+
+
+def _tpot_ms(result: dict[str, Any]) -> float:
+    """Median over the requests of the time per token after the first."""
+    times = [
+        (request["latency"] - request["ttft"]) / (request["tokens"] - 1)
+        for request in result["requests"]
+        if request["tokens"] > 1
+    ]
+    return 1e3 * median(times) if times else 0.0
+
+
+def _by_depth(results: list[dict[str, Any]]) -> list[float]:
+    """Share of drafts with an accepted token at depth 1, 2, ...; empty without drafts."""
+    counters = results[-1]["counters"]
+    drafts = counters.get(DRAFTS, 0.0)
+    if not drafts:
+        return []
+    shares: list[float] = []
+    while (name := f"{BY_DEPTH}[{len(shares) + 1}]") in counters:
+        shares.append(counters[name] / drafts)
+    while shares and shares[-1] == 0:
+        shares.pop()
+    return shares

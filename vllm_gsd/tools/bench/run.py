@@ -1,0 +1,113 @@
+"""The whole comparison: choose settings, take turns, analyse, write JSON and pictures."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from vllm_gsd.tools.bench import contexts, forms
+from vllm_gsd.tools.bench.analyses import analyse, num_runs
+from vllm_gsd.tools.bench.methods import BenchError, Drafts, missing_for, settings_of
+from vllm_gsd.tools.bench.report import make_report
+from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared; see the command's help."""
+
+    methods: list[str]
+    modes: list[str]
+    lengths: list[int]
+    drafts: Drafts
+    gsd: dict[str, Any]
+    contexts: list[int]  # tokens of context, ascending; how a step grows with them
+    forms: bool  # graph, tree and chain in one engine
+    analyses: bool
+
+
+def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Compare, write ``bench.json``, the pictures and ``index.html`` into ``out``; returns the report.
+
+    Args:
+        settings: what was asked for, written at the head of the report.
+
+    Raises:
+        BenchError: with one sentence.
+    """
+    skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.drafts))}
+    candidates = {
+        method: settings_of(method, drafts=plan.drafts, gsd=plan.gsd, lengths=plan.lengths, modes=plan.modes)
+        for method in plan.methods
+        if method not in skipped
+    }
+    if not candidates:
+        raise BenchError(f"None of {', '.join(plan.methods)} can run: {'; '.join(skipped.values())}.")
+    if plan.analyses and plan.drafts.own is None:
+        raise BenchError("--analyses needs a draft model.")
+    if plan.forms and "gsd" not in candidates:
+        raise BenchError('--forms needs "gsd" among --methods.')
+    out.mkdir(parents=True, exist_ok=True)
+    choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
+    ticks = choices + (work.repeats + 1) * len(work.batch_sizes) * len(candidates)
+    ticks += work.repeats * (len(plan.contexts) * len(candidates) + plan.forms) + num_runs() * plan.analyses
+    with _progress(ticks) as tick, Engines(work) as engines:
+        chosen = choose(candidates, work, tick)
+        runs = take_turns(chosen, engines, tick)
+        report = {"settings": settings, **make_report(chosen, runs, work, skipped)}
+        _write(report, out)
+        best = {method: by_batch[min(work.batch_sizes)]["setting"] for method, by_batch in chosen.items()}
+        if plan.contexts:
+            report["contexts"] = contexts.measure(best, engines, plan.contexts, tick)
+            _write(report, out)
+        if plan.forms:
+            report["forms_in_turns"] = forms.measure(best["gsd"], engines, tick)
+            _write(report, out)
+        if plan.analyses:
+            assert plan.drafts.own is not None
+            report["analyses"] = analyse(plan.drafts.own, plan.gsd, plan.modes[-1] == "compiled", work, tick)
+            _write(report, out)
+    from vllm_gsd.tools.bench.plots import draw
+
+    draw(report, out)
+    return report
+
+
+def _write(report: dict[str, Any], out: Path) -> None:
+    (out / "bench.json").write_text(json.dumps(report, indent=1))
+
+
+@contextmanager
+def _progress(total: int):
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("bench", total=total)
+
+        def tick(done: str) -> None:
+            progress.update(task, advance=1, description=done)
+
+        yield tick
+
+
+def summary(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of a short table: batch, setting, tokens/s, ratio to plain, the graph's gain, tokens per step."""
+    rows = []
+    for batch, methods in report["batches"].items():
+        for row in methods.values():
+            ratios = [row.get(name) for name in ("ratio_to_plain", "ratio_to_off")]
+            rows.append(
+                (
+                    batch,
+                    row["setting"],
+                    f"{row['tokens_per_second']['median']:.1f}",
+                    *(f"{ratio['median']:.2f}" if ratio else "" for ratio in ratios),
+                    f"{row['tokens_per_step']['median']:.2f}",
+                )
+            )
+    return rows

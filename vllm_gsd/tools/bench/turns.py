@@ -1,0 +1,203 @@
+"""Engines that take turns: each method's best setting is chosen first, then all repeat the same work interleaved.
+
+A machine whose speed drifts is so fair to all. The engines stay alive between their turns, each in a process of its
+own, or are started anew for each (``apart``), where memory does not hold them all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.prompt_file import Request
+
+# Requests and tokens that warm an engine before it is timed.
+WARM_REQUESTS, WARM_TOKENS = 3, 24
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every engine does.
+
+    Args:
+        requests: the prompts; in a batch larger than that they come again.
+        engine_args: of vLLM's ``LLM``, but for the speculative config and the mode.
+    """
+
+    requests: list[Request]
+    batch_sizes: list[int]
+    repeats: int
+    max_tokens: int
+    engine_args: dict[str, Any]
+    logs: Path
+    apart: bool = False
+    # Requests with which the best settings are chosen.
+    choose_with: int = 4
+
+    def job(self, batch: int, limit: int | None = None) -> dict[str, Any]:
+        """The run at one batch size: every request once, and as many as fill the batch."""
+        chats = [request.chat for request in self.requests][:limit]
+        count = max(len(chats), batch)
+        chosen = [chats[i % len(chats)] for i in range(count)]
+        return {"chats": chosen, "concurrency": batch, "max_tokens": self.max_tokens}
+
+
+class Engine:
+    """A process with one engine; ``run`` gives it a job and waits for the result."""
+
+    def __init__(self, setting: Setting, work: Work):
+        self.setting = setting
+        work.logs.mkdir(parents=True, exist_ok=True)
+        self.log = work.logs / f"{setting.name.replace(' ', '-')}.log"
+        arguments = {
+            **work.engine_args,
+            "max_num_seqs": max(work.batch_sizes),
+            "speculative_config": setting.speculative,
+            "enforce_eager": not setting.compiled,
+        }
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_gsd.tools.bench.engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._ask(arguments)
+        for batch in work.batch_sizes:
+            warm = work.job(batch, WARM_REQUESTS)
+            self._ask({**warm, "max_tokens": min(WARM_TOKENS, work.max_tokens)})
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """See ``engine.run`` for what comes back."""
+        return self._ask({"opted_out": self.setting.opted_out, **job})
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.process.wait()
+            last = next((text for text in reversed(self.log.read_text().splitlines()) if "Error" in text), "")
+            raise BenchError(f"The engine of {self.setting.name!r} died: {last.strip() or 'see its log'} ({self.log}).")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def running(setting: Setting, work: Work) -> Iterator[Engine]:
+    """An engine for as long as the context lasts."""
+    engine = Engine(setting, work)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class Engines:
+    """Engines by their settings, started when first needed; a context at whose end they end."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.alive: dict[str, Engine] = {}
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *failed: object) -> None:
+        self.stack.close()
+
+    def run(self, setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
+        """Give a job to the engine of this setting."""
+        if self.work.apart:
+            with running(setting, self.work) as engine:
+                return engine.run(job)
+        name = setting.engine.name
+        if name not in self.alive:
+            self.alive[name] = self.stack.enter_context(running(setting.engine, self.work))
+        return self.alive[name].run({**job, "opted_out": setting.opted_out})
+
+
+def choose(candidates: dict[str, list[Setting]], work: Work, tick: Callable[[str], None]) -> dict[str, dict[int, Any]]:
+    """Each method's fastest setting at each batch size, from a short run of all.
+
+    Returns:
+        ``[method][batch]``: the ``setting`` chosen, and ``tried``, tokens/s of each by name (empty without a choice).
+    """
+    chosen: dict[str, dict[int, Any]] = {}
+    for method, settings in candidates.items():
+        speeds: dict[int, dict[str, float]] = {batch: {} for batch in work.batch_sizes}
+        for setting in settings if len(settings) > 1 else []:
+            with running(setting, work) as engine:
+                for batch in work.batch_sizes:
+                    speeds[batch][setting.name] = tokens_per_second(engine.run(work.job(batch, work.choose_with)))
+            tick(f"choosing: {setting.name}")
+        by_name = {setting.name: setting for setting in settings}
+        chosen[method] = {
+            batch: {
+                "setting": by_name[max(tried, key=lambda name: tried[name])] if tried else settings[0],
+                "tried": tried,
+            }
+            for batch, tried in speeds.items()
+        }
+    return chosen
+
+
+@dataclass
+class Runs:
+    """What came out: ``timed[method][batch]``, a result per repeat; ``parts[method][batch]``, one with the clock on."""
+
+    timed: dict[str, dict[int, list[dict[str, Any]]]] = field(default_factory=dict)
+    parts: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+
+
+def take_turns(chosen: dict[str, dict[int, Any]], engines: Engines, tick: Callable[[str], None]) -> Runs:
+    """Every method's turn at every batch size, ``repeats`` times, and a last one with the clock over the parts."""
+    work = engines.work
+    runs = Runs(
+        {method: {batch: [] for batch in work.batch_sizes} for method in chosen}, {method: {} for method in chosen}
+    )
+    for turn in range(work.repeats + 1):
+        last = turn == work.repeats
+        for batch in work.batch_sizes:
+            for method in rotated(list(chosen), turn):
+                job = {**work.job(batch), "with_parts": last}
+                result = engines.run(chosen[method][batch]["setting"], job)
+                if last:
+                    runs.parts[method][batch] = result
+                else:
+                    runs.timed[method][batch].append(result)
+                tick(f"turn {turn + 1}: {method}, batch {batch}")
+    return runs
+
+
+def rotated(items: list[Any], turn: int) -> list[Any]:
+    """Not always the same one after the same one."""
+    return items[turn % len(items) :] + items[: turn % len(items)]
+
+
+def tokens_per_second(result: dict[str, Any]) -> float:
+    """Generated tokens of a run over its time."""
+    return sum(request["tokens"] for request in result["requests"]) / result["seconds"]

@@ -1,0 +1,181 @@
+"""The target's answers to the requests, with its most likely tokens at every position.
+
+Answers are kept in shards, Parquet files in the work folder; a shard that is there is not generated again, so a run
+that was killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_gsd.tools.prompt_file import Chat, token_ids_of
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+logger = logging.getLogger("vllm_gsd.tools.distill")
+
+# How many of the target's most likely tokens are kept at every position.
+TOP = 8
+# Most answers are greedy, as most requests are; some are sampled, so that the draft knows less likely paths too.
+GREEDY_SHARE = 0.65
+SHARD = 256
+# Requests of the target's own: their longest and shortest length, in tokens and characters; how often it is asked for a
+# shard of them, and what share must be new for going on.
+OWN_TOKENS, SHORTEST_REQUEST = 96, 9
+MOST_TURNS, LEAST_SHARE = 64, 0.1
+
+
+def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float, eager: bool) -> LLM:
+    """The target in vLLM, set up for throughput."""
+    # The engine in a process of its own polls, and on a CPU that takes a core from the model.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+
+    return LLM(
+        target,
+        dtype="bfloat16",
+        max_model_len=max_model_len,
+        max_num_seqs=batch,
+        kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+        enforce_eager=eager,
+        disable_log_stats=True,
+        # With it, hidden states of shared beginnings would be computed once and seen in one answer only.
+        enable_prefix_caching=False,
+    )
+
+
+def shard_path(folder: Path, name: str, number: int) -> Path:
+    """Where a shard of a round lies."""
+    return folder / f"{name}-{number:05d}.parquet"
+
+
+def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
+    """Requests that the target makes up itself, going on where its chat template lets a user begin (Magpie, Xu 2024).
+
+    Args:
+        llm: as of ``answer``.
+        file: where they are kept.
+
+    Returns:
+        ``count`` chats; fewer if the target repeats itself, none if it has no chat template.
+    """
+    if file.exists():
+        return json.loads(file.read_text("utf-8"))
+    from vllm import SamplingParams
+
+    if not hasattr(llm, "get_tokenizer"):
+        llm = llm()
+    tokenizer = llm.get_tokenizer()
+    begin, end = user_turn(tokenizer)
+    found: dict[str, None] = {}
+    for turn in range(MOST_TURNS if begin else 0):
+        params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
+        asked = llm.generate([{"prompt_token_ids": begin}] * SHARD, params, use_tqdm=False)
+        # What it didn't end in time is a request too: long, and cut off as pasted texts are.
+        texts = (output.outputs[0].text.strip() for output in asked)
+        found.update(dict.fromkeys(text for text in texts if len(text) >= SHORTEST_REQUEST))
+        logger.info("the target has asked %d of %d questions", min(len(found), count), count)
+        if len(found) >= count or len(found) < (turn + 1) * SHARD * LEAST_SHARE:
+            break
+    requests: list[Chat] = [[{"role": "user", "content": text}] for text in list(found)[:count]]
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(requests), "utf-8")
+    partial.rename(file)
+    return requests
+
+
+def user_turn(tokenizer: Any) -> tuple[list[int], str]:
+    """Tokens of a chat up to where a user begins, and the text that ends the user's turn; empty without a template."""
+    mark = "\x02?\x03"
+    if tokenizer.chat_template is None:
+        return [], ""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before, _, after = text.partition(mark)
+    end = after.strip().split("\n")[0]
+    return (tokenizer(before, add_special_tokens=False)["input_ids"], end) if before and end else ([], "")
+
+
+def answer(
+    llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: int, seed: int, features: Path | None = None
+) -> list[str]:
+    """Generate what is missing of a round and return every answer's text.
+
+    Args:
+        llm: the target, or a function that starts it: called only if something is missing.
+        chats: the requests of the round, the same ones in every run.
+        folder: where the shards lie, named ``{name}-00000.parquet`` and so on: ``input_ids`` (request and answer),
+            ``prompt_len``, and for every answer token ``top_ids`` and ``top_logprobs``, flat, ``TOP`` each.
+        max_tokens: longest answer.
+        features: where to keep the target's hidden states, too, if they can be seen (``hidden_states.Recorder``).
+    """
+    from datasets import Dataset
+    from tqdm import tqdm
+
+    from vllm_gsd.tools.distill import hidden_states
+
+    texts: list[str] = []
+    shards = range(0, len(chats), SHARD)
+    for number, start in enumerate(tqdm(shards, desc=f"answers, {name} round", unit="shard")):
+        path = shard_path(folder, name, number)
+        if path.exists():
+            texts += Dataset.from_parquet(str(path), keep_in_memory=True)["text"]
+            continue
+        if not hasattr(llm, "get_tokenizer"):
+            llm = llm()
+        recorder = None if features is None else hidden_states.Recorder.attached(llm)
+        outputs = _generate(llm, chats[start : start + SHARD], max_tokens, seed + number)
+        rows = [_row(output) for output in outputs]
+        if features is not None and recorder is not None and (states := recorder.take(outputs)) is not None:
+            hidden_states.write(states, features, path.stem)
+        partial = path.with_suffix(".partial")
+        Dataset.from_list(rows).to_parquet(str(partial))
+        partial.rename(path)
+        texts += [row["text"] for row in rows]
+    return texts
+
+
+def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    # No seeds of their own: vLLM 0.32 cannot draw with them on a CPU when a prompt is prefilled in chunks.
+    params = [
+        SamplingParams(
+            temperature=0.0 if rng.random() < GREEDY_SHARE else 0.8,
+            max_tokens=max_tokens,
+            logprobs=TOP,
+            flat_logprobs=True,
+        )
+        for _ in chats
+    ]
+    tokenizer = llm.get_tokenizer()
+    prompts = [token_ids_of(tokenizer, chat) for chat in chats]
+    longest = llm.llm_engine.model_config.max_model_len - max_tokens
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": ids[-longest:]} for ids in prompts], params, use_tqdm=False)
+    return outputs
+
+
+def _row(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    flat = completion.logprobs
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        # The sampled token comes first and again in its place among the best, if it is one of them.
+        pairs = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        best = sorted(pairs.items(), key=lambda pair: -pair[1])[:TOP]
+        top_ids += [token for token, _ in best]
+        top_logprobs += [logprob for _, logprob in best]
+    return {
+        "input_ids": [*output.prompt_token_ids, *completion.token_ids],
+        "prompt_len": len(output.prompt_token_ids),
+        "top_ids": top_ids,
+        "top_logprobs": top_logprobs,
+        "text": completion.text,
+    }

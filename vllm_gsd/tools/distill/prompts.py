@@ -1,0 +1,92 @@
+"""Varied requests to distil on, from the templates in ``templates.json`` or from a file.
+
+Requests come in two rounds: the second round's templates have a ``{passage}`` (to summarise, translate, answer
+questions about, rewrite), filled with what the target wrote in the first. So no text has to be shipped, and every
+answer is the target's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_gsd.tools.prompt_file import Chat, read_requests
+
+TEMPLATES = Path(__file__).parent / "templates.json"
+_SLOT = re.compile(r"\{(\w+)\}")
+# The share of second-round requests that go on with the first round's chat rather than quote its answer.
+FOLLOW_UPS = 0.15
+
+
+def first_round(count: int, seed: int) -> list[Chat]:
+    """Requests that need no passage, equally many of each category, without repetition as far as templates go."""
+    return _distinct(count, _fill(random.Random(seed), "first"))
+
+
+def second_round(count: int, seed: int, answered: list[tuple[Chat, str]]) -> list[Chat]:
+    """Requests about what the target wrote: passages quoted from ``answered``, and chats continued."""
+    rng = random.Random(seed)
+    long_enough = [(chat, answer) for chat, answer in answered if len(answer) > 200]
+    if not long_enough:
+        return first_round(count, seed)
+    follow_ups = json.loads(TEMPLATES.read_text("utf-8"))["follow_ups"]
+
+    def requests() -> Iterator[Chat]:
+        templates = _fill(rng, "second", lambda: _passage(rng, long_enough))
+        while True:
+            if rng.random() < FOLLOW_UPS:
+                chat, answer = rng.choice(long_enough)
+                again = {"role": "user", "content": rng.choice(follow_ups)}
+                yield [*chat, {"role": "assistant", "content": answer}, again]
+            else:
+                yield next(templates)
+
+    return _distinct(count, requests())
+
+
+def from_file(path: Path) -> list[Chat]:
+    """Requests of a prompt file; raises ``PromptsError`` as ``read_requests`` does."""
+    return [request.chat for request in read_requests(path)]
+
+
+def _distinct(count: int, requests: Iterator[Chat]) -> list[Chat]:
+    """``count`` different ones, or fewer where the templates have no more."""
+    chosen: dict[str, Chat] = {}
+    for chat in itertools.islice(requests, 20 * count):
+        chosen.setdefault(json.dumps(chat), chat)
+        if len(chosen) == count:
+            break
+    return list(chosen.values())
+
+
+def _fill(rng: random.Random, round_name: str, passage=None) -> Iterator[Chat]:
+    """Endless requests of a round, one category after the other."""
+    data = json.loads(TEMPLATES.read_text("utf-8"))
+    slots: dict[str, list[str]] = data["slots"]
+
+    def value(name: str) -> str:
+        if name == "passage":
+            return passage()
+        if name == "number":
+            return str(rng.choice([rng.randint(2, 20), rng.randint(2, 99), 5 * rng.randint(3, 60)]))
+        text = filled(rng.choice(slots[name]))
+        return text[0].upper() + text[1:] if text.endswith(".") else text
+
+    def filled(text: str) -> str:
+        return _SLOT.sub(lambda match: value(match[1]), text)
+
+    while True:
+        for templates in data[round_name].values():
+            yield [{"role": "user", "content": filled(rng.choice(templates))}]
+
+
+def _passage(rng: random.Random, answered: list[tuple[Chat, str]]) -> str:
+    """Sentences or lines of an answer, from anywhere in it, of varied length."""
+    answer = rng.choice(answered)[1]
+    pieces = re.split(r"(?<=[.!?])\s+|\n+", answer)
+    start = rng.randrange(max(1, len(pieces) // 2))
+    return " ".join(piece.strip() for piece in pieces[start : start + rng.randint(2, 14)] if piece.strip())
