@@ -293,6 +293,8 @@ def plan(core, random):
     target, draft = (np.sort(random.uniform(0.5, 30, len(rows))) for _ in range(2))
     costs = Costs(rows, target, draft, float(random.uniform(0, 1e-4)))
     tables = *costs.tables, float(random.uniform(0, 0.5)), float(random.uniform(0, 1))
+    for number in (0, 1, 1.5, 63.2, 64, 200, 200.7):
+        told.append(float(core.read(tables[0], number)))
     levels = int(random.integers(0, 7))
     num_requests, context, spent = int(random.integers(1, 40)), int(random.integers(0, 10**6)), float(random.random())
     batch = tables, num_requests, context

@@ -63,6 +63,7 @@ void learn(py::handle factor, py::handle promised, py::handle taken, py::handle 
 void learn_of_requests(py::handle seen, py::handle row, py::handle source, py::handle chance, py::handle accepted);
 
 // rates.cpp
+double read(py::handle table, double rows);
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances);
 double drafts_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle found, double left,
                    int64_t num_drafted, py::handle worth, py::handle levels, py::handle share);
