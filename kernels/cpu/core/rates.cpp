@@ -1,4 +1,4 @@
-// The planner's sums, vllm_gsd/planner/rates.py.
+// The planner's sums, vllm_gsd/method/rates.py.
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -79,6 +79,8 @@ double levels_ms(const Tables& tables, const Table& rows, const Table& share, do
 }
 
 }  // namespace
+
+double read(py::handle table, double rows) { return read_table(table_of(table, "table"), rows); }
 
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances) {
   const Tables table(tables);
