@@ -35,12 +35,12 @@ CASES = {
     "no static method": ("kind", f"{ARG_UTILS}:EngineArgs.add_cli_args"),
     "other parameters": ("parameters", "vllm.sampling_params:SamplingParams._validate_spec_decode"),
     "no module": ("block", "vllm.v1.metrics.loggers"),
-    "no module of what a replacement is made of": ("block", "vllm.distributed.kv_transfer.kv_connector.v1.metrics"),
+    "no module behind a replacement": ("block behind", "vllm.distributed.kv_transfer.kv_connector.v1.metrics"),
     "no module of the arguments": ("block", ARG_UTILS),
     "nothing missing": ("nothing", "vllm.v1.metrics.loggers:KVConnectorLogging"),
 }
 NAMED = {name: what.replace(":", ".") for name, (_, what) in CASES.items()}
-NAMED["no module of what a replacement is made of"] = "vllm.v1.metrics.loggers.PrometheusStatLogger._kv_connector_cls"
+NAMED["no module behind a replacement"] = "vllm.v1.metrics.loggers.PrometheusStatLogger._kv_connector_cls"
 DAMAGED = [name for name in CASES if name != "nothing missing"]
 
 
@@ -56,7 +56,7 @@ def seen(tmp_path_factory):
         input=json.dumps(asked),
         capture_output=True,
         text=True,
-        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
+        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "WARNING"},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -181,7 +181,7 @@ PATCHES = (
         kind="attribute",
     ),
     Patch(
-        "vllm.config:VllmConfig.additional_config",
+        "vllm.config.vllm:VllmConfig.additional_config",
         by="wire.note_packed_weights",
         when="CPU",
         delta="Says whether weights are packed for our kernel.",
@@ -260,7 +260,7 @@ PATCHES = (
         delta="Counts the graphs that are replayed, and the steps that none fits.",
         reason="Upstream does not count them.",
         expiry="It does.",
-        contract="test_upstream_v2.py::test_a_speculators_graphs_are_found_and_captured",
+        contract="test_inventory.py::test_v2_is_asked_for_what_is_replaced",
         kind="method",
     ),
     Patch(
