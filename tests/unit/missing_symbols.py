@@ -88,8 +88,9 @@ def _case(damage: str, what: str, model: str, gsd: str) -> dict:
         answer["keys"] = str(error)
     except Exception as error:
         answer["keys"] = f"{type(error).__name__}: {error}"
-    answer["command_line"] = [_parsed(arguments) for arguments in ([], ["--speculative-config", gsd])]
-    answer["command_line"].append(_parsed(["--speculative-config", json.dumps(keys)]))
+    option = "--speculative-config"
+    values = gsd, json.dumps(keys), "None"
+    answer["command_line"] = [_parsed([]), *(_parsed([option, value]) for value in values)]
     return answer
 
 
