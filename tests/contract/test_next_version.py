@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 import test_upstream
 
+from vllm_gsd.upstream.inventory import PATCHES
+from vllm_gsd.upstream.symbols import problem_in
+
 SOURCES = os.environ.get("VLLM_SOURCES")
 pytestmark = pytest.mark.skipif(not SOURCES, reason="VLLM_SOURCES does not name another vLLM's sources")
 
@@ -38,10 +41,17 @@ def definition(symbol):
     ("function", "expected"), test_upstream.SIGNATURES, ids=lambda value: getattr(value, "__qualname__", "")
 )
 def test_signature(function, expected):
-    arguments = definition(function).args
-    assert [a.arg for a in arguments.posonlyargs + arguments.args if a.arg not in ("self", "cls")] == expected
+    given = definition(function).args
+    arguments = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    assert [a.arg for a in arguments if a is not None and a.arg not in ("self", "cls")] == expected
 
 
+# Of the others the definition is no statement of the named class.
+READABLE = [
+    patch
+    for patch in PATCHES
+    if patch.module.startswith("vllm.") and patch.module != "vllm.config" and not patch.path.endswith(".__init__")
+]
 FIELDS = next(mark for mark in test_upstream.test_fields.pytestmark if mark.name == "parametrize").args[1]
 
 
@@ -53,6 +63,11 @@ def test_fields(cls, needed):
         return own.union(*map(fields, bases))
 
     assert needed <= fields(cls)
+
+
+@pytest.mark.parametrize("patch", READABLE, ids=lambda patch: patch.symbol)
+def test_what_is_changed_is_there(patch):
+    assert problem_in(patch, Path(SOURCES)) is None
 
 
 def test_grammar_masks_are_filled_as_one_of_two_versions_does():

@@ -7,7 +7,6 @@ when the plugin has been loaded.
 
 import contextlib
 import importlib
-import inspect
 import io
 import json
 import logging
@@ -49,7 +48,9 @@ def _in_a_fork(function, *arguments) -> dict:
 
 
 def _case(damage: str, what: str, model: str, gsd: str) -> dict:
-    if damage == "block":
+    if damage.startswith("block"):
+        if damage == "block behind":
+            importlib.import_module("vllm.v1.metrics.loggers")
         sys.modules[what] = None
     else:
         owner, name = _owner_of(what)
@@ -87,8 +88,9 @@ def _case(damage: str, what: str, model: str, gsd: str) -> dict:
         answer["keys"] = str(error)
     except Exception as error:
         answer["keys"] = f"{type(error).__name__}: {error}"
-    answer["command_line"] = [_parsed(arguments) for arguments in ([], ["--speculative-config", gsd])]
-    answer["command_line"].append(_parsed(["--speculative-config", json.dumps(keys)]))
+    option = "--speculative-config"
+    values = gsd, json.dumps(keys), "None"
+    answer["command_line"] = [_parsed([]), *(_parsed([option, value]) for value in values)]
     return answer
 
 
@@ -99,11 +101,24 @@ def _later(symbols: list[str], model: str) -> dict:
     answers = {"later": _plain(model)}
     for symbol in symbols:
         owner, name = _owner_of(symbol)
-        before = inspect.getattr_static(owner, name)
-        delattr(owner, name)
-        answers[symbol] = _refusal(model, {"method": "gsd", "model": None})
-        setattr(owner, name, before)
+        with _deleted(owner, name):
+            answers[symbol] = _refusal(model, {"method": "gsd", "model": None})
     return answers
+
+
+@contextlib.contextmanager
+def _deleted(owner, name: str):
+    missing = object()
+    before = vars(owner).get(name, missing)  # a field without a default is none
+    annotations = vars(owner).get("__annotations__", {})
+    annotation = annotations.pop(name, missing)
+    if before is not missing:
+        delattr(owner, name)
+    yield
+    if before is not missing:
+        setattr(owner, name, before)
+    if annotation is not missing:
+        annotations[name] = annotation
 
 
 def _owner_of(symbol: str) -> tuple:

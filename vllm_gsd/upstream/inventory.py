@@ -26,7 +26,7 @@ class Patch(NamedTuple):
     reason: str
     expiry: str
     contract: str  # the test in tests/contract that fails when upstream changes, "file::test"
-    kind: Kind
+    kind: Kind = "class"
     parameters: tuple[str, ...] = ()  # of a function, those that we use
 
     @property
@@ -105,7 +105,6 @@ PATCHES = (
         reason="There is no hook for a proposer's metrics.",
         expiry="There is one.",
         contract="test_upstream.py::test_metric_hooks",
-        kind="class",
     ),
     Patch(
         "vllm.v1.metrics.loggers:KVConnectorLogging",
@@ -115,7 +114,6 @@ PATCHES = (
         reason="They travel where a KV connector's numbers do.",
         expiry="There is a hook for a proposer's metrics.",
         contract="test_upstream.py::test_metric_hooks",
-        kind="class",
     ),
     # --- to refuse gsd, where one of those is missing ------------------------------------------------
     Patch(
@@ -181,7 +179,7 @@ PATCHES = (
         kind="attribute",
     ),
     Patch(
-        "vllm.config:VllmConfig.additional_config",
+        "vllm.config.vllm:VllmConfig.additional_config",
         by="wire.note_packed_weights",
         when="CPU",
         delta="Says whether weights are packed for our kernel.",
@@ -198,7 +196,6 @@ PATCHES = (
         reason="The worker names the class.",
         expiry="A worker can name its runner's class.",
         contract="test_upstream.py::test_worker_builds_the_runner_by_module_name",
-        kind="class",
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:build_logitsprocs",
@@ -219,7 +216,6 @@ PATCHES = (
         reason="The worker names the class.",
         expiry="A worker can name its runner's class.",
         contract="test_upstream_v2.py::test_the_cpu_worker_builds_the_runner_by_the_names_that_are_replaced",
-        kind="class",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:init_speculator",
@@ -260,7 +256,7 @@ PATCHES = (
         delta="Counts the graphs that are replayed, and the steps that none fits.",
         reason="Upstream does not count them.",
         expiry="It does.",
-        contract="test_upstream_v2.py::test_a_speculators_graphs_are_found_and_captured",
+        contract="test_inventory.py::test_v2_is_asked_for_what_is_replaced",
         kind="method",
     ),
     Patch(
@@ -271,7 +267,6 @@ PATCHES = (
         reason="Rows are one per request here, as without speculation, not drafts as in the rejection sampler.",
         expiry="The sampler takes it as an argument.",
         contract="test_inventory.py::test_a_thinking_budget_has_a_mode_for_speculation",
-        kind="class",
     ),
     Patch(
         "vllm.v1.structured_output:StructuredOutputManager",
@@ -281,7 +276,6 @@ PATCHES = (
         reason="Upstream fills masks along a chain only.",
         expiry="Upstream takes trees of draft tokens.",
         contract="test_inventory.py::test_masks_of_grammars_are_one_tensor",
-        kind="class",
     ),
     Patch(
         "vllm.v1.request:Request",
@@ -291,7 +285,6 @@ PATCHES = (
         reason="Upstream cuts drafts as a chain.",
         expiry="Upstream takes trees of draft tokens.",
         contract="test_inventory.py::test_drafts_are_kept_where_they_are_set",
-        kind="class",
     ),
     Patch(
         "vllm.v1.core.sched.output:SchedulerOutput.scheduled_spec_decode_tokens",
@@ -341,7 +334,6 @@ PATCHES = (
         reason="Upstream's proposers do so, each for itself.",
         expiry="Upstream has a function for it.",
         contract="test_inventory.py::test_drafts_say_what_they_have_of_their_own",
-        kind="class",
     ),
     Patch(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",
@@ -351,7 +343,6 @@ PATCHES = (
         reason="What comes after the LM head (scale, soft cap) is the model's own business still.",
         expiry="Never: the attribute is for that.",
         contract="test_upstream.py::test_lm_heads_of_ones_own_rows",
-        kind="class",
     ),
     Patch(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -372,7 +363,6 @@ PATCHES = (
         reason="Upstream keeps them twice.",
         expiry="There is a registry of CPU kernels.",
         contract="test_upstream.py::test_weights_are_packed_here",
-        kind="class",
     ),
     Patch(
         "vllm.v1.executor.ray_executor_v2:RayWorkerProc",
@@ -382,7 +372,6 @@ PATCHES = (
         reason="The executor names the class.",
         expiry="The CPU platform has a device in Ray.",
         contract="test_upstream_ray.py::test_the_executor_makes_the_actors_that_we_put_in_its_module",
-        kind="class",
     ),
     Patch(
         "vllm.platforms.interface:Platform.ray_device_key",
@@ -413,7 +402,6 @@ PATCHES = (
         reason="Ray ends an actor with everything that would have removed the memory.",
         expiry="Upstream removes the name itself.",
         contract="test_inventory.py::test_queues_remove_their_memory_by_its_name",
-        kind="class",
     ),
     # --- what rides on vLLM's objects ----------------------------------------------------------------
     Patch(
@@ -424,7 +412,6 @@ PATCHES = (
         reason="There is no field for a proposer's.",
         expiry="There is one.",
         contract="test_upstream.py::test_model_runner_output_takes_our_attribute",
-        kind="class",
     ),
     Patch(
         "vllm.v1.metrics.stats:SchedulerStats.kv_connector_stats",
@@ -444,7 +431,6 @@ PATCHES = (
         reason="There are no fields for them.",
         expiry="There are.",
         contract="test_upstream.py::test_draft_tokens_and_scheduler_output_take_our_attributes",
-        kind="class",
     ),
     Patch(
         "vllm.v1.outputs:DraftTokenIds",
@@ -454,7 +440,6 @@ PATCHES = (
         reason="Draft tokens are a list, which upstream takes for a chain.",
         expiry="Upstream takes trees of draft tokens.",
         contract="test_upstream.py::test_draft_tokens_and_scheduler_output_take_our_attributes",
-        kind="class",
     ),
     Patch(
         "vllm.v1.attention.backend:AttentionMetadata",
@@ -464,7 +449,6 @@ PATCHES = (
         reason="Metadata have no field for a mask.",
         expiry="They have one.",
         contract="test_inventory.py::test_attention_metadata_take_our_attribute",
-        kind="class",
     ),
     # --- of our tools, in engines that they start ----------------------------------------------------
     Patch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +59,7 @@ def refusing_arguments(sentence: str) -> Maker:
         @functools.wraps(upstream)
         def parse_args(self, args=None, *others, **kwargs):
             given = sys.argv[1:] if args is None else args
-            for argument, following in zip(given, [*given[1:], ""], strict=True):
+            for argument, following in itertools.pairwise([*given, ""]):
                 name, equals, value = argument.partition("=")
                 ours = name.replace("_", "-") in ("--speculative-config", "-sc")
                 if ours and _asks_for_gsd(value if equals else following):

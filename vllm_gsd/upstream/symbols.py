@@ -29,7 +29,15 @@ def problem_with(patch: Patch, load: bool = True) -> str | None:
         except Exception as error:  # whatever a module of another version raises when it is imported
             first_line = next(iter(str(error).splitlines()), "")
             return f"has no module {patch.module} that can be imported ({type(error).__name__}: {first_line})"
-    found = _read(patch) if module is None else _find(module, patch.path)
+    return _problem(patch, _read(patch) if module is None else _find(module, patch.path))
+
+
+def problem_in(patch: Patch, sources: Path) -> str | None:
+    """See :func:`problem_with`, of the sources of another vLLM."""
+    return _problem(patch, _read(patch, sources))
+
+
+def _problem(patch: Patch, found: Any) -> str | None:
     if found is _MISSING:
         return f"has no {patch.dotted}"
     if not _is_kind(found, patch.kind):
@@ -67,10 +75,14 @@ def _find(module: ModuleType, path: str) -> Any:
 # --- symbols of modules that are only read ------------------------------------------------------------
 
 
-def _read(patch: Patch) -> Any:
-    """The node that defines a symbol in the source of its module."""
+def _read(patch: Patch, sources: Path | None = None) -> Any:
+    """The node that defines a symbol in the source of its module.
+
+    Args:
+        sources: the folder of its package; None for the installed one.
+    """
     package, *parts = patch.module.split(".")
-    file = Path(importlib.import_module(package).__path__[0], *parts)
+    file = (sources or Path(importlib.import_module(package).__path__[0])).joinpath(*parts)
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     if not file.exists():
         return _MISSING
@@ -106,8 +118,8 @@ def _defined(scope: ast.AST, name: str) -> Any:
 
 
 def _is_kind(found: Any, kind: str) -> bool:
-    if kind == "attribute" or isinstance(found, ast.Import | ast.ImportFrom):
-        return True
+    if kind == "attribute" or isinstance(found, ast.Import | ast.ImportFrom | ast.Assign):
+        return True  # what is imported or computed is not looked at
     if isinstance(found, ast.AST):
         if kind == "class" or not isinstance(found, ast.FunctionDef):
             return kind == "class" and isinstance(found, ast.ClassDef)
@@ -129,7 +141,7 @@ def _takes(found: Any, name: str) -> bool:
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         return name in [argument.arg for argument in named] or arguments.kwarg is not None
     if isinstance(found, ast.AST):
-        return True  # imported from elsewhere, where it is not looked at
+        return True
     signature = inspect.signature(found.__func__ if isinstance(found, staticmethod) else found)
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     return name in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds

@@ -1,0 +1,168 @@
+"""The inventory of what is changed in vLLM: complete, held by contract tests, and true of the installed vLLM."""
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import test_upstream_v2
+import torch
+from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.interfaces import SupportsEagleBase
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.request import Request
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_gsd.upstream import inventory, parts, patching, symbols, wire
+from vllm_gsd.upstream.inventory import PATCHES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from check_walls import violations  # noqa: E402
+
+# What V2 runs on a CPU with must be imported by its worker: it is read here.
+READ = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.", "vllm.v1.executor.ray")
+by_symbol = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.symbol)
+
+
+@by_symbol
+def test_symbol(patch):
+    """The installed vLLM has it, of its kind and with the parameters that we use; what engines replace is read, too."""
+    if not patch.module.startswith(READ):
+        assert symbols.problem_with(patch) is None
+    if patch.when not in ("load", "fallback") and patch.module.startswith("vllm."):
+        module = sys.modules.pop(patch.module, None)
+        try:
+            assert symbols.problem_with(patch, load=False) is None
+        finally:
+            if module is not None:
+                sys.modules[patch.module] = module
+
+
+@by_symbol
+def test_every_entry_is_complete(patch):
+    assert all((patch.delta, patch.reason, patch.expiry))
+    assert all(text.endswith(".") for text in (patch.delta, patch.reason, patch.expiry))
+
+
+@by_symbol
+def test_its_contract_test_exists(patch):
+    file, _, name = patch.contract.partition("::")
+    functions = [node.name for node in ast.parse((HERE / file).read_text()).body if isinstance(node, ast.FunctionDef)]
+    assert name in functions
+
+
+def assigning_functions() -> set[str]:
+    """The functions of ``upstream`` that assign into others' modules, classes or objects, "module.function"."""
+    found = set()
+    for file in (ROOT / "vllm_gsd/upstream").glob("*.py"):
+        for violation in violations(file.read_text()):
+            if not violation.what.startswith("spells"):
+                found.add(f"{file.stem}.{violation.function}")
+    return found
+
+
+def replacing_functions() -> dict[str, set[str]]:
+    """The functions of ``upstream`` that replace a symbol of the inventory, and the symbols that they name."""
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "vllm_gsd/upstream").glob("*.py"):
+        for function in ast.parse(file.read_text()).body:
+            if isinstance(function, ast.FunctionDef):
+                named = {
+                    node.value
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Constant) and re.fullmatch(r"vllm[\w.]+:[\w.]+", str(node.value))
+                }
+                if named:
+                    found[f"{file.stem}.{function.name}"] = named
+    return found
+
+
+def test_every_patch_of_the_package_is_in_the_inventory():
+    listed = {function for patch in PATCHES for function in patch.by.split()}
+    # ``patching`` itself replaces nothing but symbols of the inventory; what it refuses is tested below.
+    assigning = {name for name in assigning_functions() if not name.startswith("patching.")}
+    assert assigning - listed == set()
+    assert len(assigning) > 20  # the check sees them
+    for function, named in replacing_functions().items():
+        for symbol in named:
+            patch = inventory.patch_of(symbol)
+            assert function in patch.by.split() or function == "refusal.install", symbol
+    for name in listed:
+        module, _, function = name.partition(".")
+        body = ast.parse((ROOT / f"vllm_gsd/upstream/{module}.py").read_text()).body
+        assert function in [node.name for node in body if isinstance(node, ast.FunctionDef)], name
+
+
+def test_what_is_not_in_the_inventory_is_not_replaced():
+    with pytest.raises(KeyError, match="path"):
+        patching.replace("os:path", lambda upstream: None)
+
+
+def test_symbols_are_listed_once():
+    assert len({patch.symbol for patch in PATCHES}) == len(PATCHES)
+
+
+# --- contracts of entries that no other file holds ----------------------------------------------------
+
+
+def test_a_thinking_budget_has_a_mode_for_speculation():
+    assert "self.in_spec_mode = num_spec_tokens > 0" in inspect.getsource(ThinkingBudgetStateHolder.__init__)
+
+
+def test_masks_of_grammars_are_one_tensor():
+    source = inspect.getsource(StructuredOutputManager)
+    assert "self._grammar_bitmask: torch.Tensor | None = None" in source
+    assert ".allocate_token_bitmask(" in source
+
+
+def test_drafts_are_kept_where_they_are_set():
+    assert "self.spec_token_ids: list[int] = []" in inspect.getsource(Request.__init__)
+    assert "request.spec_token_ids = " in inspect.getsource(Scheduler.update_draft_token_ids)
+
+
+def test_layers_ask_for_the_group_that_is_replaced():
+    assert "_TP" in inspect.getsource(parallel_state.get_tp_group)
+    assert "get_tensor_model_parallel_world_size()" in inspect.getsource(LinearBase.__init__)
+
+
+def test_drafts_say_what_they_have_of_their_own():
+    assert {"has_own_embed_tokens", "has_own_lm_head"} <= SupportsEagleBase.__annotations__.keys()
+
+
+def test_queues_remove_their_memory_by_its_name():
+    source = inspect.getsource(ShmRingBuffer)
+    assert "self.is_creator = " in source and "self.shared_memory.unlink()" in source
+
+
+def test_attention_metadata_take_our_attribute():
+    metadata = AttentionMetadata()
+    wire.attach_tree_rows(metadata, torch.zeros(1))
+    assert wire.tree_rows_of(metadata) is not None
+    assert wire.tree_rows_of(AttentionMetadata()) is None
+
+
+def test_parts_of_a_step_have_these_names():
+    assert hasattr(LLMEngine, "step")
+    assert all(hasattr(Scheduler, name) for name in parts.SCHEDULER)
+    assert all(hasattr(GPUModelRunner, name) for name in parts.RUNNER if name != "_compact")
+
+
+def test_v2_is_asked_for_what_is_replaced():
+    """``wrap_dispatch`` and ``wrap_prepare_attn`` stand between the runner and these."""
+    assert "self.model_state.prepare_attn(" in test_upstream_v2.source(test_upstream_v2.RUNNER, "GPUModelRunner")
+    assert "cudagraph_manager.dispatch(" in (test_upstream_v2.ROOT / "v1/worker/gpu/dp_utils.py").read_text()
+
+
+def test_the_speculative_config_is_made_by_the_method_that_refuses():
+    assert "self.create_speculative_config(" in inspect.getsource(inspect.unwrap(EngineArgs.create_engine_config))
