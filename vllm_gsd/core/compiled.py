@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 # As in kernels/cpu/core/module.cpp: to be raised in both when a function comes, goes, or takes something else.
-INTERFACE = 3
+INTERFACE = 4
 _EXTENSION = "vllm_gsd._core"
 
 

@@ -176,7 +176,9 @@ def ancestor_masks(parent, starts, masks):
 
 @compiled
 def batch_masks(parents, starts, depth, has_tree, first_rows, batch_starts, positions, prefix, masks):
-    """Attention masks and positions of a batch's rows: texts as chains, and behind each its graph.
+    """Attention masks and positions of a batch's rows: texts, and behind each its graph.
+
+    Rows of text need no mask, however many they are: they attend the prefix up to their own position.
 
     Args:
         parents, depth: int32 [num_rows of trees], NONE for roots, below it rows that see nothing but themselves.
@@ -185,27 +187,28 @@ def batch_masks(parents, starts, depth, has_tree, first_rows, batch_starts, posi
         first_rows: int64 [num_requests], the batch's row of each root.
         batch_starts: int32 [num_requests + 1], where requests begin in the batch.
         positions: int64 [at least num_rows of the batch], by place; nodes get theirs by depth.
-        prefix: output, int64 [num_requests], positions before each request's first row.
-        masks: output, int64 [num_rows of the batch, words]; bit j of word w: the request's row 64 * w + j is seen.
+        prefix: output, int64 [num_requests], positions before each request's root; where it has no tree, all of them.
+        masks: output, int64 [num_rows of the batch, words]; bit j of word w: place 64 * w + j of the request's tree is
+            seen.
 
     Raises:
-        ValueError: a request has more rows than the masks have bits.
+        ValueError: a tree has more rows than the masks have bits.
     """
     for request in range(len(first_rows)):
         begin, end, root = batch_starts[request], batch_starts[request + 1], first_rows[request]
-        if end - begin > 64 * masks.shape[1]:
+        if begin == end:
+            continue
+        masks[begin:end, :] = 0
+        if not has_tree[request]:
+            prefix[request] = positions[end - 1] + 1
+            continue
+        if end - root > 64 * masks.shape[1]:
             raise ValueError("a tree has more rows than its attention mask has bits")
-        if begin < end:
-            prefix[request] = positions[begin]
-        for row in range(begin, end):
-            above = row - 1
-            if has_tree[request] and row > root:
-                line = starts[request] + row - root
-                positions[row] = positions[root] + depth[line]
-                above = root + parents[line] if parents[line] >= 0 else NONE
-            if above < begin:
-                masks[row, :] = 0
-            else:
-                masks[row, :] = masks[above]
-            place = row - begin
+        prefix[request] = positions[root]
+        for row in range(root, end):
+            place = row - root
+            line = starts[request] + place
+            positions[row] = positions[root] + depth[line]
+            if parents[line] >= 0:
+                masks[row, :] = masks[root + parents[line]]
             masks[row, place // 64] |= np.int64(np.uint64(1) << np.uint64(place % 64))

@@ -25,15 +25,13 @@ def next_rows(done, due, most, counts):
 
 
 @compiled
-def text_rows(done, counts, token_ids, token_rows, token, position, request, mask):
+def text_rows(done, counts, token_ids, token_rows, token, position, request):
     """Write the next rows of each request, request by request.
 
     Args:
         done, counts: int64 [num_requests], tokens before the rows, and rows of each request.
         token_ids: int32 [any, most tokens]; token_rows: int64 [num_requests], each request's row of it.
         token, position, request: outputs, int64 [sum(counts)].
-        mask: output, int64 [sum(counts), words]; bit j of word w: the row attends the request's row 64 * w + j, which
-            are those up to itself.
     """
     line = 0
     for row in range(len(counts)):
@@ -41,14 +39,6 @@ def text_rows(done, counts, token_ids, token_rows, token, position, request, mas
             position[line] = done[row] + place
             token[line] = token_ids[token_rows[row], position[line]]
             request[line] = row
-            for word in range(mask.shape[1]):
-                seen = place + 1 - 64 * word
-                if seen >= 64:
-                    mask[line, word] = -1
-                elif seen > 0:
-                    mask[line, word] = (np.int64(1) << np.int64(seen)) - 1
-                else:
-                    mask[line, word] = 0
             line += 1
 
 

@@ -34,7 +34,7 @@ def warm_up() -> None:
     level_rows(graphs, slots, frontier, ones, token, depth, slot, np.empty((rows, 1), np.int64))
     lines, ahead = np.zeros(1, np.int64), [np.empty(4, np.int64) for _ in range(3)]
     next_rows(lines, texts[2], 4, np.zeros(1, np.int64))
-    text_rows(lines, texts[2], texts[0], lines, *ahead, np.empty((4, 1), np.int64))
+    text_rows(lines, texts[2], texts[0], lines, *ahead)
     kv_slots(np.zeros((1, 1), np.int32), ahead[2], ahead[1], 16)
     graft_all_ngrams(graphs, *texts, np.ones(1, np.bool_), 2, nodes, 1)
     graft_tree(graphs, 0, tokens[0], np.array([-1, 0], np.int32), probs[0], 2, ORIGIN_SHARED)

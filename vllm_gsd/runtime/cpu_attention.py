@@ -16,10 +16,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_gsd.ops.kv_layout import KVLayout
 from vllm_gsd.ops.tree_attention import tree_attention
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows, TreeRowsOnly
+from vllm_gsd.runtime.tree_rows import TREE_ROWS, AttendsTrees, TreeRows, TreeRowsOnly
+
+# What takes the place of upstream's while the layers are built.
+BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.TreeCPUAttentionBackend"}
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -59,7 +63,7 @@ def no_rows_left(idle: bool):
         TreeCPUAttentionMetadataBuilder.idle = False
 
 
-class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
     """One layer's attention."""
 
     # A KV cache, and upstream's two views of it; made once, not in every step.

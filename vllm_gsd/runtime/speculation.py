@@ -20,6 +20,7 @@ from vllm_gsd.core.ngram import graft_all_ngrams
 from vllm_gsd.core.outcome import ACCEPTED, GRAMMAR, MOVED, VERIFIED, tally
 from vllm_gsd.core.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.core.warmup import warm_up as compile_core
+from vllm_gsd.runtime.attention_layers import attention_layers, check_draft_layers, check_target_layers
 from vllm_gsd.runtime.draft_batch import DraftBatch
 from vllm_gsd.runtime.draft_kv import DraftKVTracker
 from vllm_gsd.runtime.draft_tree import NO_NODES, DraftTree
@@ -72,6 +73,7 @@ class Speculation:
     asks_grammar = True
 
     def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
         self.config = GSDConfig.model_validate(vllm_config.additional_config["gsd"], strict=False)
         self.stats = GraphStats()
         self.draft_kv: DraftKVTracker | None = None
@@ -97,9 +99,17 @@ class Speculation:
     # --- start-up ---------------------------------------------------------------------------------
 
     def load_model(self, target_model: Any = None) -> None:
-        """Load the draft model (after the target is loaded)."""
+        """Load the draft model (after the target is loaded).
+
+        Raises:
+            GSDConfigError: a layer of target or draft attends in a way that graphs would not follow.
+        """
+        layers = attention_layers(self.vllm_config)
+        check_target_layers(layers, self.config.num_speculative_tokens, self.vllm_config.use_v2_model_runner)
         if self.drafter is not None:
             self.drafter.model.load(target_model)
+            added = attention_layers(self.vllm_config)
+            check_draft_layers({name: added[name] for name in self.layer_names})
 
     @property
     def layer_names(self) -> list[str]:

@@ -12,7 +12,7 @@ class TargetKV(ABC):
     """Caches of all layers of a group but the draft's.
 
     Args:
-        layers: attention layers of the target, their caches allocated.
+        layers: attention layers of the target, their caches allocated and each of its own.
     """
 
     def __init__(self, layers: list[Any]):
@@ -73,15 +73,13 @@ def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[st
         layers: attention layers by name, their caches allocated.
         names: of the group's layers.
         draft_layers: names of those to leave out.
-
-    Raises:
-        ValueError: a layer's backend would attend graphs as if they were chains.
     """
-    kept = {name: layers[name] for name in names if name not in set(draft_layers)}
-    if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":
-        return CPUTargetKV(list(kept.values()))
-    from vllm_gsd.runtime.cuda_attention import require_tree_backend
-
+    # Some layers read the cache of an earlier one: what it holds must be moved once, not once for each of them.
+    owners: dict[int, Any] = {}
     for name in names:
-        require_tree_backend(layers[name].attn_backend, name)
-    return PagedTargetKV(list(kept.values()))
+        if name not in set(draft_layers):
+            owners.setdefault(layers[name].kv_cache.data_ptr(), layers[name])
+    kept = list(owners.values())
+    if kept[0].attn_backend.get_name() == "CPU_ATTN":
+        return CPUTargetKV(kept)
+    return PagedTargetKV(kept)

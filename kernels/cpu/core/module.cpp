@@ -3,7 +3,7 @@
 
 PYBIND11_MODULE(_core, module) {
   // As in vllm_gsd/core/compiled.py: to be raised in both when a function comes, goes, or takes something else.
-  module.attr("INTERFACE") = 3;
+  module.attr("INTERFACE") = 4;
 
   module.def("reset", &gsd::reset);
   module.def("reset_all", &gsd::reset_all);

@@ -2,12 +2,14 @@
 
 import copy
 import functools
+from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker, gpu_model_runner
 
 from vllm_gsd.ops import HAVE_EXTENSION
+from vllm_gsd.runtime.attention_layers import own_backends
+from vllm_gsd.runtime.cpu_attention import BACKENDS
 from vllm_gsd.runtime.packed_weights import PacksWeights
 from vllm_gsd.runtime.ranks import forget_shared_memory
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
@@ -38,7 +40,6 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
                 "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd beside "
                 "torch and a compiler, with pip's --no-build-isolation."
             )
-        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend")
         # Upstream names the class and the function it calls; there is no hook to choose others.
         runner, build = cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs
         cpu_worker.CPUModelRunner = GraphModelRunner
@@ -48,3 +49,8 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
         finally:
             cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs = runner, build
         forget_shared_memory()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load target and draft, whose layers get our attention backend."""
+        with own_backends(BACKENDS):
+            super().load_model(**kwargs)

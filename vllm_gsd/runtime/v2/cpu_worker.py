@@ -1,8 +1,11 @@
 """The CPU worker with our V2 model runner and attention backend."""
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from typing import Any
+
 from vllm.v1.worker import cpu_worker
 
+from vllm_gsd.runtime.attention_layers import own_backends
+from vllm_gsd.runtime.cpu_attention import BACKENDS
 from vllm_gsd.runtime.packed_weights import PacksWeights
 from vllm_gsd.runtime.ranks import forget_shared_memory
 from vllm_gsd.runtime.worker_memory import SharesMemory
@@ -13,7 +16,6 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         """Set up the device as upstream does, but build our runner and our speculator."""
-        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend")
         # This makes V2 run on a CPU; everything of V2 must be imported after it.
         from vllm.v1.worker.cpu import model_runner as cpu_model_runner
 
@@ -31,3 +33,8 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
         finally:
             cpu_model_runner.CPUModelRunner = runner
         forget_shared_memory()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load target and draft, whose layers get our attention backend."""
+        with own_backends(BACKENDS):
+            super().load_model(**kwargs)
