@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from engine_process import Engine, draft_every_level, run
-from tiny_pair import VOCAB_SIZE, build_tiny_pair
+from tiny_pair import VOCAB_SIZE
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 SHAPE = {

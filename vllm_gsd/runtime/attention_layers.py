@@ -84,7 +84,7 @@ def check_draft_layers(layers: Mapping[str, Any]) -> None:
                 "leave --attention-backend out, or set it to FLASH_ATTN or TRITON_ATTN on a GPU",
             )
         if layer.attn_type != AttentionType.DECODER:
-            _refuse(f"{layer.attn_type} attention", name, _OTHER)
+            _refuse(f"{AttentionType(layer.attn_type).value} attention", name, _OTHER)
         if layer.head_size_v != layer.head_size:
             _refuse(f"values of size {layer.head_size_v} beside keys of size {layer.head_size}", name, _OTHER)
         if layer.impl.alibi_slopes is not None:
