@@ -30,6 +30,7 @@ SHAPE = {
 # Class in transformers, and what is its own.
 FAMILIES = {
     "Gemma3n": {"laurel_rank": 8, "activation_sparsity_pattern": None},
+    "Gemma4": {"global_head_dim": 64},
 }
 
 

@@ -123,6 +123,7 @@ def _unsupported(vllm_config: VllmConfig, config: GSDConfig):
         cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *fp8),
         'set --kv-cache-dtype to "auto"',
     )
+    yield "fast prefill of layers that share KV", cache.kv_sharing_fast_prefill, "leave --kv-sharing-fast-prefill off"
     yield "prompt embeddings", model.enable_prompt_embeds, "leave --enable-prompt-embeds off"
     yield (
         f'"tree_attention" "{config.tree_attention}" on the CPU',
