@@ -128,11 +128,11 @@ def build_looped(folder):
 
     torch.manual_seed(5)
     shape = {key: value for key, value in SHAPE.items() if key not in ("sliding_window", "num_hidden_layers")}
-    shape.update(num_hidden_layers=2, head_dim=16)
+    shape.update(num_hidden_layers=2, hidden_size=128)  # which the heads share evenly
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).float()
     gates = {}
     for layer in range(2):
-        gates[f"model.gate_projections.{layer}.weight"] = torch.randn(4, 16)
+        gates[f"model.gate_projections.{layer}.weight"] = torch.randn(4, 32)
         gates[f"model.gate_projections.{layer}.bias"] = torch.randn(4)
     for name in ("target", "draft"):
         model.save_pretrained(folder / name)
