@@ -3,6 +3,7 @@
 #include "tree_attention.h"
 
 #include <ATen/Parallel.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,6 +15,7 @@
 
 #include "isa.h"
 #include "ops.h"
+#include "scratch.h"
 
 #define GSD_WITH_BF16
 #define GSD_KERNEL_BODY "tree_attention_body.h"
@@ -103,28 +105,21 @@ void check_inputs(const at::Tensor& output, const at::Tensor& query, const at::T
                       "sinks must be a contiguous float32 [num_heads]");
 }
 
-// One past the last tree slot that some row of the request attends.
-int64_t tree_slots(const TreeAttention& op, int64_t request) {
-  uint64_t seen = 0;
-  for (int64_t w = op.mask_words; w-- > 0;) {
-    for (int64_t row = op.query_start[request]; row < op.query_start[request + 1]; ++row)
-      seen |= op.mask[row * op.mask_words + w];
-    if (seen != 0) return 64 * w + 64 - __builtin_clzll(seen);
-  }
-  return 0;
-}
-
-// The blocks of every key that may be read exist.
-void check_request(const TreeAttention& op, int64_t request, int64_t keys, int64_t max_blocks) {
+// One past the last key that some row of the request attends; the blocks of all that may be read exist.
+int64_t checked_keys(const TreeAttention& op, int64_t request, int64_t max_blocks) {
+  const int64_t begin = op.query_start[request], end = op.query_start[request + 1], prefix = op.prefix[request];
+  TORCH_CHECK_VALUE(begin >= 0 && begin <= end, "query_start_loc must not decrease");
+  TORCH_CHECK_VALUE(prefix >= 0, "request ", request, " has a prefix of ", prefix, " keys");
+  int64_t keys = 0;
+  for (int64_t row = begin; row < end; ++row) keys = std::max(keys, keys_end(op, prefix, row));
   const int64_t blocks = (keys + op.cache.block_size - 1) / op.cache.block_size;
-  TORCH_CHECK_VALUE(op.query_start[request] >= 0 && op.query_start[request] <= op.query_start[request + 1],
-                    "query_start_loc must not decrease");
-  TORCH_CHECK_VALUE(op.prefix[request] >= 0 && blocks <= max_blocks, "request ", request, " attends ", keys,
+  TORCH_CHECK_VALUE(blocks <= max_blocks, "request ", request, " attends ", keys,
                     " keys, but its block_table has only ", max_blocks, " blocks of ", op.cache.block_size);
   const int32_t* block = op.block_table + request * op.block_table_row;
   for (int64_t i = 0; i < blocks; ++i)
     TORCH_CHECK_VALUE(block[i] >= 0 && block[i] < op.cache.num_blocks, "block_table names block ", block[i],
                       " of ", op.cache.num_blocks);
+  return keys;
 }
 
 // How the work on one request and KV head is cut: its query vectors into pieces, its keys into splits.
@@ -165,10 +160,10 @@ Plan plan_tasks(const TreeAttention& op, int64_t requests, int64_t max_blocks) {
   int64_t largest = 1, busy = 0;
   std::vector<int64_t> vectors(requests), keys(requests);
   for (int64_t r = 0; r < requests; ++r) {
-    vectors[r] = (op.query_start[r + 1] - op.query_start[r]) * op.group;
-    keys[r] = op.prefix[r] + tree_slots(op, r);
-    check_request(op, r, keys[r], max_blocks);
-    if (op.window) keys[r] = std::min(keys[r], op.window + 64 * op.mask_words);  // for the costs below
+    const int64_t rows = op.query_start[r + 1] - op.query_start[r];
+    vectors[r] = rows * op.group;
+    keys[r] = checked_keys(op, r, max_blocks);
+    if (op.window) keys[r] = std::min(keys[r], op.window + rows);  // for the costs below
     largest = std::max(largest, vectors[r] * keys[r]);
     busy += vectors[r] > 0;
   }
@@ -199,21 +194,6 @@ Plan plan_tasks(const TreeAttention& op, int64_t requests, int64_t max_blocks) {
   std::stable_sort(plan.tasks.begin(), plan.tasks.end(),
                    [](const auto& a, const auto& b) { return a.cost > b.cost; });
   return plan;
-}
-
-// Scratch of this thread, kept between calls: fresh memory would cost page faults every time.
-float* thread_scratch(int64_t floats) {
-  struct Buffer {
-    std::unique_ptr<float[], decltype(&std::free)> data{nullptr, &std::free};
-    int64_t size = 0;
-  };
-  thread_local Buffer buffer;
-  if (buffer.size < floats) {
-    buffer.data.reset(static_cast<float*>(std::aligned_alloc(64, round_up(floats, 16) * sizeof(float))));
-    TORCH_CHECK(buffer.data != nullptr, "out of memory");
-    buffer.size = floats;
-  }
-  return buffer.data.get();
 }
 
 }  // namespace
@@ -254,12 +234,14 @@ void tree_attention(at::Tensor output, const at::Tensor& query, const at::Tensor
   const AttentionFns kernel = kernel_for(query.scalar_type(), head_size);
   int64_t vectors = 0;
   for (const AttentionTask& task : plan.tasks) vectors = std::max<int64_t>(vectors, task.end - task.begin);
-  const int64_t floats = scratch_floats(vectors, head_size);
-  const std::unique_ptr<float[]> partials(plan.partials ? new float[plan.partials] : nullptr);
   const int64_t tasks = plan.tasks.size(), merges = plan.merges.size();
-#pragma omp parallel num_threads(at::get_num_threads()) if (tasks > 1)
+  const int threads = tasks > 1 ? at::get_num_threads() : 1;
+  const int64_t floats = round_up(scratch_floats(vectors, head_size), 16);
+  float* const all_scratch = static_cast<float*>(scratch_of(threads * floats * sizeof(float)));
+  const std::unique_ptr<float[]> partials(plan.partials ? new float[plan.partials] : nullptr);
+#pragma omp parallel num_threads(threads)
   {
-    float* scratch = thread_scratch(floats);
+    float* scratch = all_scratch + omp_get_thread_num() * floats;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; ++i) kernel.run(op, plan.tasks[i], scratch, partials.get());
 #pragma omp for schedule(dynamic, 1) nowait

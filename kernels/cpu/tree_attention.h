@@ -44,6 +44,20 @@ struct AttentionTask {
   int64_t cost;
 };
 
+// One past the last key of the prefix that a row attends: the prefix is causal.
+inline int64_t prefix_end(const TreeAttention& op, int64_t prefix, int64_t row) {
+  return std::min(prefix, std::max<int64_t>(0, op.positions[row] + 1));
+}
+
+// One past the last key of all that a row attends.
+inline int64_t keys_end(const TreeAttention& op, int64_t prefix, int64_t row) {
+  for (int64_t w = op.mask_words; w-- > 0;) {
+    const uint64_t word = op.mask[row * op.mask_words + w];
+    if (word != 0) return prefix + 64 * w + 64 - __builtin_clzll(word);
+  }
+  return prefix_end(op, prefix, row);
+}
+
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Floats of scratch that a task of `vectors` query vectors needs, the most that any data type takes.

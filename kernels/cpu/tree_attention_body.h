@@ -171,17 +171,11 @@ class TaskRun {
   void find_range() {
     const int64_t first_row = row_of(0), last_row = row_of(count_ - 1);
     first_ = prefix_;
-    int64_t tree = 0;
+    end_ = 0;
     for (int64_t row = first_row; row <= last_row; ++row) {
       first_ = std::min(first_, window_begin(row));
-      for (int64_t w = op_.mask_words; w-- > 0;) {
-        const uint64_t word = op_.mask[row * op_.mask_words + w];
-        if (word == 0) continue;
-        tree = std::max<int64_t>(tree, 64 * w + 64 - __builtin_clzll(word));
-        break;
-      }
+      end_ = std::max(end_, keys_end(op_, prefix_, row));
     }
-    end_ = prefix_ + tree;
   }
 
   // All of [from, from + count) may be read: the keys exist and their blocks hold live data.
@@ -300,7 +294,7 @@ class TaskRun {
   uint32_t allowed(int64_t row, int64_t t) const {
     uint32_t bits = 0;
     if (t < prefix_) {
-      bits = 0xffffu >> (16 - std::min<int64_t>(16, prefix_ - t));
+      bits = 0xffffu >> (16 - std::clamp<int64_t>(prefix_end(op_, prefix_, row) - t, 0, 16));
       const int64_t hidden = window_begin(row) - t;
       if (hidden > 0) bits &= hidden >= 16 ? 0 : 0xffffu << hidden;
     }
@@ -311,13 +305,13 @@ class TaskRun {
 
   // Scores of keys that a row does not attend become -inf.
   void hide(float* score, int64_t row, int64_t begin, int64_t end) const {
-    const int64_t window = window_begin(row);
+    const int64_t window = window_begin(row), seen = prefix_end(op_, prefix_, row);
     vi lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
     const vf hidden = splat(-std::numeric_limits<float>::infinity());
     for (int64_t t = begin; t < end; t += 16) {
-      if (t >= window && t + 16 <= prefix_) {  // go on where the prefix ends
-        t = prefix_ / 16 * 16 - 16;
+      if (t >= window && t + 16 <= seen) {  // go on where the row's prefix ends
+        t = seen / 16 * 16 - 16;
         continue;
       }
       const int32_t bits = allowed(row, t);
@@ -337,7 +331,7 @@ class TaskRun {
       float* score = scores_ + i * kScoreStride;
       const int64_t row = row_of(i);
       if (op_.softcap != 0.0f) cap(score, length);
-      if (begin + length > prefix_ || begin < window_begin(row)) hide(score, row, begin, end);
+      if (begin + length > prefix_end(op_, prefix_, row) || begin < window_begin(row)) hide(score, row, begin, end);
       vf high = splat(highest_[i]);
       for (int64_t c = 0; c < length; c += kLanes) high = max_of(load(score + c), high);
       const float highest = highest_lane(high);

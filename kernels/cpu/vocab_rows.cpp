@@ -59,7 +59,7 @@ struct Rows {
   bool worth_threads() const { return rows * width > 2 * kChunk; }
 };
 
-// What the chunks of all rows found; chunk c of row r is entry r * chunks + c.
+// What the chunks of all rows found; chunk c of row r is entry r * chunks + c. Or what the rows found, entry by entry.
 struct Found {
   std::vector<float> values, sum;
   std::vector<int32_t> ids;
@@ -67,11 +67,10 @@ struct Found {
   Found(int64_t entries, int64_t k) : values(entries * k), sum(entries), ids(entries * k), count(entries) {}
 };
 
-// Merges the chunks of a row, in their order: chunk sums into one, chunk lists into the k best.
-void merge_row(const Found& found, int64_t first, int64_t chunks, int64_t k, float* probs, int64_t* ids) {
-  std::vector<float> values(k);
-  std::vector<int32_t> best(k);
-  baseline::TopList top{values.data(), best.data(), k, 0};
+// Merges the chunks of a row, in their order: chunk sums into one, chunk lists into the k best, `values` and `best`.
+void merge_row(const Found& found, int64_t first, int64_t chunks, int64_t k, float* values, int32_t* best,
+               float* probs, int64_t* ids) {
+  baseline::TopList top{values, best, k, 0};
   for (int64_t c = first; c < first + chunks; ++c)
     for (int64_t i = c * k; i < c * k + found.count[c]; ++i) top.offer(found.values[i], found.ids[i]);
   const double highest = values[0];
@@ -89,7 +88,7 @@ template <typename T>
 void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_t* ids) {
   const Rows<T> in(logits);
   const Kernels<T> kernels;
-  Found found(in.rows * in.chunks, k);
+  Found found(in.rows * in.chunks, k), merged(in.rows, k);  // now: an exception must not leave the region below
 #pragma omp parallel num_threads(at::get_num_threads()) if (in.worth_threads())
   {
 #pragma omp for schedule(static)
@@ -100,7 +99,8 @@ void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_
     }
 #pragma omp for schedule(static) nowait
     for (int64_t r = 0; r < in.rows; ++r)
-      merge_row(found, r * in.chunks, in.chunks, k, probs + r * k, ids + r * k);
+      merge_row(found, r * in.chunks, in.chunks, k, &merged.values[r * k], &merged.ids[r * k], probs + r * k,
+                ids + r * k);
   }
 }
 

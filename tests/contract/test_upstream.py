@@ -21,6 +21,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.sampling_params import SamplingParams
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -113,7 +114,12 @@ SIGNATURES = [
     ),
     (CPUAttentionBackendImpl.do_kv_cache_update, ["layer", "key", "value", "kv_cache", "slot_mapping"]),
     (CPUAttentionMetadataBuilder.build, ["common_prefix_len", "common_attn_metadata", "fast_build"]),
+    # runtime.attention_layers
     (register_backend, ["backend", "class_path", "is_mamba"]),
+    (
+        selector._cached_get_attn_backend.__wrapped__,
+        ["backend", "attn_selector_config", "num_heads", "_run_kv_cache_dtype"],
+    ),
     # runtime.scheduler
     (Scheduler.update_from_output, ["scheduler_output", "model_runner_output"]),
     (

@@ -77,6 +77,7 @@ ARGUMENTS = {
         "--max-num-seqs (8)",
     ],
     "--data-parallel-size 2 --data-parallel-backend ray": ['--data-parallel-backend "ray"', 'leave it at "mp"'],
+    "--kv-sharing-fast-prefill": ["fast prefill of layers that share KV", "leave --kv-sharing-fast-prefill off"],
     "--worker-cls x.Y": ['--worker-cls is "x.Y"', "leave it"],
     "--scheduler-cls x.Y": ["--scheduler-cls is x.Y", "leave it out"],
     "--spec-method ngram": ["--spec-method", "into the gsd config"],

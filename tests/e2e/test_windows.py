@@ -1,10 +1,11 @@
 """Models whose layers attend within a sliding window, and cap their scores: plain vLLM's tokens, with graphs."""
 
 import contextlib
+import json
 
 import pytest
 import torch
-from engine_process import Engine, draft_every_level
+from engine_process import Engine, draft_every_level, model_runner, run
 from rounding import assert_close
 from tiny_pair import VOCAB_SIZE
 
@@ -118,6 +119,56 @@ def test_bfloat16(tmp_path, random_prompts):
             accepted = engine.metrics().get("spec_decode_num_accepted_tokens")
     assert_close(*found)
     assert accepted > 20
+
+
+def build_looped(folder):
+    """IQuestLoopCoder: Llama's layers run twice, the second time within a window too, which no common key names."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(5)
+    shape = {key: value for key, value in SHAPE.items() if key not in ("sliding_window", "num_hidden_layers")}
+    shape.update(num_hidden_layers=2, hidden_size=128)  # which the heads share evenly
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).float()
+    gates = {}
+    for layer in range(2):
+        gates[f"model.gate_projections.{layer}.weight"] = torch.randn(4, 32)
+        gates[f"model.gate_projections.{layer}.bias"] = torch.randn(4)
+    for name in ("target", "draft"):
+        model.save_pretrained(folder / name)
+        weights = folder / name / "model.safetensors"
+        save_file({**load_file(weights), **gates}, weights, metadata={"format": "pt"})
+        config = json.loads((folder / name / "config.json").read_text())
+        config.update(architectures=["IQuestLoopCoderForCausalLM"], loop_num=2, loop_window_size=WINDOW)
+        (folder / name / "config.json").write_text(json.dumps(config))
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 2:
+                    weight += 0.04 * weight.std() * torch.randn_like(weight)
+    return folder / "target", folder / "draft"
+
+
+def mask_all_rows(llm):
+    """Let our kernel attend for prompts and chains too, as it does in bfloat16."""
+    runner = model_runner(llm)
+    runner.masks_chains = runner.drafter.drafter.masks_chains = True
+
+
+def test_windows_that_only_the_layers_know(tmp_path, random_prompts):
+    """They hold in prompts, whichever kernel attends, and those shorter than a path are refused."""
+    target, draft = build_looped(tmp_path)
+    config = {"method": "gsd", "model": str(draft), "num_speculative_tokens": NODES}
+    prompts = [prompt + prompt[-20:] for prompt in random_prompts(6, 30, 150)]
+    found = []
+    for gsd, setup in ((None, []), (config, [draft_every_level, mask_all_rows])):
+        with contextlib.closing(Engine(target, gsd, setup, skip_tokenizer_init=True)) as engine:
+            found.append(run(engine, prompts, {"temperature": 0, "max_tokens": 60, "ignore_eos": True}))
+            moved = engine.metrics().get("gsd_kv_rows_moved")
+    assert found[0] == found[1]
+    assert moved > 0
+    kind = rf'window {WINDOW}\) with "num_speculative_tokens" {WINDOW} in layer model.layers.2.self_attn.attn; set it'
+    with pytest.raises(Exception, match=kind):
+        Engine(target, {**config, "num_speculative_tokens": WINDOW}, skip_tokenizer_init=True)
 
 
 def test_windows_shorter_than_a_path_are_refused(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_cases import LAYOUTS, check, tree_case
+from tree_cases import LAYOUTS, check, tree_case, tree_rows
 
 from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
@@ -46,6 +46,46 @@ def test_head_counts(isa, heads):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softcap_and_sinks(isa, dtype, option):
     check(tree_case(rows=(5, 33), prefixes=(600, 0), dtype=dtype, **option))
+
+
+@pytest.mark.parametrize("option", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_text_is_a_chain_without_masks(isa, threads, dtype, option):
+    """To the last bit, in any cut of the work."""
+    rows = (1, 70, 33, 300)
+    case = tree_case(rows=rows, prefixes=(300, 65, 0, 1), num_heads=9, kv_heads=3, dtype=dtype, chains=True, words=5,
+                     **option)  # fmt: skip
+    for count in (1, 2, 7):
+        threads(count)
+        assert torch.equal(case.as_text().run(tree_attention), case.run(tree_attention))
+    check(case.as_text())
+    case.query_start_loc = torch.tensor([0, *torch.tensor(rows).cumsum(0)], dtype=torch.int32)
+    exact = [each.double().run(tree_attention_reference) for each in (case, case.as_text())]
+    assert torch.equal(*exact)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 64, 200])
+def test_windows_of_text(isa, window):
+    """Each row has its own: rows lie farther apart than a window reaches."""
+    case = tree_case(rows=(300, 1, 70), prefixes=(90, 60, 0), chains=True, words=5).as_text()
+    case.options["sliding_window"] = window
+    check(case)
+
+
+def test_text_before_and_beside_trees(isa):
+    """A prompt's last rows with a graph behind them, beside a graph and beside text."""
+    random = torch.Generator().manual_seed(1)
+    case = tree_case(rows=(60, 20, 40), prefixes=(100, 30, 0), chains=True, words=1)
+    depth, mask = tree_rows(20, 1, random)
+    case.prefix_lens = torch.tensor([140, 30, 40], dtype=torch.int32)
+    case.positions[40:60], case.positions[60:80] = 140 + depth, 30 + depth
+    case.tree_mask[:] = 0
+    case.tree_mask[40:60], case.tree_mask[60:80] = mask, mask
+    check(case)
+    exact = case.double().run(tree_attention_reference)
+    chain = tree_case(rows=(60, 20, 40), prefixes=(100, 30, 0), chains=True, words=1).double()
+    before = torch.cat([torch.arange(40), torch.arange(80, 120)])
+    torch.testing.assert_close(exact[before], chain.run(tree_attention_reference)[before])
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 64, 200, 1000])

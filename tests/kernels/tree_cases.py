@@ -84,6 +84,11 @@ class TreeCase:
         )  # fmt: skip
         return output
 
+    def as_text(self) -> TreeCase:
+        """The same rows, which are chains, as text: their keys are the prefix's last ones, and there are no masks."""
+        prefix_lens = self.prefix_lens + self.query_start_loc.diff()
+        return TreeCase(**{**self.__dict__, "prefix_lens": prefix_lens, "tree_mask": self.tree_mask[:, :0]})
+
     def double(self) -> TreeCase:
         values = {**self.__dict__, "query": self.query.double(), "kv_cache": self.kv_cache.double()}
         return TreeCase(**values)

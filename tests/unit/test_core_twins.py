@@ -183,14 +183,13 @@ def read_texts(core, random):
     texts = random.integers(0, 1000, (count + 2, 200)).astype(np.int32)
     lines, done = random.integers(0, count + 2, count), random.integers(0, 50, count)
     counts = random.integers(0, longest + 1, count)
-    rows, words = int(counts.sum()), (longest + 63) // 64
+    rows = int(counts.sum())
     token, position, request = (np.full(rows, -7, np.int64) for _ in range(3))
-    mask = np.full((rows, words), -7, np.int64)
-    core.text_rows(done, counts, texts, lines, token, position, request, mask)
+    core.text_rows(done, counts, texts, lines, token, position, request)
     blocks = random.integers(0, 9999, (count + 1, 40)).astype(np.int32)[:, :25]
     run, due = np.full(count, -7), done + random.integers(-5, longest, count)
     told = core.next_rows(done, due, int(random.integers(0, 2 * longest)), run)
-    return told, run, token, position, request, mask, core.kv_slots(blocks, request, position - 3, 8)
+    return told, run, token, position, request, core.kv_slots(blocks, request, position - 3, 8)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -233,7 +232,7 @@ def verify(core, random):
     ahead, room = random.integers(0, 70, count), np.diff(starts)
     bounds = np.cumsum([0, *(ahead + room)]).astype(np.int32)
     positions, prefix = random.integers(0, 900, bounds[-1]), np.empty(count, np.int64)
-    whole = np.full((int(bounds[-1]), 3), -1, np.int64)
+    whole = np.full((int(bounds[-1]), 2), -1, np.int64)
     trees = parent, starts, depth, random.random(count) < 0.7, bounds[:-1] + ahead
     core.batch_masks(*trees, bounds, positions, prefix, whole)
     told.append([positions, prefix, whole])
@@ -444,10 +443,10 @@ def test_rows_that_are_not_there(graphs):
             COMPILED.kv_slots(table, np.array(rows), np.array(positions), 16)
     with pytest.raises(ValueError, match="done has 2 entries where 3"):
         COMPILED.next_rows(ones, np.ones(3, np.int64), 4, np.zeros(3, np.int64))
-    outputs = np.zeros(9, np.int64), np.zeros(9, np.int64), np.zeros(9, np.int64), np.zeros((3, 1), np.int64)
+    outputs = np.zeros(9, np.int64), np.zeros(9, np.int64), np.zeros(3, np.int64)
     with pytest.raises(ValueError, match="a text of token_ids has 5 entries where 6"):
         COMPILED.text_rows(ones, 5 * ones, texts, 0 * ones, *outputs)
-    with pytest.raises(ValueError, match="token, position, request or mask has 3 entries where 4"):
+    with pytest.raises(ValueError, match="token, position or request has 3 entries where 4"):
         COMPILED.text_rows(ones, 4 * ones, texts, 0 * ones, *outputs)
     parents, starts = np.array([-1, 0, 1], np.int32), np.array([0, 4], np.int32)
     tree = np.zeros(2, np.int64), np.zeros(2, np.int32), np.ones(2, np.int32), np.zeros(2, np.int8), np.zeros(2, bool)

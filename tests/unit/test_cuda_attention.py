@@ -10,9 +10,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from vllm_gsd.engine.attention import cuda as cuda_attention
-from vllm_gsd.engine.attention.tree_rows import TreeRows
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
 from vllm_gsd.ops.attention.paged import paged_tree_attention_reference
 from vllm_gsd.upstream.wire import attach_tree_rows
+from vllm_gsd.upstream.workers import attention_backends
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 16, 16
 PAIRS = [
@@ -28,10 +29,8 @@ def metadata_with(tree: TreeRows) -> SimpleNamespace:
 
 
 @pytest.fixture
-def registry():
+def as_chosen():
     yield
-    for name in ("FLASH_ATTN", "TRITON_ATTN"):
-        AttentionBackendEnum[name].clear_override()
     cuda_attention._chosen = "kernel"
 
 
@@ -176,10 +175,10 @@ def test_refusals():
         )
 
 
-def test_backends_are_registered_under_their_own_names(registry, monkeypatch):
-    cuda_attention.register()
+def test_backends_are_registered_under_their_own_names(monkeypatch):
     for name, upstream in (("FLASH_ATTN", FlashAttentionBackend), ("TRITON_ATTN", TritonAttentionBackend)):
-        backend = AttentionBackendEnum[name].get_class()
+        with attention_backends(cuda_attention.BACKENDS):
+            backend = AttentionBackendEnum[name].get_class()
         assert issubclass(backend, upstream) and backend is not upstream
         builder = backend.get_builder_cls()
         assert backend.get_name() == name and issubclass(builder, upstream.get_builder_cls())
@@ -189,15 +188,14 @@ def test_backends_are_registered_under_their_own_names(registry, monkeypatch):
             patch.setattr(cuda_attention, "_chosen", "xformers")
             assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
         assert issubclass(backend.get_impl_cls(), upstream.get_impl_cls())
-        cuda_attention.require_tree_backend(backend, "layer 0")
-        with pytest.raises(ValueError, match=f"layer 0 has {name}"):
-            cuda_attention.require_tree_backend(upstream, "layer 0")
+        assert issubclass(backend.get_impl_cls(), AttendsTrees)
+        assert AttentionBackendEnum[name].get_class() is upstream
 
 
-def test_registering_refuses(registry, monkeypatch):
+def test_choosing_refuses(as_chosen, monkeypatch):
     with pytest.raises(ValueError, match="must be one of kernel, flash_prefix, xformers"):
-        cuda_attention.register("flash")
+        cuda_attention.choose("flash")
     monkeypatch.setitem(__import__("sys").modules, "xformers", None)
     with pytest.raises(ImportError, match=r"xformers 0\.0\.35 or newer"):
-        cuda_attention.register("xformers")
-    assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()
+        cuda_attention.choose("xformers")
+    assert cuda_attention._chosen == "kernel"

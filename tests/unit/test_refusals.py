@@ -37,6 +37,7 @@ USED = {
     "KV connectors": ("V1", "CPU", {"vllm_config.kv_transfer_config": 1}, "--kv-transfer-config"),
     "encoder-cache connectors": ("V1", "CPU", {"vllm_config.ec_transfer_config": 1}, "--ec-transfer-config"),
     "quantised KV caches (fp8 is supported on GPUs)": ("V1", "CPU", {"cache.cache_dtype": "fp8"}, "(fp8)"),
+    "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
     "a draft's tensor-parallel size that is neither 1 nor the target's": (
@@ -74,7 +75,9 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
         **{f"{name}_config": None for name in configs},
         "model_config": SimpleNamespace(**model | of.get("model", {})),
         "parallel_config": SimpleNamespace(**parallel | of.get("parallel", {})),
-        "cache_config": SimpleNamespace(**{"cache_dtype": "auto"} | of.get("cache", {})),
+        "cache_config": SimpleNamespace(
+            **{"cache_dtype": "auto", "kv_sharing_fast_prefill": False} | of.get("cache", {})
+        ),
     }
     config = GSDConfig.load({"method": "gsd", "model": None, **of.get("config", {})})
     return Engine(SimpleNamespace(**vllm_config | of.get("vllm_config", {})), config, runner, platform)

@@ -19,7 +19,7 @@ def test_every_token_is_run_once(most, done, missing):
     while total := next_rows(done, due, most, counts):
         assert total == counts.sum() <= most
         token, position, request = (np.empty(total, np.int64) for _ in range(3))
-        text_rows(done, counts, texts, lines, token, position, request, np.empty((total, 3), np.int64))
+        text_rows(done, counts, texts, lines, token, position, request)
         for row, at in zip(request, position, strict=True):
             run[row].append(at)
         assert token.tolist() == texts[lines[request], position].tolist()

@@ -155,6 +155,12 @@ REFUSALS = (
         'set --kv-cache-dtype to "auto"',
     ),
     Refusal(
+        "fast prefill of layers that share KV",
+        "fast prefill of layers that share KV",
+        lambda e: e.vllm_config.cache_config.kv_sharing_fast_prefill,
+        "leave --kv-sharing-fast-prefill off",
+    ),
+    Refusal(
         "an engine with prompt embeddings enabled",
         "prompt embeddings",
         lambda e: e.model.enable_prompt_embeds,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layers, check_target_layers
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
@@ -81,6 +82,7 @@ class Speculation:
     def __init__(self, vllm_config):
         config = wire.options_of(vllm_config)
         assert config is not None
+        self.vllm_config = vllm_config
         self.config: GSDConfig = config
         self.stats = GraphStats()
         self.draft_kv: DraftKVTracker | None = None
@@ -106,9 +108,17 @@ class Speculation:
     # --- start-up ---------------------------------------------------------------------------------
 
     def load_model(self, target_model: Any = None) -> None:
-        """Load the draft model (after the target is loaded)."""
+        """Load the draft model (after the target is loaded).
+
+        Raises:
+            GSDConfigError: a layer of target or draft attends in a way that graphs would not follow.
+        """
+        layers = attention_layers(self.vllm_config)
+        check_target_layers(layers, self.config.num_speculative_tokens, self.vllm_config.use_v2_model_runner)
         if self.drafter is not None:
             self.drafter.model.load(target_model)
+            added = attention_layers(self.vllm_config)
+            check_draft_layers({name: added[name] for name in self.layer_names})
 
     @property
     def layer_names(self) -> list[str]:

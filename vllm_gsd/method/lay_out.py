@@ -64,7 +64,9 @@ def batch_masks(
     prefix: np.ndarray,
     masks: np.ndarray,
 ) -> None:
-    """Attention masks and positions of a batch's rows: texts as chains, and behind each its graph.
+    """Attention masks and positions of a batch's rows: texts, and behind each its graph.
+
+    Rows of text need no mask, however many they are: they attend the prefix up to their own position.
 
     Args:
         parents, depth: int32 [num_rows of trees], NONE for roots, below it rows that see nothing but themselves.
@@ -73,24 +75,28 @@ def batch_masks(
         first_rows: int64 [num_requests], the batch's row of each root.
         batch_starts: int32 [num_requests + 1], where requests begin in the batch.
         positions: int64 [at least num_rows of the batch], by place; nodes get theirs by depth.
-        prefix: output, int64 [num_requests], positions before each request's first row.
-        masks: output, int64 [num_rows of the batch, words]; bit j of word w: the request's row 64 * w + j is seen.
+        prefix: output, int64 [num_requests], positions before each request's root; where it has no tree, all of them.
+        masks: output, int64 [num_rows of the batch, words]; bit j of word w: place 64 * w + j of the request's tree is
+            seen.
 
     Raises:
-        ValueError: a request has more rows than the masks have bits.
+        ValueError: a tree has more rows than the masks have bits.
     """
     for request, root in enumerate(first_rows.tolist()):
         begin, end = batch_starts[request : request + 2].tolist()
-        _check_width(end - begin, masks)
-        if begin < end:
-            prefix[request] = positions[begin]
-        for row in range(begin, end):
-            above = row - 1 if row > begin else NONE
-            if has_tree[request] and row > root:
-                node = starts[request] + row - root
-                positions[row] = positions[root] + depth[node]
-                above = root + parents[node] if parents[node] >= 0 else NONE
-            _see(masks, row, above, row - begin)
+        if begin == end:
+            continue
+        masks[begin:end] = 0
+        if not has_tree[request]:
+            prefix[request] = positions[end - 1] + 1
+            continue
+        _check_width(end - root, masks)
+        prefix[request] = positions[root]
+        for row in range(root, end):
+            node = starts[request] + row - root
+            positions[row] = positions[root] + depth[node]
+            above = root + parents[node] if parents[node] >= 0 else NONE
+            _see(masks, row, above, row - root)
 
 
 def _check_width(rows: int, masks: np.ndarray) -> None:

@@ -29,7 +29,6 @@ def text_rows(
     token: np.ndarray,
     position: np.ndarray,
     request: np.ndarray,
-    mask: np.ndarray,
 ) -> None:
     """Write the next rows of each request, request by request.
 
@@ -37,8 +36,6 @@ def text_rows(
         done, counts: int64 [num_requests], tokens before the rows, and rows of each request.
         token_ids: int32 [any, most tokens]; token_rows: int64 [num_requests], each request's row of it.
         token, position, request: outputs, int64 [sum(counts)].
-        mask: output, int64 [sum(counts), words]; bit j of word w: the row attends the request's row 64 * w + j, which
-            are those up to itself.
     """
     line = 0
     for row in range(len(counts)):
@@ -46,14 +43,6 @@ def text_rows(
             position[line] = done[row] + place
             token[line] = token_ids[token_rows[row], position[line]]
             request[line] = row
-            for word in range(mask.shape[1]):
-                seen = place + 1 - 64 * word
-                if seen >= 64:
-                    mask[line, word] = -1
-                elif seen > 0:
-                    mask[line, word] = (1 << int(seen)) - 1
-                else:
-                    mask[line, word] = 0
             line += 1
 
 

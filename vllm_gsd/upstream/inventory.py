@@ -229,9 +229,9 @@ PATCHES = (
     ),
     Patch(
         "vllm.v1.attention.backends.registry:register_backend",
-        by="workers.take_over_attention",
+        by="workers.attention_backends",
         when="engine",
-        delta="Our attention backends stand under the names of upstream's.",
+        delta="While layers are built, our attention backends stand under the names of upstream's.",
         reason="--attention-backend and upstream's own choice go on working.",
         expiry="Never: the registry is made for that.",
         contract="test_upstream.py::test_signature",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,16 +39,30 @@ def building_speculator(build: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def take_over_attention(backends: dict[str, str]) -> None:
-    """Register attention backends under the names of vLLM's own.
+@contextmanager
+def attention_backends(paths: Mapping[Any, str]) -> Iterator[None]:
+    """While a model's layers are built: their attention backends are ours; before and after, other engines' stay.
+
+    vLLM remembers for the whole process which class it chose for a layer's shape, so that is forgotten at both ends.
 
     Args:
-        backends: dotted paths of classes by the names of ``AttentionBackendEnum``.
+        paths: dotted paths of backend classes by ``AttentionBackendEnum``.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import register_backend
 
-    for name, path in backends.items():
-        register_backend(AttentionBackendEnum[name], path)
+    before = {backend: backend.get_path() for backend in paths if backend.is_overridden()}
+    for backend, path in paths.items():
+        register_backend(backend, path)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        for backend in paths:
+            backend.clear_override()
+            if backend in before:
+                register_backend(backend, before[backend])
+        selector._cached_get_attn_backend.cache_clear()
 
 
 def _with_all_processors(upstream: Callable[..., Any]) -> Callable[..., Any]:

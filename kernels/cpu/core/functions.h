@@ -25,7 +25,7 @@ void level_rows(py::handle graphs, py::handle slots, py::handle frontier, py::ha
 // text_rows.cpp
 int64_t next_rows(py::handle done, py::handle due, int64_t most, py::handle counts);
 void text_rows(py::handle done, py::handle counts, py::handle token_ids, py::handle token_rows, py::handle token,
-               py::handle position, py::handle request, py::handle mask);
+               py::handle position, py::handle request);
 py::array_t<int64_t> kv_slots(py::handle block_table, py::handle rows, py::handle positions, int64_t block_size);
 
 // flatten.cpp

@@ -72,27 +72,26 @@ void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::ha
   const int64_t words = mask.shape[1], room = std::min(position.size(), mask.size());
   for (int64_t request = 0; request < requests; ++request) {
     const int64_t begin = bounds[request], end = bounds[request + 1], root = root_of[request];
-    if (end - begin > 64 * words) throw py::value_error("a tree has more rows than its attention mask has bits");
     if (begin >= end) continue;
     check_size(begin, 0, "batch_starts");
     check_size(room, end, "positions or masks");
-    before[request] = position[begin];
-    if (tree[request]) {
-      check_size(root, begin, "first_rows");
-      check_size(trees.end(request) - trees.first(request), end - root, "a tree");
+    const int64_t text_end = tree[request] ? root : end;
+    for (int64_t row = begin; row < text_end; ++row) std::fill_n(mask.row(row), words, 0);
+    if (!tree[request]) {
+      before[request] = position[end - 1] + 1;
+      continue;
     }
-    for (int64_t row = begin; row < end; ++row) {
-      int64_t above = row - 1;
-      if (tree[request] && row > root) {
-        const int64_t line = trees.first(request) + row - root, parent = trees.parent(line);
-        position[row] = position[root] + depths[line];
-        above = parent >= 0 ? root + parent : NONE;
-        check_size(row, above + 1, "parents");
-      }
+    if (end - root > 64 * words) throw py::value_error("a tree has more rows than its attention mask has bits");
+    check_size(root, begin, "first_rows");
+    check_size(trees.end(request) - trees.first(request), end - root, "a tree");
+    before[request] = position[root];
+    for (int64_t row = root; row < end; ++row) {
+      const int64_t place = row - root, line = trees.first(request) + place, parent = trees.parent(line);
+      position[row] = position[root] + depths[line];
+      check_size(place, parent + 1, "parents");
       int64_t* ours = mask.row(row);
-      if (above < begin) std::fill_n(ours, words, 0);
-      else std::copy_n(mask.row(above), words, ours);
-      const int64_t place = row - begin;
+      if (parent < 0) std::fill_n(ours, words, 0);
+      else std::copy_n(mask.row(root + parent), words, ours);
       ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
     }
   }

@@ -5,16 +5,6 @@
 
 namespace gsd {
 
-namespace {
-
-// A word of a row's mask: of the bits from ``64 * word`` on, those below ``seen``.
-int64_t mask_word(int64_t seen, int64_t word) {
-  const int64_t bits = std::clamp<int64_t>(seen - 64 * word, 0, 64);
-  return bits == 64 ? -1 : static_cast<int64_t>((uint64_t{1} << bits) - 1);
-}
-
-}  // namespace
-
 int64_t next_rows(py::handle done, py::handle due, int64_t most, py::handle counts) {
   const Ints before(done, "done"), wanted(due, "due");
   const auto count = view<int64_t, 1>(counts, "counts");
@@ -29,14 +19,13 @@ int64_t next_rows(py::handle done, py::handle due, int64_t most, py::handle coun
 }
 
 void text_rows(py::handle done, py::handle counts, py::handle token_ids, py::handle token_rows, py::handle token,
-               py::handle position, py::handle request, py::handle mask) {
+               py::handle position, py::handle request) {
   const Ints before(done, "done"), count(counts, "counts"), lines(token_rows, "token_rows");
   const auto tokens = view<int64_t, 1>(token, "token"), positions = view<int64_t, 1>(position, "position");
   const auto requests = view<int64_t, 1>(request, "request");
-  const auto masks = view<int64_t, 2>(mask, "mask");
   check_size(before.size(), count.size(), "done");
   check_size(lines.size(), count.size(), "token_rows");
-  const int64_t room = std::min({tokens.size(), positions.size(), requests.size(), masks.size()});
+  const int64_t room = std::min({tokens.size(), positions.size(), requests.size()});
   either<int32_t, int64_t, 2>(token_ids, "token_ids", [&](const auto& texts) {
     int64_t line = 0;
     for (int64_t row = 0; row < count.size(); ++row) {
@@ -44,12 +33,11 @@ void text_rows(py::handle done, py::handle counts, py::handle token_ids, py::han
       const auto* text = texts.row(placed(lines[row], texts.size(), "token_rows"));
       check_size(before[row], 0, "done");
       check_size(texts.shape[1], before[row] + count[row], "a text of token_ids");
-      check_size(room, line + count[row], "token, position, request or mask");
+      check_size(room, line + count[row], "token, position or request");
       for (int64_t place = 0; place < count[row]; ++place, ++line) {
         positions[line] = before[row] + place;
         tokens[line] = text[before[row] + place];
         requests[line] = row;
-        for (int64_t word = 0; word < masks.shape[1]; ++word) masks.row(line)[word] = mask_word(place + 1, word);
       }
     }
   });

@@ -16,11 +16,15 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows, TreeRowsOnly
 from vllm_gsd.ops.attention.cpu import tree_attention
 from vllm_gsd.ops.kv_move.layout import KVLayout
 from vllm_gsd.upstream import wire
+
+# What takes the place of upstream's while the layers are built.
+BACKENDS = {AttentionBackendEnum.CPU_ATTN: wire.CPU_ATTENTION}
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -60,7 +64,7 @@ def no_rows_left(idle: bool):
         TreeCPUAttentionMetadataBuilder.idle = False
 
 
-class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
     """One layer's attention."""
 
     # A KV cache, and upstream's two views of it; made once, not in every step.

@@ -19,30 +19,36 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_gsd.engine.attention.tree_rows import TreeRows
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.paged import paged_tree_attention
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
-from vllm_gsd.upstream import wire, workers
+from vllm_gsd.upstream import wire
 
 #: What ``"tree_attention"`` in a gsd.json may be.
 IMPLEMENTATIONS = ("kernel", "flash_prefix", "xformers")
 
+# What takes the place of upstream's while the layers are built.
+BACKENDS = {
+    AttentionBackendEnum.FLASH_ATTN: f"{__name__}.TreeFlashAttentionBackend",
+    AttentionBackendEnum.TRITON_ATTN: f"{__name__}.TreeTritonAttentionBackend",
+}
 # One engine a process: set once where the engine's worker starts.
 _chosen = "kernel"
 
 
-def register(implementation: str = "kernel") -> None:
-    """Put our backends in the place of upstream's, for engines of this process.
+def choose(implementation: str = "kernel") -> None:
+    """Choose how graph rows attend, in engines of this process.
 
     Args:
-        implementation: of the graph rows' attention. "kernel": ours, prefix and tree in one. "flash_prefix": the
+        implementation: of their attention. "kernel": ours, prefix and tree in one. "flash_prefix": the
             prefix by vLLM's FlashAttention, the tree by ours, merged. "xformers": all of it by xformers.
 
     Raises:
@@ -57,28 +63,9 @@ def register(implementation: str = "kernel") -> None:
     if implementation == "flash_prefix":
         _flash_attention()
     _chosen = implementation
-    workers.take_over_attention(
-        {
-            "FLASH_ATTN": f"{__name__}.TreeFlashAttentionBackend",
-            "TRITON_ATTN": f"{__name__}.TreeTritonAttentionBackend",
-        }
-    )
 
 
-def require_tree_backend(backend: type, layer: str) -> None:
-    """Refuse a layer whose backend would attend graphs as if they were chains.
-
-    Raises:
-        ValueError: one sentence that names the backend and what to choose.
-    """
-    if not issubclass(backend.get_impl_cls(), _TreeRowsImpl):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"gsd verifies graphs with vLLM's FLASH_ATTN and TRITON_ATTN backends, but {layer} has "
-            f"{backend.get_name()}; set --attention-backend to one of the two."  # type: ignore[attr-defined]
-        )
-
-
-class _TreeRowsImpl:
+class _TreeRowsImpl(AttendsTrees):
     """Mixed in before upstream's implementation class: rows named by the metadata's TreeRows are ours."""
 
     num_heads: int
@@ -112,6 +99,14 @@ class _TreeRowsImpl:
             upstream(query.index_select(0, tree.plain_rows), key, value, kv_cache, tree.plain_metadata, plain_output)
             output.index_copy_(0, tree.plain_rows, plain_output)
         return output
+
+    def refuses(self) -> str | None:
+        """See ``AttendsTrees``."""
+        if _chosen == "flash_prefix" and (self.sliding_window[0] >= 0 or self.sinks is not None):
+            return 'a sliding window or sinks with "tree_attention" "flash_prefix"'
+        if _chosen == "xformers" and (self.sliding_window[0] >= 0 or self.sinks is not None or self.logits_soft_cap):
+            return 'a sliding window, a soft cap or sinks with "tree_attention" "xformers"'
+        return None
 
     def _tree(self, layer, query, kv_cache, tree: TreeRows, output) -> None:
         if self.alibi_slopes is not None:

@@ -13,15 +13,16 @@ from vllm_gsd.ops import HAVE_EXTENSION
 class TreeRows:
     """Tree rows of one forward pass, request by request.
 
-    A row attends all ``prefix_lens[r]`` committed keys of its request, and among the request's tree slots (logical
-    index ``prefix_lens[r] + j``) those whose bit is set in its mask.
+    A row attends the ``prefix_lens[r]`` first keys of its request up to its own position, and among the request's tree
+    slots (logical index ``prefix_lens[r] + j``) those whose bit is set in its mask. So rows of text have their own keys
+    in the prefix, and no bits; only CPUs attend such rows this way. A node's position is never below the prefix.
     """
 
     query_start_loc: torch.Tensor  # int32 [num_tree_requests + 1]
     prefix_lens: torch.Tensor  # int32 [num_tree_requests]
     block_table: torch.Tensor  # int32 [num_tree_requests, max_blocks]
     positions: torch.Tensor  # int64 [num_tree_rows]
-    mask: torch.Tensor  # int64 [num_tree_rows, words]
+    mask: torch.Tensor  # int64 [num_tree_rows, words], no words where no row has bits
     rows: torch.Tensor | None  # int64 [num_tree_rows], their rows in the batch; None: they are the whole batch
     # The other rows of the batch and upstream's metadata for them alone; None when there are no others.
     plain_rows: torch.Tensor | None = None
@@ -32,14 +33,18 @@ class TreeRows:
     slot_positions: torch.Tensor | None = None
 
 
+class AttendsTrees:
+    """Mixed into the attention implementations that heed the TreeRows of their metadata."""
+
+    def refuses(self) -> str | None:
+        """What the layer does and the chosen kernel for graph rows cannot do; None: nothing."""
+        return None
+
+
 class TreeRowsOnly:
     """Attention metadata of layers all of whose rows attend along graphs: nothing but their TreeRows, once set."""
 
 
 def serves_chains(device: torch.device, model: ModelConfig) -> bool:
-    """Whether our kernel is faster than upstream's for rows without branches and prompts too (kernels/README.md).
-
-    Not of models with sliding windows: a prompt's rows lie farther apart than those, and masks name rows, not windows.
-    """
-    faster = HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
-    return faster and model.get_sliding_window() is None
+    """Whether our kernel is faster than upstream's for rows without branches and prompts too (kernels/README.md)."""
+    return HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16

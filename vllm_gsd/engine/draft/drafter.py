@@ -112,8 +112,7 @@ class Drafter:
     def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
         """Run the draft over each request's next ``counts`` tokens behind ``done``; returns [num_rows, hidden]."""
         tokens, positions, requests = np.empty((3, num_rows), np.int64)
-        masks = np.empty((num_rows, (int(counts.max()) + 63) // 64), np.int64)
-        text_rows(done, counts, batch.token_ids, batch.token_rows, tokens, positions, requests, masks)
+        text_rows(done, counts, batch.token_ids, batch.token_rows, tokens, positions, requests)
         if self.model.head is not None:
             self.model.head.see(tokens)
         self.planner.caught_up(num_rows)
@@ -127,15 +126,15 @@ class Drafter:
         block_table = batch.block_table
         if len(running) < len(counts):
             block_table = block_table[to_device(running)]
+        lengths = (done + counts)[running].astype(np.int32)
         if not self.masks_chains:
-            lengths = (done + counts)[running].astype(np.int32)
             return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
         tree = TreeRows(
             query_start_loc=to_device(starts),
-            prefix_lens=to_device(done[running].astype(np.int32)),
+            prefix_lens=to_device(lengths),  # of which each row sees what lies before it, and itself
             block_table=block_table,
             positions=to_device(positions),
-            mask=to_device(masks),
+            mask=to_device(np.empty((num_rows, 0), np.int64)),
             rows=None,
         )
         return self.model.run_level(tokens, tree, slots, features)

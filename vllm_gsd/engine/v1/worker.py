@@ -1,14 +1,17 @@
 """The CPU worker with our model runner and attention backend."""
 
+from typing import Any
+
 from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 
 from vllm_gsd.cpu.packed_weights import PacksWeights
+from vllm_gsd.engine.attention.cpu import BACKENDS
 from vllm_gsd.engine.parallel.ranks import forget_shared_memory
 from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 from vllm_gsd.engine.worker_memory import SharesMemory
 from vllm_gsd.ops import HAVE_EXTENSION
-from vllm_gsd.upstream import wire, workers
+from vllm_gsd.upstream import workers
 
 logger = init_logger("vllm.gsd")
 
@@ -23,7 +26,11 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
                 "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd beside "
                 "torch and a compiler, with pip's --no-build-isolation."
             )
-        workers.take_over_attention({"CPU_ATTN": wire.CPU_ATTENTION})
         with workers.building_v1_runner(GraphModelRunner):
             super().init_device()
         forget_shared_memory()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load target and draft, whose layers get our attention backend."""
+        with workers.attention_backends(BACKENDS):
+            super().load_model(**kwargs)

@@ -1,11 +1,14 @@
 """The CPU worker with our V2 model runner and attention backend."""
 
+from typing import Any
+
 from vllm.v1.worker import cpu_worker
 
 from vllm_gsd.cpu.packed_weights import PacksWeights
+from vllm_gsd.engine.attention.cpu import BACKENDS
 from vllm_gsd.engine.parallel.ranks import forget_shared_memory
 from vllm_gsd.engine.worker_memory import SharesMemory
-from vllm_gsd.upstream import wire, workers
+from vllm_gsd.upstream import workers
 
 
 class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
@@ -13,7 +16,6 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         """Set up the device as upstream does, but build our runner and our speculator."""
-        workers.take_over_attention({"CPU_ATTN": wire.CPU_ATTENTION})
         # This makes V2 run on a CPU; everything of V2 must be imported after it.
         from vllm.v1.worker.cpu import model_runner as cpu_model_runner
 
@@ -26,3 +28,8 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
         with workers.building_v2_cpu_runner(GraphCPUModelRunner), workers.building_speculator(GraphSpeculator):
             super().init_device()
         forget_shared_memory()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load target and draft, whose layers get our attention backend."""
+        with workers.attention_backends(BACKENDS):
+            super().load_model(**kwargs)

@@ -15,9 +15,14 @@ class GraphGPUWorker(SharesMemory, gpu_worker.Worker):
     """``worker_cls`` of an engine with gsd on a GPU."""
 
     def _make_model_runner(self) -> Any:
-        """See upstream; our backends are chosen by the layers, which are made later."""
+        """See upstream."""
         config = wire.options_of(self.vllm_config)
         assert config is not None
-        cuda_attention.register(config.tree_attention)
+        cuda_attention.choose(config.tree_attention)
         with workers.building_speculator(GraphSpeculator):
             return GraphModelRunner(self.vllm_config, self.device)
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load target and draft, whose layers get our attention backends."""
+        with workers.attention_backends(cuda_attention.BACKENDS):
+            super().load_model(**kwargs)

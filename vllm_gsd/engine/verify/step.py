@@ -47,7 +47,7 @@ class VerifyStep:
         return self.batch_starts is not None or self.num_tree_requests > 0
 
     def mask_all(self, batch_starts: np.ndarray) -> None:
-        """Let all rows of the batch attend by the tree mask, prompts as well: each such row sees those before it.
+        """Let our kernel attend for all rows of the batch, prompts as well: each such row sees those before it.
 
         Args:
             batch_starts: int32 [num_requests + 1], where requests begin in the batch; its positions are on the host.
@@ -129,9 +129,10 @@ class VerifyStep:
         return tree_rows, rows
 
     def _whole_batch(self, starts: np.ndarray, positions: torch.Tensor) -> Callable[..., TreeRows]:
-        """All rows of the batch, those before a request's root as a chain; gives nodes their position by depth."""
+        """All rows of the batch, those before a request's root as text; gives nodes their position by depth."""
         num_rows, prefix = int(starts[-1]), np.zeros(len(self.has_tree), np.int64)
-        masks = np.empty((num_rows, (int((starts[1:] - starts[:-1]).max()) + 63) // 64), np.int64)
+        sizes = (self.trees.starts[1:] - self.trees.starts[:-1])[self.has_tree]
+        masks = np.empty((num_rows, (int(sizes.max(initial=0)) + 63) // 64), np.int64)
         trees = self.trees.parent, self.trees.starts, self.depth, self.has_tree, self.first_rows
         batch_masks(*trees, starts, positions.numpy(), prefix, masks)
         return partial(

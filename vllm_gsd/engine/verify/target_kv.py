@@ -17,7 +17,12 @@ class TargetKV(ABC):
 
     def __init__(self, layers: list[Any]):
         self.layers = layers
-        self.caches = [layer.kv_cache for layer in layers]
+        # Some layers read the cache of an earlier one: what it holds must be moved once, not once for each of them.
+        owners: dict[int, Any] = {}
+        for layer in layers:
+            owners.setdefault(layer.kv_cache.data_ptr(), layer)
+        self.owners = list(owners.values())
+        self.caches = [layer.kv_cache for layer in self.owners]
 
     @abstractmethod
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
@@ -37,7 +42,8 @@ class CPUTargetKV(TargetKV):
 
         super().__init__(layers)
         self.layouts = [
-            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype) for layer in layers
+            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype)
+            for layer in self.owners
         ]
         if all(layout is self.layouts[0] for layout in self.layouts):
             del self.layouts[1:]  # one stands for all
@@ -73,15 +79,8 @@ def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[st
         layers: attention layers by name, their caches allocated.
         names: of the group's layers.
         draft_layers: names of those to leave out.
-
-    Raises:
-        ValueError: a layer's backend would attend graphs as if they were chains.
     """
-    kept = {name: layers[name] for name in names if name not in set(draft_layers)}
-    if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":
-        return CPUTargetKV(list(kept.values()))
-    from vllm_gsd.engine.attention.cuda import require_tree_backend
-
-    for name in names:
-        require_tree_backend(layers[name].attn_backend, name)
-    return PagedTargetKV(list(kept.values()))
+    kept = [layers[name] for name in names if name not in set(draft_layers)]
+    if kept[0].attn_backend.get_name() == "CPU_ATTN":
+        return CPUTargetKV(kept)
+    return PagedTargetKV(kept)

@@ -1,8 +1,9 @@
 """Attention of the rows of token trees over a paged KV cache.
 
-A request's keys are its committed tokens (the *prefix*, logical indices ``[0, prefix)``) and the nodes of its
-tree (*slots* 0, 1... at logical indices ``prefix + slot``). A row attends the whole prefix and the slots that
-its mask names: for a node, itself and its ancestors.
+A request's keys are its text (the *prefix*, logical indices ``[0, prefix)``) and the nodes of its tree (*slots* 0, 1...
+at logical indices ``prefix + slot``). A row attends the prefix up to its own position, and the slots that its mask
+names: for a node all of the prefix, itself and its ancestors; for a row of text, whose key lies in the prefix, no slot.
+So a prompt of any length needs no mask.
 
     s[key] = scale * q . k[key];  with softcap: s = softcap * tanh(s / softcap)
     out = sum(e^s[key] * v[key]) / (sum(e^s[key]) + e^sink)        over the keys that the row attends
@@ -45,11 +46,11 @@ def tree_attention(
             ``block_table[r, i // block_size]``, slot ``i % block_size``.
         query_start_loc: int32 ``[num_reqs + 1]``; request r has rows ``[start[r], start[r + 1])``.
         prefix_lens: int32 ``[num_reqs]``.
-        positions: int64 ``[num_rows]``, each row's position in its sequence; read only for a sliding window.
-        tree_mask: int64 ``[num_rows, words]``; bit j of word w: the row attends slot ``64 * w + j``.
+        positions: int64 ``[num_rows]``, each row's position in its sequence.
+        tree_mask: int64 ``[num_rows, words]``; bit j of word w: the row attends slot ``64 * w + j``. May have no words.
         scale: factor of the scores.
-        sliding_window: a row at position p attends the prefix's keys i with ``p - i < sliding_window``; -1 or
-            0: all. Slots are not windowed: leave those that are too far away out of the mask.
+        sliding_window: a row at position p attends the prefix's keys i <= p with ``p - i < sliding_window``; -1 or
+            0: all of them. Slots are not windowed: leave those that are too far away out of the mask.
         softcap: 0: none.
         alibi_slopes: unsupported.
         sinks: ``[num_heads]``, a logit that takes part in each head's softmax without a value.
@@ -123,9 +124,9 @@ def tree_attention_reference(
 def _attended(prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int) -> torch.Tensor:
     """Booleans ``[rows, prefix + 64 * words]``: which logical index each row attends."""
     index = torch.arange(prefix, device=positions.device)
-    in_prefix = torch.ones(len(positions), prefix, dtype=torch.bool, device=positions.device)
+    in_prefix = index <= positions.unsqueeze(1)
     if sliding_window > 0:
-        in_prefix = positions.unsqueeze(1) - index < sliding_window
+        in_prefix &= positions.unsqueeze(1) - index < sliding_window
     bits = torch.arange(64, device=positions.device)
     in_tree = (tree_mask.unsqueeze(2) >> bits & 1).bool().flatten(1)
     return torch.cat([in_prefix, in_tree], dim=1)

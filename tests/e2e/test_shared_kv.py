@@ -1,0 +1,71 @@
+"""Targets whose last layers read the KV cache of earlier ones (Gemma 3n, Gemma 4): plain vLLM's tokens, with graphs."""
+
+import contextlib
+
+import pytest
+import torch
+from engine_process import Engine, draft_every_level, run
+from tiny_pair import VOCAB_SIZE
+
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "intermediate_size": 128,
+    "num_hidden_layers": len(LAYERS),
+    "layer_types": LAYERS,
+    "num_kv_shared_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "sliding_window": 64,
+    "initializer_range": 0.12,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# Class in transformers, and what is its own.
+FAMILIES = {
+    "Gemma3n": {"laurel_rank": 8, "activation_sparsity_pattern": None},
+    "Gemma4": {"global_head_dim": 64},
+}
+
+
+def build(folder, family):
+    """A random target whose last two layers share KV, and a draft alike that mostly agrees with it."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}TextConfig")(**SHAPE, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model.save_pretrained(folder / "target")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight += 0.04 * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_plain_vllm(tmp_path, family, random_prompts, tiny_pair):
+    """With a draft that shares KV too, and with one whose nodes are hardly ever accepted."""
+    target, draft = build(tmp_path, family)
+    prompts = random_prompts(8, 10, 90)
+    params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    answers, moved = [], []
+    for model in (None, draft, tiny_pair.draft):
+        config = {"method": "gsd", "model": str(model), "num_speculative_tokens": 16}
+        with contextlib.closing(
+            Engine(target, config if model else None, [draft_every_level] if model else [], skip_tokenizer_init=True)
+        ) as engine:
+            answers.append(run(engine, prompts, params))
+            moved.append(engine.metrics().get("gsd_kv_rows_moved"))
+            print({k: v for k, v in engine.metrics().items() if "gsd_" in k})
+    plain, agreeing, random = answers
+    assert moved[1] > 50 and moved[2] > 0
+    assert agreeing == plain
+    assert random == plain

@@ -1,0 +1,88 @@
+"""A model's attention layers, which are asked what they do before anything is verified with them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """All layers with a KV cache or a state that have been built so far, by name."""
+    layer_type: Any = AttentionLayerBase
+    return get_layers_from_vllm_config(vllm_config, layer_type)
+
+
+def check_target_layers(layers: Mapping[str, Any], nodes: int, v2: bool) -> None:
+    """Refuse a target with layers that would attend graphs wrongly, whatever its configuration calls them.
+
+    Args:
+        layers: the target's, by name.
+        nodes: most nodes of a graph; those that one step verifies are attended without regard to a window.
+        v2: whether they run in Model Runner V2.
+
+    Raises:
+        GSDConfigError: naming the first such layer and what it does.
+    """
+    check_draft_layers(layers)
+    for name, layer in layers.items():
+        window = window_of(layer.impl)
+        if window is None:
+            continue
+        if v2:
+            _refuse(f"sliding-window attention (window {window}) with Model Runner V2 yet", name, _FULL)
+        if window <= nodes:
+            kind = f'sliding-window attention (window {window}) with "num_speculative_tokens" {nodes}'
+            _refuse(kind, name, "set it below the window")
+
+
+def check_draft_layers(layers: Mapping[str, Any]) -> None:
+    """Refuse a model with layers of a kind that cannot attend along graphs.
+
+    Args:
+        layers: by name.
+
+    Raises:
+        GSDConfigError: naming the first such layer and its kind.
+    """
+    for name, layer in layers.items():
+        if type(layer) is not Attention:  # its subclasses choose other keys, or keep other states
+            _refuse(f"attention of class {type(layer).__name__}", name, _OTHER)
+        if not isinstance(layer.impl, AttendsTrees):
+            backend = layer.attn_backend
+            _refuse(
+                f"the attention backend {backend.get_name()} ({backend.__module__}.{backend.__qualname__})",
+                name,
+                "leave --attention-backend out, or set it to FLASH_ATTN or TRITON_ATTN on a GPU",
+            )
+        if layer.attn_type != AttentionType.DECODER:
+            _refuse(f"{AttentionType(layer.attn_type).value} attention", name, _OTHER)
+        if layer.head_size_v != layer.head_size:
+            _refuse(f"values of size {layer.head_size_v} beside keys of size {layer.head_size}", name, _OTHER)
+        if layer.impl.alibi_slopes is not None:
+            _refuse("ALiBi", name, _OTHER)
+        if getattr(layer.impl, "chunk_lookback", -1) > -1:
+            _refuse("chunked attention", name, _OTHER)
+        if (refused := layer.impl.refuses()) is not None:
+            _refuse(refused, name, 'leave "tree_attention" at "kernel"')
+
+
+def window_of(impl: Any) -> int | None:
+    """Keys that each row of a layer attends, its own among them; None: all."""
+    window = impl.sliding_window
+    if isinstance(window, tuple):  # GPUs' backends: how far to the left and to the right, -1: without end
+        window = window[0] + 1
+    return None if window is None or window <= 0 else window
+
+
+_FULL = "use a model with full attention"
+_OTHER = "use a decoder-only text model with vLLM's plain attention layers alone"
+
+
+def _refuse(kind: str, layer: str, instead: str) -> None:
+    raise GSDConfigError(f"gsd does not support {kind} in layer {layer}; {instead}.")
