@@ -11,9 +11,10 @@ import torch
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from vllm_gsd.ops.linear import linear, pack_weight, packs, read_columns
+from vllm_gsd.ops.linear import linear, pack_weight, packing, packs, read_columns
 
-# Beside our options in ``VllmConfig.additional_config``, and so in the name of vLLM's cache of compiled code.
+# Beside our options in ``VllmConfig.additional_config``, and so in the name of vLLM's cache of compiled code. What is
+# compiled has the layout of packed weights in it, and vLLM drops the guards that would notice another one.
 PACKED_KEY = "gsd_packed_weights"
 
 
@@ -24,7 +25,8 @@ class PacksWeights:
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the target, and with it the draft."""
-        self.vllm_config.additional_config[PACKED_KEY] = packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
+        packs_here = packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
+        self.vllm_config.additional_config[PACKED_KEY] = packing() if packs_here else None
         with _packing() as embeddings:
             super().load_model(**kwargs)  # type: ignore[misc]
         model = self.vllm_config.model_config
