@@ -16,7 +16,9 @@ def file(tmp_path):
 def test_only_line_feeds_end_a_line(file, separator):
     """JSON allows all of these within a string, and Python's ``splitlines`` splits at them."""
     text = f"one{separator}two"
-    file.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" + json.dumps({"prompt": "three"}), "utf-8")
+    file.write_text(
+        json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" + json.dumps({"prompt": "three"}), "utf-8"
+    )
     assert [request.chat[0]["content"] for request in read_requests(file)] == [text, "three"]
 
 
