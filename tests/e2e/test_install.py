@@ -27,28 +27,44 @@ print(vllm_gsd.__file__)
 """
 
 
-@pytest.fixture
-def python(tmp_path, monkeypatch) -> Path:
+def make_environment(folder: Path, others: Path) -> Path:
     """A Python with all packages of this one but ours and what builds packages; pip installs beside them."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.chdir(tmp_path)
-    environment, others = tmp_path / "environment", tmp_path / "others"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     others.mkdir()
     ours = ("vllm_gsd", "pip", "setuptools", "_distutils_hack", "distutils-precedence", "pybind11", "ninja", "wheel")
     for package in Path(sysconfig.get_path("purelib")).iterdir():
         if not package.name.lstrip("_").removeprefix("editable_").lstrip("_").startswith(ours):
             (others / package.name).symlink_to(package)
     # Not linked into the environment itself: pip would remove files behind the links, were it to replace a package.
-    next(environment.glob("lib/python*/site-packages")).joinpath("others.pth").write_text(str(others))
-    return environment / "bin/python"
+    next(folder.glob("lib/python*/site-packages")).joinpath("others.pth").write_text(str(others))
+    return folder / "bin/python"
 
 
-def test_installs_and_serves(python, tmp_path, built_in_pair):
-    clone = shutil.copytree(ROOT, tmp_path / "vllm_gsd", symlinks=True, ignore=UNTRACKED)
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_GSD_NO_EXTENSION"}
+@pytest.fixture
+def clone(tmp_path, monkeypatch) -> Path:
+    """The sources as in a clone, where nothing has been built, and no variables that say otherwise."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("VLLM_GSD_NO_EXTENSION", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(ROOT, tmp_path / "vllm_gsd", symlinks=True, ignore=UNTRACKED)
+
+
+def test_a_failed_build_is_told(clone, tmp_path):
+    """One sentence that says what to do, and no stamp that would pass the failure off as done."""
+    make_environment(clone / ".venv", tmp_path / "others")
+    environment = {**os.environ, "CXX": "/bin/false"}
+    done = subprocess.run([clone / "scripts/setup"], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and not done.stdout
+    begun, told = done.stderr.splitlines()
+    assert begun.startswith("setup: installing vLLM")
+    assert told.startswith("setup: the kernels could not be built (") and "VLLM_GSD_NO_EXTENSION=1" in told
+    assert not list((clone / ".venv").glob(".stamp-*"))
+
+
+def test_installs_and_serves(clone, tmp_path, built_in_pair):
+    python = make_environment(tmp_path / "environment", tmp_path / "others")
     install = [python, clone / "scripts/install", "--cpu"]
-    done = subprocess.run(install, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(install, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
     shutil.rmtree(clone)
 
