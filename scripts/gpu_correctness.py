@@ -60,7 +60,7 @@ def _checks(device: torch.device) -> Iterator[dict[str, Any]]:
     except ImportError:
         return
     for dtype in DTYPES[1:]:
-        case = paged_case(rows=(17, 64, 1), prefixes=(3000, 700, 5000), dtype=dtype, device=device)
+        case = paged_case(rows=(17, 64, 1), prefixes=(3000, 700, 5000), block_size=64, dtype=dtype, device=device)
         output = torch.empty_like(case.query)
         xformers_tree_attention(output, *case.inputs)
         ours, exact = case.run()[0].double(), case.exact()[0]

@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Those that take longest, by the log of a whole run: begun last, they would keep one process busy while others have
 # nothing left to do.
 LONGEST = (
+    "test_install",
     "test_tensor_parallel",
     "test_distill",
     "test_bench",

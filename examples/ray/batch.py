@@ -14,6 +14,9 @@ import ray
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 from tqdm import tqdm
 
+ANSWER = ("id", "text", "tokens")
+BEGINNING = b'{"id": '  # of a line of answers
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,18 +33,41 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+def read_lines(path: Path, text: str, keys: tuple[str, ...]) -> list[dict]:
+    """The JSON objects in a file's text, one a line. The job ends if a line is something else or lacks a key."""
+    rows = []
+    # Not splitlines: JSON's strings may hold what else that takes for the end of a line (U+2028).
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not all(key in row for key in keys):
+            raise SystemExit(f"Line {number} of {path} is no JSON object with {' and '.join(keys)}.")
+        rows.append(row)
+    return rows
 
 
 def answered(out: Path) -> set:
-    """Ids that have their answer; an answer that was being written when the job was killed is cut off the file."""
+    """Ids that have their answer; an answer that was being written when the job was killed is cut off the file.
+
+    A file that this program did not write is refused and stays as it is.
+    """
     if not out.exists():
         return set()
-    whole = out.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    os.truncate(out, len(whole))
-    return {answer["id"] for answer in read_lines(out)}
+    content = out.read_bytes()
+    end = content.rfind(b"\n") + 1
+    whole, rest = content[:end], content[end:]
+    try:
+        answers = read_lines(out, whole.decode(), ANSWER)
+    except UnicodeDecodeError:
+        raise SystemExit(f"{out} is no text, but must be a file of answers or not exist.") from None
+    if not (rest.startswith(BEGINNING) or BEGINNING.startswith(rest)):
+        raise SystemExit(f"{out} ends with something that is no answer, but must be a file of answers or not exist.")
+    os.truncate(out, end)
+    return {answer["id"] for answer in answers}
 
 
 def processor(args: argparse.Namespace):
@@ -79,7 +105,7 @@ def processor(args: argparse.Namespace):
 
 def main() -> None:
     args = arguments()
-    prompts = read_lines(args.prompts)
+    prompts = read_lines(args.prompts, args.prompts.read_text("utf-8-sig"), ("id", "prompt"))
     if len({row["id"] for row in prompts}) < len(prompts):
         raise SystemExit(f"In {args.prompts}, some ids are given twice, but each must be given once.")
     done = answered(args.out)
@@ -92,7 +118,7 @@ def main() -> None:
     bar = tqdm(total=len(prompts), initial=len(prompts) - len(missing), unit="prompt")
     with args.out.open("a") as out, bar:
         for answer in processor(args)(dataset).iter_rows():
-            out.write(json.dumps(answer) + "\n")
+            out.write(json.dumps({key: answer[key] for key in ANSWER}) + "\n")
             out.flush()
             bar.update()
 

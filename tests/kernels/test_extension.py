@@ -1,10 +1,14 @@
 """With and without the compiled extension: the same answers, and never vLLM."""
 
+import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vllm_gsd.ops import HAVE_EXTENSION
 
 PROGRAM = """
 import sys
@@ -39,3 +43,11 @@ def test_ops_work(blocked):
     program = PROGRAM.format(blocked=blocked, folder=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_was_to_be_built_is_there():
+    """Else every test of a kernel would be skipped, or would test the code that stands in for it."""
+    if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
+        pytest.skip("VLLM_GSD_NO_EXTENSION=1 asks for no compiled kernels")
+    assert HAVE_EXTENSION, "vllm_gsd._C is missing or does not load; run scripts/setup"
+    assert importlib.util.find_spec("vllm_gsd._core"), "vllm_gsd._core is missing; run scripts/setup"

@@ -1,7 +1,13 @@
-"""Tree attention through xformers, with PyTorch in the place of its kernels: same shapes, same meaning."""
+"""Tree attention through xformers, with PyTorch in the place of its kernels: same shapes, same meaning.
 
+Once with names of our own, and once with the real package, whose own masks and checks say whether it is called rightly.
+"""
+
+import importlib.util
+import inspect
 import itertools
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,7 +16,7 @@ import torch
 from vllm_gsd.ops.attention.paged import paged_tree_attention_reference
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
 
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 4
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 64
 
 
 class PagedMask(SimpleNamespace):
@@ -62,22 +68,75 @@ def xformers(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def inputs(dtype=torch.float16, physical="nhd"):
+@pytest.fixture
+def real_xformers(monkeypatch):
+    """The real package with PyTorch in the place of the two functions that start kernels: the arguments they got."""
+    folder = Path(sys.prefix) / "triton"  # where scripts/setup puts it, beside Triton and out of everybody else's sight
+    if importlib.util.find_spec("xformers") is None:
+        if not (folder / "xformers").is_dir():
+            pytest.skip("xformers is not installed; scripts/setup does it")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+        monkeypatch.setitem(sys.modules, "triton", None)
+    fmha = load_xformers()
+    monkeypatch.setattr(fmha, "memory_efficient_attention_partial", RealPartial(fmha))
+    monkeypatch.setattr(fmha, "merge_attentions", RealMerge(fmha))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "xformers"]:
+        del sys.modules[name]
+
+
+class RealPartial:
+    """Attention with whatever bias the package's mask stands for, if the real function would take the call."""
+
+    def __init__(self, fmha):
+        self.fmha, self.signature = fmha, inspect.signature(fmha.memory_efficient_attention_partial)
+
+    def __call__(self, *args, **kwargs):
+        given = self.signature.bind(*args, **kwargs).arguments
+        query, key, value, bias, op = (given[name] for name in ("query", "key", "value", "attn_bias", "op"))
+        assert op is self.fmha.triton_splitk.FwOp
+        asked = self.fmha.Inputs(query=query, key=key, value=value, attn_bias=bias, scale=given["scale"])
+        asked.validate_inputs()
+        reasons = op.not_supported_reasons(asked)
+        assert all("device" in reason or "triton" in reason for reason in reasons), reasons
+        if not isinstance(bias, torch.Tensor):
+            padded = len(bias.block_tables) * bias.block_tables.shape[1] * bias.page_size
+            mask = bias.materialize((query.shape[1], padded), torch.float64)
+            bias = torch.full((query.shape[1], key.shape[1]), -torch.inf, dtype=torch.float64)
+            bias[:, : mask.shape[1]] = mask
+            bias = bias.expand(1, 1, 1, -1, -1)
+        parts = [dense(*each, given["scale"]) for each in zip(query, key, value, bias, strict=True)]
+        return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+class RealMerge:
+    """Merging in PyTorch, if the real function would take the call."""
+
+    def __init__(self, fmha):
+        self.signature = inspect.signature(fmha.merge_attentions)
+
+    def __call__(self, *args, **kwargs):
+        return merge(**self.signature.bind(*args, **kwargs).arguments)
+
+
+def inputs(dtype=torch.float16, physical="nhd", block_size=BLOCK_SIZE):
     """Graphs of 3, 0 and 2 rows; the masks' words reach far behind the block tables."""
     random = torch.Generator().manual_seed(0)
-    kv_cache = torch.randn(12, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE, generator=random).to(dtype)
+    kv_cache = torch.randn(12, block_size, KV_HEADS, 2 * HEAD_SIZE, generator=random).to(dtype)
     if physical == "hnd":
         kv_cache = kv_cache.transpose(1, 2).contiguous().transpose(1, 2)
     key, value = kv_cache.split(HEAD_SIZE, -1)
     return (
         torch.randn(6, HEADS, HEAD_SIZE, generator=random).to(dtype), key, value,
         torch.tensor([[3, 1, 5, 7], [0, 0, 0, 0], [6, 2, 0, 0]], dtype=torch.int32),
-        torch.tensor([0, 3, 3, 5], dtype=torch.int32), torch.tensor([10, 4, 5], dtype=torch.int32),
-        torch.tensor([10, 11, 11, 5, 6, 0]), torch.tensor([[1], [3], [5], [1], [3], [0]]), 0.2,
+        torch.tensor([0, 3, 3, 5], dtype=torch.int32), torch.tensor([250, 4, 70], dtype=torch.int32),
+        torch.tensor([250, 251, 251, 70, 71, 0]), torch.tensor([[1], [3], [5], [1], [3], [0]]), 0.2,
     )  # fmt: skip
 
 
-def test_equals_the_reference(xformers):
+@pytest.mark.parametrize("package", ["xformers", "real_xformers"])
+def test_equals_the_reference(package, request):
+    request.getfixturevalue(package)
     arguments = inputs()
     output, exact = torch.full_like(arguments[0], 7.0), torch.full(arguments[0].shape, 7.0, dtype=torch.float64)
     xformers_tree_attention(output, *arguments)
@@ -94,6 +153,7 @@ def test_equals_the_reference(xformers):
         ({}, {"sinks": torch.zeros(4)}, "sinks"),
         ({"dtype": torch.float32}, {}, "float32"),
         ({"physical": "hnd"}, {}, "heads before tokens"),
+        ({"block_size": 16}, {}, "blocks of 16 tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

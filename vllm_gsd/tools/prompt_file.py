@@ -27,7 +27,8 @@ def read_requests(path: Path) -> list[Request]:
         PromptsError: the file is missing, empty, or a line is none of these.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Lines end at line feeds only: JSON's strings may hold what else `splitlines` takes for an end (U+2028).
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsError(f"The prompt file {str(path)!r} cannot be read ({error}).") from error
     requests = [_request(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -54,7 +55,7 @@ def token_ids_of(tokenizer: Any, chat: Chat) -> list[int]:
 def _request(line: str, number: int, path: Path) -> Request:
     try:
         row: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than any prompt
         row = None
     if isinstance(row, dict):
         category = str(row.get("category") or "")

@@ -90,9 +90,12 @@ def options_of(vllm_config: Any) -> GSDConfig | None:
     return None if options is None else GSDConfig.model_validate(options)
 
 
-def note_packed_weights(vllm_config: Any, packed: bool) -> None:
-    """Say in an engine's configuration whether weights are packed for our kernel: compiled code depends on it."""
-    vllm_config.additional_config[_PACKED_KEY] = packed
+def note_packed_weights(vllm_config: Any, packing: Any) -> None:
+    """Say in an engine's configuration how weights are packed for our kernel, None if they are not.
+
+    Compiled code has the layout of packed weights in it, and vLLM drops the guards that would notice another one.
+    """
+    vllm_config.additional_config[_PACKED_KEY] = packing
 
 
 def opts_out(sampling_params: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from vllm_gsd.ops.attention.paged import check_inputs
 
 _HEAD_SIZES = (16, 32, 64, 128, 256)
+_PAGE = 64  # its split-K kernel's ``BLOCK_N``: it reads so many keys of a page at once
 
 
 def load_xformers():
@@ -50,9 +51,9 @@ def xformers_tree_attention(
 ) -> None:
     """What :func:`vllm_gsd.ops.attention.paged.paged_tree_attention` writes, by xformers.
 
-    Takes bfloat16 and float16 with a cache of the same dtype, tokens before heads in memory (vLLM's NHD layout), and
-    head sizes 16 to 256 that are powers of two, on an SM80 or newer. Reads lengths on the host, hence is not
-    capture-safe.
+    Takes bfloat16 and float16 with a cache of the same dtype, tokens before heads in memory (vLLM's NHD layout), blocks
+    of a multiple of 64 tokens, and head sizes 16 to 256 that are powers of two, on an SM80 or newer. Reads lengths on
+    the host, hence is not capture-safe.
 
     Raises:
         ImportError: xformers is missing.
@@ -128,6 +129,7 @@ def _refuse(query, key_cache, sliding_window, softcap, sinks) -> None:
         (f"{query.dtype}", query.dtype == torch.float32),
         (f"head size {query.shape[2]}", query.shape[2] not in _HEAD_SIZES),
         ("a cache with heads before tokens in memory", not _flat(key_cache)),
+        (f"blocks of {key_cache.shape[1]} tokens (a multiple of {_PAGE} it does)", key_cache.shape[1] % _PAGE != 0),
     ):
         if asked:
             raise ValueError(f"tree attention by xformers does not support {name}; choose another implementation")

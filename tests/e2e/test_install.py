@@ -1,0 +1,90 @@
+"""Installed by the documented command into an environment that has vLLM, the package has its kernels and serves."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from pathlib import Path
+
+import pytest
+from patience import SECONDS
+from serve_process import serving
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+# What a clone does not have.
+UNTRACKED = shutil.ignore_patterns(
+    ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.so", "build", "out", "shared"
+)
+LOOK = """
+import vllm_gsd, vllm_gsd._core
+from vllm_gsd.ops import HAVE_EXTENSION
+assert HAVE_EXTENSION
+print(vllm_gsd.__file__)
+"""
+
+
+def make_environment(folder: Path, others: Path) -> Path:
+    """A Python with all packages of this one but ours and what builds packages; pip installs beside them."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    others.mkdir()
+    ours = ("vllm_gsd", "pip", "setuptools", "_distutils_hack", "distutils-precedence", "pybind11", "ninja", "wheel")
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if not package.name.lstrip("_").removeprefix("editable_").lstrip("_").startswith(ours):
+            (others / package.name).symlink_to(package)
+    # Not linked into the environment itself: pip would remove files behind the links, were it to replace a package.
+    next(folder.glob("lib/python*/site-packages")).joinpath("others.pth").write_text(str(others))
+    return folder / "bin/python"
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch) -> Path:
+    """The sources as in a clone, where nothing has been built, and no variables that say otherwise."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("VLLM_GSD_NO_EXTENSION", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(ROOT, tmp_path / "vllm_gsd", symlinks=True, ignore=UNTRACKED)
+
+
+def test_a_failed_build_is_told(clone, tmp_path):
+    """One sentence that says what to do, and no stamp that would pass the failure off as done."""
+    make_environment(clone / ".venv", tmp_path / "others")
+    environment = {**os.environ, "CXX": "/bin/false"}
+    done = subprocess.run([clone / "scripts/setup"], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and not done.stdout
+    begun, told = done.stderr.splitlines()
+    assert begun.startswith("setup: installing vLLM")
+    assert told.startswith("setup: the kernels could not be built (") and "VLLM_GSD_NO_EXTENSION=1" in told
+    assert not list((clone / ".venv").glob(".stamp-*"))
+
+
+def test_installs_and_serves(clone, tmp_path, built_in_pair):
+    python = make_environment(tmp_path / "environment", tmp_path / "others")
+    install = [python, clone / "scripts/install", "--cpu"]
+    done = subprocess.run(install, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    shutil.rmtree(clone)
+
+    found = subprocess.run([python, "-c", LOOK], check=True, capture_output=True, text=True, timeout=SECONDS).stdout
+    assert Path(found.strip()).is_relative_to(python.parents[1])
+
+    (tmp_path / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(built_in_pair.draft)}))
+    command = [python, "-m", "vllm.entrypoints.cli.main"]  # what the command `vllm` starts
+    options = {"speculative_config": tmp_path / "gsd.json"}
+    with serving(built_in_pair.target, tmp_path, command=command, **options) as server:
+        server.wait()
+        asked = {
+            "model": "target",
+            "prompt": "One, two, three, one, two, three, one,",
+            "max_tokens": 16,
+            "temperature": 0,
+        }
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 16
+        assert server.counter("vllm:spec_decode_num_drafts") > 0

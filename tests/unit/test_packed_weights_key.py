@@ -1,0 +1,68 @@
+"""Code that was compiled for one layout of packed weights is never taken from vLLM's cache for another."""
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+
+from vllm_gsd.cpu import linear as ops_linear
+from vllm_gsd.cpu import packed_weights
+from vllm_gsd.cpu.linear import pack_weight
+from vllm_gsd.cpu.packed_weights import PACKED_KEY, PacksWeights
+
+WEIGHT = torch.arange(64 * 2).view(64, 2).to(torch.bfloat16)  # four panels
+
+
+@pytest.fixture
+def load(monkeypatch, isa_and_threads):
+    """Load a model of one weight: the width of its groups, and the config's key and name in vLLM's cache."""
+    monkeypatch.setattr(packed_weights, "packs_weights", lambda weight: True)
+
+    class Base:
+        def load_model(self):
+            self.packed = pack_weight(WEIGHT)
+
+    class Worker(PacksWeights, Base):
+        pass
+
+    def run(isa: int, threads: int):
+        isa_and_threads(isa, threads)
+        worker = Worker()
+        worker.vllm_config = VllmConfig(additional_config={"gsd": {}})
+        # No head is tied here, and what the model is does not matter.
+        monkeypatch.setattr(packed_weights, "_pack_lm_heads", lambda embeddings: None)
+        monkeypatch.setattr(worker.vllm_config, "model_config", type("Model", (), {"head_dtype": 0, "dtype": 0}))
+        worker.load_model()
+        key = worker.vllm_config.additional_config[PACKED_KEY]
+        name = VllmConfig(additional_config=worker.vllm_config.additional_config).compute_hash()
+        return worker.packed.shape[2], key, name
+
+    return run
+
+
+@pytest.fixture
+def isa_and_threads(monkeypatch):
+    """Pretend another processor and number of threads; the layout is made in PyTorch."""
+
+    def pretend(isa: int, threads: int) -> None:
+        monkeypatch.setattr(ops_linear, "_isa", lambda: isa)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((3, 1), (3, 4)), ((3, 1), (2, 1)), ((2, 1), (1, 1))],
+    ids=["threads", "bf16 and avx512", "avx512 and avx2"],
+)
+def test_two_widths_have_two_keys(load, one, other):
+    widths, keys, names = zip(load(*one), load(*other), strict=True)
+    assert widths[0] != widths[1]
+    assert keys[0] != keys[1] and names[0] != names[1]
+    assert load(*one)[1:] == (keys[0], names[0])
+
+
+def test_nothing_packed(load, monkeypatch):
+    packed = load(3, 1)
+    monkeypatch.setattr(packed_weights, "packs_weights", lambda weight: False)
+    assert load(3, 1)[1] is None and load(3, 1)[2] != packed[2]
