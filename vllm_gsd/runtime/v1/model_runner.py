@@ -5,14 +5,12 @@ positions by depth; ``_build_attention_metadata`` adds the tree mask; the target
 ``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
 """
 
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
-from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
@@ -25,6 +23,7 @@ from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.tree_rows import serves_chains
 from vllm_gsd.runtime.v1.plan import plan_step
+from vllm_gsd.runtime.v1.processors import stop_tokens, tell_of_processors
 from vllm_gsd.runtime.v1.walk import walk
 
 NO_ROWS = torch.empty(0, dtype=torch.int32)
@@ -39,9 +38,7 @@ class GraphModelRunner(CPUModelRunner):
         self.masks_chains = serves_chains(self.device, self.model_config)
         self.drafter.bind(self)
         self.all_rows = torch.arange(self.max_num_tokens)
-        self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
-            entry_points(group=LOGITSPROCS_GROUP)
-        )
+        tell_of_processors(self.input_batch.logitsprocs)
 
     @property
     def speculation(self) -> Speculation:
@@ -176,7 +173,8 @@ class GraphModelRunner(CPUModelRunner):
                 self.input_batch.sampling_metadata,
                 step.trees,
                 [request.output_token_ids for request in requests],
-                stateful=self.custom_processors or any(map(_has_processor, requests)),
+                stateful=any(map(_has_processor, requests)),
+                stops=(stop_tokens(request.sampling_params) for request in requests),
             )
         with self.drafter.stats.timed("compaction_seconds"):
             self._compact(step, places)
