@@ -112,7 +112,7 @@ NAN_PLACES = [[0], [2], [700], [4095], [4096], [8998], [8999], [5, 6000], range(
 def test_rows_with_nan_have_no_probabilities(isa, op, places, dtype):
     """Nor do those with +inf, and no other row minds."""
     logits = (4 * torch.randn(5, 9000)).to(dtype)
-    healthy = topk_softmax_reference(logits[::2], 8)
+    healthy, _ = op(logits, 8)
     logits[1, list(places)], logits[3, list(places)] = torch.nan, torch.inf
     masked = logits.clone()
     masked[1] = torch.where(masked[1].isnan(), torch.nan, -torch.inf)
@@ -120,8 +120,7 @@ def test_rows_with_nan_have_no_probabilities(isa, op, places, dtype):
         probs, ids = op(given_logits, 8)
         assert probs[1::2].count_nonzero() == 0
         assert ((ids >= 0) & (ids < 9000)).all()
-        torch.testing.assert_close(probs[::2], healthy[0], rtol=1e-6, atol=1e-30)
-        assert (probs[::2, 0] > 0).all()
+        assert torch.equal(probs[::2], healthy[::2]) and (healthy[:, 0] > 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
