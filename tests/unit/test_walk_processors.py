@@ -125,7 +125,7 @@ def walked(sampler, model, requests, trees, kind, stops=()):
 @pytest.mark.parametrize("kind", KINDS)
 def test_asked_once_for_every_token(sampler, kind, what):
     lengths, unlike = [], 0
-    for seed in SEEDS:
+    for seed in SEEDS[:12]:
         model, requests, trees = random_batch(seed, sampling, *PARAMETERS[what])
         emitted, places, processor = walked(sampler, model, requests, trees, kind)
         for number, (request, tree, tokens) in enumerate(zip(requests, trees, emitted, strict=True)):
