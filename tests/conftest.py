@@ -30,6 +30,12 @@ LONGEST = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For ``e2e/test_fuzz.py``; ``scripts/fuzz`` gives them."""
+    parser.addoption("--examples", type=int, default=200, help="batches that the fuzzer tries")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="what the fuzzer draws them from")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The rest stays in its order."""
     places = {name: place for place, name in enumerate(LONGEST)}

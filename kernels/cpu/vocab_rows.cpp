@@ -78,8 +78,8 @@ void merge_row(const Found& found, int64_t first, int64_t chunks, int64_t k, flo
   for (int64_t c = first; c < first + chunks; ++c)
     if (found.sum[c] != 0.0f) total += found.sum[c] * std::exp(found.values[c * k] - highest);
   for (int64_t i = 0; i < k; ++i) {
-    // A row of nothing but -inf has no softmax: NaN, as torch.softmax gives.
-    probs[i] = total > 0 ? std::exp(values[i] - highest) / total : std::numeric_limits<float>::quiet_NaN();
+    // Nothing but -inf, or a NaN or +inf among the logits: there is no softmax.
+    probs[i] = total > 0 ? std::exp(values[i] - highest) / total : 0.0;
     ids[i] = best[i];
   }
 }
@@ -121,7 +121,9 @@ void argmax_of_walks(const at::Tensor& logits, const Trees& trees, int64_t* ids)
     std::vector<float> highest(in.chunks);
     const auto sample = [&](int64_t r) {
       for (int64_t c = 0; c < in.chunks; ++c) highest[c] = kernels.highest(in.row(r), c * kChunk, in.chunk_end(c));
-      const int64_t chunk = std::max_element(highest.begin(), highest.end()) - highest.begin();
+      int64_t chunk = 0;
+      for (int64_t c = 1; c < in.chunks && !std::isnan(highest[chunk]); ++c)
+        if (highest[c] > highest[chunk] || std::isnan(highest[c])) chunk = c;
       return ids[r] = kernels.first_equal(in.row(r), chunk * kChunk, in.chunk_end(chunk), highest[chunk]);
     };
     for (int64_t t = begin; t < end; ++t) {

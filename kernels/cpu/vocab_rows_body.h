@@ -39,56 +39,82 @@ static void offer_chunk(TopList& top, const T* row, int64_t begin, int64_t end) 
   offer_range(top, row, i, end);
 }
 
-// In stretches that are summed before they join the total: fewer roundings, and independent of each other.
+// In stretches that are summed before they join the total: fewer roundings, and independent of each other. `exp_of` knows
+// no NaN, so they are looked for beside it: with one among the terms the sum is NaN.
 template <typename T>
 static float sum_of_exp(const T* row, int64_t begin, int64_t end, float highest) {
   constexpr int kStretch = 64 * kLanes;
   vf sum[4] = {};
+  vi nan = {};
+  const auto term = [&](vf below) {
+    nan |= below != below;
+    return exp_of(below);
+  };
   int64_t i = begin;
   for (; i + kStretch <= end; i += kStretch) {
     vf part[4] = {};
     for (int64_t j = i; j < i + kStretch; j += 4 * kLanes)
-      for (int n = 0; n < 4; ++n) part[n] += exp_of(load(row + j + n * kLanes) - highest);
+      for (int n = 0; n < 4; ++n) part[n] += term(load(row + j + n * kLanes) - highest);
     for (int n = 0; n < 4; ++n) sum[n] += part[n];
   }
-  for (; i + kLanes <= end; i += kLanes) sum[0] += exp_of(load(row + i) - highest);
+  for (; i + kLanes <= end; i += kLanes) sum[0] += term(load(row + i) - highest);
   if (i < end) {
     vf rest = splat(-std::numeric_limits<float>::infinity());
     for (int n = 0; i + n < end; ++n) rest[n] = static_cast<float>(row[i + n]) - highest;
-    sum[1] += exp_of(rest);
+    sum[1] += term(rest);
   }
+  if (any_of(nan)) return std::numeric_limits<float>::quiet_NaN();
   return sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// Fills the chunk's top k and returns the sum of e^(logit - highest logit of the chunk).
+// Fills the chunk's top k and returns the sum of e^(logit - highest logit of the chunk): 0 for nothing but -inf, NaN where
+// there is a NaN or +inf.
 template <typename T>
 static float scan_chunk(const T* row, int64_t begin, int64_t end, int64_t k, float* values, int32_t* ids,
                         int64_t& count) {
   TopList top{values, ids, k, 0};
   offer_chunk(top, row, begin, end);
   count = top.count;
-  if (values[0] == -std::numeric_limits<float>::infinity()) return 0.0f;
-  return sum_of_exp(row, begin, end, values[0]);
+  // Differences to -inf would be NaN.
+  const bool nothing = values[0] == -std::numeric_limits<float>::infinity();
+  return sum_of_exp(row, begin, end, nothing ? 0.0f : values[0]);
 }
 
+// The highest element; NaN where there is one, as torch.argmax ranks it above all numbers.
 template <typename T>
 static float highest_of_chunk(const T* row, int64_t begin, int64_t end) {
   vf high[4];
+  vi nan = {};
   for (vf& h : high) h = splat(-std::numeric_limits<float>::infinity());
   int64_t i = begin;
   for (; i + 4 * kLanes <= end; i += 4 * kLanes)
-    for (int n = 0; n < 4; ++n) high[n] = max_of(load(row + i + n * kLanes), high[n]);
+    for (int n = 0; n < 4; ++n) {
+      const vf v = load(row + i + n * kLanes);
+      nan |= v != v;
+      high[n] = max_of(v, high[n]);
+    }
+  if (any_of(nan)) return std::numeric_limits<float>::quiet_NaN();
   float highest = highest_lane(max_of(max_of(high[0], high[1]), max_of(high[2], high[3])));
-  for (; i < end; ++i) highest = std::max(highest, static_cast<float>(row[i]));
+  for (; i < end; ++i) {
+    const float v = static_cast<float>(row[i]);
+    if (v != v) return v;
+    highest = std::max(highest, v);
+  }
   return highest;
 }
 
-// The first index in [begin, end) whose element is `wanted`; `begin` if there is none.
+// The first index in [begin, end) whose element is the highest one, `wanted`; `begin` if there is none.
 template <typename T>
 static int64_t first_equal(const T* row, int64_t begin, int64_t end, float wanted) {
   int64_t i = begin;
-  while (i + kLanes <= end && !any_of(load(row + i) == wanted)) i += kLanes;
-  for (; i < end; ++i)
-    if (static_cast<float>(row[i]) == wanted) return i;
+  // An element is NaN only where `wanted` is.
+  for (; i + kLanes <= end; i += kLanes) {
+    const vf v = load(row + i);
+    if (any_of((v == wanted) | (v != v))) break;
+  }
+  for (; i < end; ++i) {
+    const float v = static_cast<float>(row[i]);
+    if (v == wanted || v != v) return i;
+  }
   return begin;
 }

@@ -1,14 +1,11 @@
-"""The contracts of ``test_upstream`` against the sources of another vLLM, read and not imported.
+"""The contracts of ``test_upstream`` against the sources of the next vLLM, read and not imported.
 
-    VLLM_SOURCES=.../vllm python -m pytest tests/contract
-
-where the folder is that of a wheel's Python files (``pip download vllm==0.33.0 --no-deps``, then unzip).
+``scripts/fetch_vllm_sources`` downloads them; ``VLLM_SOURCES=.../vllm`` names those of another version instead.
 ``test_upstream_v2`` reads them too. What differs is told apart in ``vllm_gsd/upstream``.
 """
 
 import ast
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
@@ -17,13 +14,10 @@ import test_upstream
 from vllm_gsd.upstream.inventory import PATCHES
 from vllm_gsd.upstream.symbols import problem_in
 
-SOURCES = os.environ.get("VLLM_SOURCES")
-pytestmark = pytest.mark.skipif(not SOURCES, reason="VLLM_SOURCES does not name another vLLM's sources")
 
-
-def definition(symbol):
+def definition(sources: Path, symbol):
     """The other version's definition of an imported function or class, which may have moved to a base class."""
-    path = Path(SOURCES, *symbol.__module__.split(".")[1:])
+    path = Path(sources, *symbol.__module__.split(".")[1:])
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     node: ast.AST = ast.parse(path.read_text())
     for part in symbol.__qualname__.split("."):
@@ -40,10 +34,11 @@ def definition(symbol):
 @pytest.mark.parametrize(
     ("function", "expected"), test_upstream.SIGNATURES, ids=lambda value: getattr(value, "__qualname__", "")
 )
-def test_signature(function, expected):
-    given = definition(function).args
-    arguments = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-    assert [a.arg for a in arguments if a is not None and a.arg not in ("self", "cls")] == expected
+def test_signature(next_sources, function, expected):
+    found = definition(next_sources, function).args
+    ordered = [*found.posonlyargs, *found.args, found.vararg, *found.kwonlyargs, found.kwarg]
+    names = [argument.arg for argument in ordered if argument is not None]
+    assert [name for name in names if name not in ("self", "cls")] == expected
 
 
 # Of the others the definition is no statement of the named class.
@@ -56,9 +51,9 @@ FIELDS = next(mark for mark in test_upstream.test_fields.pytestmark if mark.name
 
 
 @pytest.mark.parametrize(("cls", "needed"), FIELDS)
-def test_fields(cls, needed):
+def test_fields(next_sources, cls, needed):
     def fields(kind) -> set[str]:
-        own = {node.target.id for node in definition(kind).body if isinstance(node, ast.AnnAssign)}
+        own = {node.target.id for node in definition(next_sources, kind).body if isinstance(node, ast.AnnAssign)}
         bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
         return own.union(*map(fields, bases))
 
@@ -66,13 +61,13 @@ def test_fields(cls, needed):
 
 
 @pytest.mark.parametrize("patch", READABLE, ids=lambda patch: patch.symbol)
-def test_what_is_changed_is_there(patch):
-    assert problem_in(patch, Path(SOURCES)) is None
+def test_what_is_changed_is_there(next_sources, patch):
+    assert problem_in(patch, Path(next_sources)) is None
 
 
-def test_grammar_masks_are_filled_as_one_of_two_versions_does():
+def test_grammar_masks_are_filled_as_one_of_two_versions_does(next_sources):
     """``upstream.structured`` knows them."""
-    text = Path(SOURCES, "v1/structured_output/__init__.py").read_text()
+    text = Path(next_sources, "v1/structured_output/__init__.py").read_text()
     of_0_32 = "batch: Iterable[tuple[StructuredOutputGrammar, int, bool]]" in text
     of_0_33 = "batch: Iterable[tuple[StructuredOutputGrammar, int, bool, tuple[int, ...]]]" in text
     assert of_0_32 != of_0_33

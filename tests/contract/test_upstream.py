@@ -37,7 +37,12 @@ from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request
-from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    build_logitsprocs,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -380,3 +385,46 @@ def test_rows_that_need_logits(drafts, prompt):
     theirs = super(GraphModelRunner, runner)._calc_spec_decode_metadata(num_drafts, ends)
     assert ours.logits_indices.tolist() == theirs.logits_indices.tolist()
     assert (ours.num_draft_tokens, ours.max_spec_len) == (theirs.num_draft_tokens, theirs.max_spec_len)
+
+
+# --- runtime.v1.processors -----------------------------------------------------------------------------
+
+
+def test_adapters_call_what_they_hold_for_each_row():
+    """The walk takes callables of ended requests out of ``req_info``."""
+    called = []
+
+    class Adapter(AdapterLogitsProcessor):
+        def is_argmax_invariant(self):
+            return False
+
+        def new_req_logits_processor(self, params):
+            return lambda output_ids, logits: called.append(output_ids) or logits
+
+    adapter = Adapter(None, torch.device("cpu"), False)
+    outputs = [[0], [1]]
+    added = [(row, SamplingParams(), None, output) for row, output in enumerate(outputs)]
+    adapter.update_state(BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
+    assert adapter.req_info.keys() == {0, 1}
+    adapter.req_info = {1: adapter.req_info[1]}
+    adapter.update_state(None)
+    adapter.apply(torch.zeros(2, 4))
+    assert len(called) == 1 and called[0] is outputs[1]
+
+
+def test_built_in_processors_are_known_by_their_classes():
+    made = build_logitsprocs(
+        SimpleNamespace(speculative_config=None, scheduler_config=SimpleNamespace(max_num_seqs=4)),
+        torch.device("cpu"),
+        False,
+        False,
+    )
+    assert {type(one) for one in made.all} == set(BUILTIN_LOGITS_PROCESSORS)
+
+
+@pytest.mark.parametrize("places", [[0], [3], [2, 90], range(100)], ids=str)
+def test_the_best_token_beside_nan_is_torchs(places):
+    """``ops.topk_softmax.argmax_of_walks`` makes the same choice."""
+    logits = torch.randn(2, 100)
+    logits[1, list(places)] = torch.nan
+    assert torch.equal(Sampler.greedy_sample(logits), logits.argmax(1))

@@ -1,18 +1,26 @@
 """What ``runtime.v2`` takes from Model Runner V2: an upstream change fails here, by name.
 
 Sources are read, not imported: V2 needs Triton, and its modules must not be imported before a worker has set them up.
-``VLLM_SOURCES`` names the ``vllm`` folder of another version, to see what a move to it would take.
+Those of the installed version and of the next one (``conftest.next_sources``), to see what a move to it would take.
 """
 
 import ast
-import os
+import sys
 from pathlib import Path
 
 import pytest
 import vllm
 
-ROOT = Path(os.environ.get("VLLM_SOURCES") or Path(vllm.__file__).parent)
+INSTALLED = Path(vllm.__file__).parent
+ROOT = INSTALLED
 GPU = "v1/worker/gpu"
+
+
+@pytest.fixture(autouse=True, params=["installed", "next"])
+def sources(request, monkeypatch):
+    """What the tests here read."""
+    root = INSTALLED if request.param == "installed" else request.getfixturevalue("next_sources")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", root)
 
 
 def tree(path: str) -> ast.Module:

@@ -1,6 +1,7 @@
-"""A custom logits processor as a user would write one."""
+"""Custom logits processors as a user would write them; the automatons go on by a state with every call."""
 
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
 class NoStutter:
@@ -23,3 +24,48 @@ class NoStutterProcessor(AdapterLogitsProcessor):
     def new_req_logits_processor(self, params):
         window = (params.extra_args or {}).get("no_stutter")
         return NoStutter(window) if window else None
+
+
+class Automaton:
+    """Forbids every third token, which of them by a state that each call moves on by the token before."""
+
+    def __init__(self, state: int):
+        self.state = state
+
+    def __call__(self, output_ids, logits):
+        self.state = (5 * self.state + (output_ids[-1] if output_ids else 0) + 1) % 1009
+        logits[self.state % 3 :: 3] = -float("inf")
+        return logits
+
+
+class AutomatonProcessor(AdapterLogitsProcessor):
+    """For requests with ``extra_args={"automaton": first state}``."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params):
+        state = (params.extra_args or {}).get("automaton")
+        return Automaton(state) if state else None
+
+
+class BatchAutomatonProcessor(LogitsProcessor):
+    """The same, for a whole batch at once."""
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        self.rows: dict[int, tuple[Automaton, list[int]]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update):
+        def of(params, _, output_ids):
+            state = (params.extra_args or {}).get("automaton")
+            return (Automaton(state), output_ids) if state else None
+
+        process_dict_updates(self.rows, batch_update, of)
+
+    def apply(self, logits):
+        for row, (automaton, output_ids) in self.rows.items():
+            automaton(output_ids, logits[row])
+        return logits

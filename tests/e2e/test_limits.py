@@ -1,8 +1,9 @@
 """Behaviour near the edges: lengths, stops, aborts, a scarce KV cache. Always as plain vLLM, token for token."""
 
+import numpy as np
 import pytest
 from engine_probes import generate_and_abort, state_at_rest
-from engine_process import run
+from engine_process import model_runner, run
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
@@ -201,3 +202,37 @@ def test_nothing_is_left_of_a_thousand_requests(gsd, random_prompts):
     after = gsd.call(state_at_rest)
     assert after == before
     assert not any(count for name, count in after.items() if name != "free_blocks")
+
+
+def one_draft_of_nan(llm) -> None:
+    """Let the draft model's next logits have a NaN in their first row."""
+    model = model_runner(llm).drafter.drafter.model.model
+    compute = model.compute_logits
+
+    def sick(hidden):
+        logits = compute(hidden)
+        logits[0, 5] = float("nan")
+        model.compute_logits = compute
+        return logits
+
+    model.compute_logits = sick
+
+
+def what_was_learned(llm) -> list[float]:
+    """Numbers that steps leave behind for those that follow."""
+    planner = model_runner(llm).drafter.planner
+    learned = planner.calibration.factor, planner.calibration.accepted, planner.children, planner.worth, planner.levels
+    return [float(number) for numbers in learned for number in numbers.ravel()]
+
+
+def test_a_draft_that_emits_nan_once(plain, gsd, prompts):
+    """It is counted, and neither text nor later drafts suffer."""
+    _, healthy = assert_same(plain, gsd, prompts, GREEDY)
+    gsd.call(one_draft_of_nan)
+    before = gsd.metrics()["gsd_draft_rows_invalid"]
+    assert_same(plain, gsd, prompts, GREEDY)
+    assert gsd.metrics()["gsd_draft_rows_invalid"] - before == 1
+    assert np.isfinite(gsd.call(what_was_learned)).all()
+    _, later = assert_same(plain, gsd, prompts, GREEDY)
+    accepted = "spec_decode_num_accepted_tokens"
+    assert later[accepted] > 0.8 * healthy[accepted]

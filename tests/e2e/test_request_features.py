@@ -162,3 +162,22 @@ def test_custom_logits_processors_read_their_own_path(start_engine, prompts):
     seeded = [{**keys, "temperature": 1.0} for keys in seeded]
     assert run(gsd, prompts, seeded) == run(plain, prompts, seeded)
     assert accepted(gsd) > before
+
+
+@pytest.mark.parametrize("kind", ["AutomatonProcessor", "BatchAutomatonProcessor"])
+def test_custom_logits_processors_whose_state_goes_on_with_every_call(start_engine, prompts, kind):
+    """Walks of a batch are of unlike lengths, and so are texts: requests leave the batch, others take their place."""
+    options = {"logits_processors": [f"custom_processor:{kind}"]}
+    plain, gsd = start_engine(None, **options), start_engine({}, **options)
+    many, before = prompts * 2, accepted(gsd)
+    for keys in ([GREEDY] * len(many), with_seeds({}, len(many))):
+        params = [
+            {**one, "max_tokens": 8 + 3 * i, **({"extra_args": {"automaton": 1 + i}} if i % 4 else {})}
+            for i, one in enumerate(keys)
+        ]
+        expected = run(plain, many, params)
+        assert expected != run(plain, many, [{**one, "extra_args": {}} for one in params])
+        assert run(gsd, many, params) == expected
+        alone = [run(gsd, [prompt], one)[0] for prompt, one in zip(many[1:3], params[1:3], strict=True)]
+        assert alone == expected[1:3]
+    assert accepted(gsd) > before

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from engine_process import Engine, draft_every_level, model_runner, run
-from rounding import assert_close
+from rounding import assert_close, generates
 from tiny_pair import VOCAB_SIZE
 
 WINDOW = 24  # prompts are longer, and so are answers
@@ -110,15 +110,13 @@ def test_bfloat16(tmp_path, random_prompts):
     """Where chains, plain rows and prompts of other models go through our kernel."""
     target, draft = build(tmp_path, *FAMILIES["every other layer, capped"])
     params = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "ignore_eos": True}
-    found = []
-    for config in (None, {"method": "gsd", "model": str(draft)}):
-        with contextlib.closing(
-            Engine(target, config, [draft_every_level] if config else [], skip_tokenizer_init=True, dtype="bfloat16")
-        ) as engine:
-            found.append(engine.generate(random_prompts(6, 30, 150), params))
-            accepted = engine.metrics().get("spec_decode_num_accepted_tokens")
-    assert_close(*found)
-    assert accepted > 20
+    prompts, options = random_prompts(6, 30, 150), {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with contextlib.closing(Engine(target, None, **options)) as plain:
+        expected = plain.generate(prompts, params)
+    config = {"method": "gsd", "model": str(draft)}
+    with contextlib.closing(Engine(target, config, [draft_every_level], **options)) as engine:
+        assert_close(expected, prompts, generates(engine, params))
+        assert engine.metrics()["spec_decode_num_accepted_tokens"] > 20
 
 
 def build_looped(folder):

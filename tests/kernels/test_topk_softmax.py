@@ -97,10 +97,41 @@ def test_extreme_logits(isa):
     check(logits, 3)
 
 
-@pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference])
+@pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference, _topk_softmax_selecting])
 def test_row_of_minus_infinity_has_no_softmax(op):
     probs, ids = op(torch.full((1, 5000), -torch.inf), 3)
-    assert probs.isnan().all() and ids.tolist() == [[0, 1, 2]]
+    assert probs.tolist() == [[0, 0, 0]] and ids.tolist() == [[0, 1, 2]]
+
+
+NAN_PLACES = [[0], [2], [700], [4095], [4096], [8998], [8999], [5, 6000], range(9000)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("places", NAN_PLACES, ids=str)
+@pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference, _topk_softmax_selecting])
+def test_rows_with_nan_have_no_probabilities(isa, op, places, dtype):
+    """Nor do those with +inf, and no other row minds."""
+    logits = (4 * torch.randn(5, 9000)).to(dtype)
+    healthy, _ = op(logits, 8)
+    logits[1, list(places)], logits[3, list(places)] = torch.nan, torch.inf
+    masked = logits.clone()
+    masked[1] = torch.where(masked[1].isnan(), torch.nan, -torch.inf)
+    for given_logits in (logits, masked):
+        probs, ids = op(given_logits, 8)
+        assert probs[1::2].count_nonzero() == 0
+        assert ((ids >= 0) & (ids < 9000)).all()
+        assert torch.equal(probs[::2], healthy[::2]) and (healthy[:, 0] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("places", NAN_PLACES, ids=str)
+@pytest.mark.parametrize("op", [argmax_of_walks, argmax_of_walks_reference])
+def test_argmax_with_nan_is_torchs(isa, op, places, dtype):
+    """And so vLLM's, whose CPU kernel agrees (``tests/contract/test_upstream.py``)."""
+    logits = torch.randn(3, 9000).to(dtype)
+    logits[1, list(places)] = torch.nan
+    logits[2] = torch.where(logits[1].isnan(), torch.nan, -torch.inf)
+    assert argmax_rows(logits, op).tolist() == logits.argmax(1).tolist()
 
 
 def test_same_result_with_any_number_of_threads(threads):

@@ -116,6 +116,26 @@ def test_two_steps_in_a_row(sampler):
     assert torch.equal(generator.get_state(), expected_generator.get_state())
 
 
+@pytest.mark.parametrize("seed", SEEDS[:10])
+@pytest.mark.parametrize("setters", [[], [sampling, penalties]], ids=["best tokens", "by level"])
+def test_nan_among_logits_chooses_as_plain_decoding(sampler, setters, seed):
+    class Sick(Model):
+        def logits(self, request, path):
+            logits = super().logits(request, path)
+            logits[(3 * request.number + len(path)) % VOCAB :: 4] = torch.nan
+            return logits
+
+    _, requests, trees = random_batch(seed, *setters)
+    for request, tree in zip(requests, trees, strict=True):
+        request.greedy = True
+        if not tree.foreign:  # a path that such walks take
+            places = range(4)
+            tree.rows = [(place, (3 * request.number + place) % VOCAB) for place in places]
+    emitted = check_batch(sampler, Sick(seed), requests, trees)
+    if not setters:
+        assert [len(tokens) > 1 for tokens in emitted] == [not tree.foreign for tree in trees]
+
+
 # --- the own path -----------------------------------------------------------------------------------
 
 

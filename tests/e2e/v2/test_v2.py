@@ -118,6 +118,20 @@ def test_features_are_those_of_plain_v2(start_v2, four_prompts, expected):
     assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
 
 
+def test_custom_processors_whose_state_goes_on_with_every_row(start_v2, four_prompts):
+    options = {"logits_processors": ["custom_v2_processor:AutomatonProcessor"]}
+    plain, engine = start_v2(None, **options), start_v2(GSD, **options)
+    params = [
+        {**GREEDY, "max_tokens": 8 + 2 * i, "logprobs": 1 if i == 1 else None, "extra_args": {"automaton": i}}
+        for i in range(4)
+    ]
+    answers = plain.generate(four_prompts, params)
+    for got, wanted in zip(engine.generate(four_prompts, params), answers, strict=True):
+        assert got.tokens == wanted.tokens
+        assert_close(got.completions[0].logprobs or [], wanted.completions[0].logprobs or [])
+    assert engine.metrics()["spec_decode_num_accepted_tokens"] > 0
+
+
 def assert_close(got, wanted) -> None:
     assert len(got) == len(wanted)
     for here, there in zip(got, wanted, strict=True):

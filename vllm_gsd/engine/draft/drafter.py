@@ -188,6 +188,7 @@ class Drafter:
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.copy()
             probs, tokens = self.model.candidates(hidden, config.top_k)
+            self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, 0] == 0))
             self.planner.drafted(probs)
             added, merged, pruned = add_candidates(
                 graphs,

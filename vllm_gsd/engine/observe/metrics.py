@@ -11,6 +11,7 @@ COUNTERS = {
     "target_steps": "Target steps of requests that emitted tokens, steps without drafts counted too.",
     "draft_rows": "Rows the draft model ran, graph nodes and committed tokens together.",
     "draft_nodes": "Graph nodes the draft model ran.",
+    "draft_rows_invalid": "Draft rows whose logits have no softmax (NaN or infinity): nothing is drafted from them.",
     "draft_forwards": "Forward passes of the draft model.",
     "nodes_added": "Candidates that became nodes of a token graph.",
     "nodes_merged": "Candidates merged with an existing node instead of being drafted again.",

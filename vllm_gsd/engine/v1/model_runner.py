@@ -5,14 +5,12 @@ positions by depth; ``_build_attention_metadata`` adds the tree mask; the target
 ``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
 """
 
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
-from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
@@ -20,6 +18,7 @@ from vllm_gsd.engine.attention.cpu import no_rows_left
 from vllm_gsd.engine.attention.tree_rows import serves_chains
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
 from vllm_gsd.engine.v1.plan import plan_step
+from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.engine.verify.target_kv import target_kv_of
@@ -38,9 +37,7 @@ class GraphModelRunner(CPUModelRunner):
         self.masks_chains = serves_chains(self.device, self.model_config)
         self.drafter.bind(self)
         self.all_rows = torch.arange(self.max_num_tokens)
-        self.custom_processors = bool(vllm_config.model_config.logits_processors) or bool(
-            entry_points(group=LOGITSPROCS_GROUP)
-        )
+        tell_of_processors(self.input_batch.logitsprocs)
 
     @property
     def speculation(self) -> Speculation:
@@ -175,7 +172,8 @@ class GraphModelRunner(CPUModelRunner):
                 self.input_batch.sampling_metadata,
                 step.trees,
                 [request.output_token_ids for request in requests],
-                stateful=self.custom_processors or any(map(_has_processor, requests)),
+                stateful=any(map(_has_processor, requests)),
+                stops=(stop_tokens(request.sampling_params) for request in requests),
             )
         with self.drafter.stats.timed("compaction_seconds"):
             self._compact(step, places)

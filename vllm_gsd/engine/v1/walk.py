@@ -5,6 +5,7 @@ and their output extended by the path so far. A request's random generator is us
 without speculation, so seeded output equals plain decoding's. Only rows on accepted paths are ever sampled.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.engine.parallel.ranks import from_first_rank
+from vllm_gsd.engine.v1.processors import CustomProcessors
 from vllm_gsd.engine.verify.draft_tree import WalkTrees
 from vllm_gsd.host import follow, step_into
 from vllm_gsd.ops.topk.api import argmax_of_walks
@@ -21,7 +23,15 @@ from vllm_gsd.upstream.instances import count_thinking_as_without_speculation
 PLACEHOLDER = -1  # vLLM's mark for "no token" in a padded row of sampled tokens
 
 
-def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs: list[list[int]], stateful: bool):
+def walk(
+    sampler,
+    logits,
+    metadata: SamplingMetadata,
+    trees: WalkTrees,
+    outputs: list[list[int]],
+    stateful: bool,
+    stops: Iterable[set[int]] = (),
+):
     """Sample every request's accepted path and bonus token.
 
     Args:
@@ -30,7 +40,9 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         metadata: the batch's sampling metadata, one entry per request.
         outputs: the requests' own lists of output tokens. They are extended while walking, because penalties, bad words
             and logits processors read them, and restored before returning.
-        stateful: whether logits processors index the batch by request, so that they need all its rows.
+        stateful: whether vLLM's own logits processors have something to say: they index the batch by request and need
+            all its rows.
+        stops: tokens that end each request's text. Custom logits processors are not asked for what follows them.
 
     Returns:
         SamplerOutput with int32 ``sampled_token_ids`` [num_requests, deepest walk + 1], padded with -1, and the place
@@ -46,12 +58,15 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         # Rows are one per request here, not drafts as in upstream's rejection sampler.
         count_thinking_as_without_speculation(thinking)
         metadata = replace(metadata, spec_token_ids=None)
+    custom = CustomProcessors(metadata.logitsprocs)
+    stateful = stateful or bool(custom)
     if not stateful and _takes_the_best(metadata):
         rows = (torch.from_numpy(part) for part in trees)
         best = from_first_rank(argmax_of_walks(logits, *rows).cpu().numpy())
         path = np.full((num_requests, int((trees.starts[1:] - trees.starts[:-1]).max())), PLACEHOLDER, np.int32)
         longest = follow(*trees, best, places, path)
         return SamplerOutput(torch.from_numpy(path[:, :longest].copy()), None), places
+    ends = list(stops) if custom else []
     active = np.ones(num_requests, np.bool_)
     columns: list[np.ndarray] = []
     while True:
@@ -60,13 +75,18 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
         whole = len(chosen) == num_requests or stateful
         lines = starts + places if whole else (starts + places)[chosen]
         here = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines.astype(np.int64))]
-        sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
+        with custom.only_for(chosen):
+            sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
         tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
         column[chosen] = tokens[chosen] if whole else tokens
         if sampled.logprobs_tensors is not None:
             logprobs.append((np.arange(num_requests) if whole else chosen, sampled.logprobs_tensors))
         columns.append(column)
+        stood = places.copy()
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
+        if custom:
+            _end_walks(custom, ends, column, active)
+            places = np.where(active, places, stood)
         if not active.any():
             break
         for request in np.flatnonzero(active):
@@ -83,10 +103,22 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
     return SamplerOutput(token_ids, _stack_logprobs(logprobs, num_requests, len(columns))), places
 
 
+def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarray, active: np.ndarray) -> None:
+    """End walks, ``active`` bool [num_requests], that custom logits processors must not be asked about any more.
+
+    Args:
+        column: int64 [num_requests], the tokens sampled last.
+    """
+    for request, tokens in enumerate(stops):
+        active[request] &= int(column[request]) not in tokens
+    if custom.in_step:
+        active &= active.all()
+
+
 def _takes_the_best(metadata: SamplingMetadata) -> bool:
     """Whether all that is asked for is each row's best token: then one pass over all rows will do.
 
-    Logits processors are not looked at: without ``stateful`` none of them has anything to say.
+    Logits processors are not looked at: they have nothing to say, or there would be no question.
     """
     thinking = metadata.thinking_budget_state_holder
     return (

@@ -22,7 +22,7 @@ from vllm_gsd.ops.growth.state import DeviceGraphs, one_bit, start_graphs
 from vllm_gsd.ops.ngram.api import graft_ngrams
 
 # What ``DeviceDrafting.counts`` counts.
-COUNTS = ("nodes_added", "nodes_merged", "nodes_pruned", "draft_nodes")
+COUNTS = ("nodes_added", "nodes_merged", "nodes_pruned", "draft_nodes", "draft_rows_invalid")
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,8 @@ class DeviceDrafting:
             first_new = graphs.size.clone()
             probs, tokens = drafter.model.most_probable(hidden, config.top_k)
             shape = (count, frontier.shape[1], config.top_k)
+            real = torch.arange(frontier.shape[1], device=self.device) < frontier_len[:, None]
+            self.counts[4] += ((probs.view(shape)[:, :, 0] == 0) & real).sum()
             counts = add_candidates(
                 graphs,
                 frontier,

@@ -6,6 +6,8 @@ walks stand, one per request, go through vLLM's own at each depth with the path 
 parameter means what it means in plain decoding. Elsewhere all rows go through it at once.
 
 Shapes depend on how many rows were scheduled, never on what the device proposed or accepts: nothing waits for it.
+Custom logits processors are the exception. They may keep state that goes on whenever they see a request's row, so at
+each depth they see those requests alone whose walk goes on, which the host has to ask for.
 """
 
 from typing import NamedTuple
@@ -16,13 +18,18 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_gsd.engine.v2.device_step import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import FOREIGN
 from vllm_gsd.ops.walk.api import accept_walk
+
+BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)  # what upstream's sampler has beside custom processors
 
 
 class Paths(NamedTuple):
@@ -43,6 +50,7 @@ class GraphSampler:
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
+        self.custom = any(not isinstance(processor, BUILT_IN) for processor in sampler.logits_processors)
         self.step: DeviceStep | None = None  # to be verified next
         self.paths: Paths | None = None  # of the step verified last
 
@@ -130,7 +138,13 @@ class GraphSampler:
         places = torch.arange(levels, device=first.device).repeat(num_requests, 1)
         accepted = torch.zeros_like(first)
         for level in range(levels):
-            sampled, score = self._sample(logits[first + place], input_batch, first + place)
+            if self.custom and history.read:
+                going = active.nonzero().squeeze(1)
+                if len(going) == 0:
+                    break
+                sampled, score = self._sample_some(logits, input_batch, first + place, going)
+            else:
+                sampled, score = self._sample(logits[first + place], input_batch, first + place)
             tokens[:, level] = sampled
             scores += [] if score is None else [score]
             if level + 1 == levels:
@@ -144,20 +158,40 @@ class GraphSampler:
         history.restore()
         return tokens, Paths(places, accepted)
 
-    def _sample(self, logits, input_batch: InputBatch, lines) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Sample one row of each request, as if it were the only one."""
-        sampler, slots = self.sampler, input_batch.idx_mapping
+    def _sample_some(
+        self, logits, input_batch: InputBatch, lines, requests
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """``_sample`` of some requests, int64 [n], as if the others were not there; these get zeros."""
+        sampled, score = self._sample(logits[lines[requests]], input_batch, lines[requests], requests)
+
+        def spread(part: torch.Tensor) -> torch.Tensor:
+            return part.new_zeros((len(lines), *part.shape[1:])).index_copy(0, requests, part)
+
+        names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+        if score is not None:
+            score = LogprobsTensors(*(spread(getattr(score, name)) for name in names))
+        return spread(sampled), score
+
+    def _sample(
+        self, logits, input_batch: InputBatch, lines, requests=None
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Sample one row of each request (of ``requests`` only, int64 [n]), as if it were the only one."""
+        sampler, slots, slots_np = self.sampler, input_batch.idx_mapping, input_batch.idx_mapping_np
+        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()
         rows = input_batch.logits_indices[lines]
-        dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        dims = sampler.get_logprobs_dims(slots_np)
+        if requests is not None:
+            chosen = requests.cpu().numpy()
+            slots, slots_np, lengths = slots[requests], slots_np[chosen], lengths[chosen]
         sampled, processed = sampler.sample(
             logits,
             slots,
             slots,
-            input_batch.idx_mapping_np,
+            slots_np,
             input_batch.positions[rows],
             input_batch.input_ids[rows],
             torch.zeros_like(slots, dtype=torch.int32),
-            input_batch.seq_lens_cpu_upper_bound.numpy(),
+            lengths,
             return_logprobs=dims is not None,
         )
         if dims is None:

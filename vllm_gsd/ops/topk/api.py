@@ -13,14 +13,14 @@ def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
     """Softmax over each whole row, and its k most probable tokens. On a GPU nothing is read back.
 
     Args:
-        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN; -inf gives probability 0.
+        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16; -inf gives probability 0.
         k: from 1 to the vocabulary's size.
 
     Returns:
         Probabilities float32 ``[rows, k]`` and tokens int64 ``[rows, k]``, by falling logit, equal logits by
         rising token (on a GPU, which of the equal ones at the k-th place are among them is open). Computed in
-        float32; the same whatever the number of threads. The probabilities of a row of nothing but -inf are NaN, as
-        torch.softmax's are.
+        float32; the same whatever the number of threads. A row that has no softmax (a NaN or +inf among its logits, or
+        nothing but -inf) gets k times probability 0, and its tokens mean nothing. No other row's first is 0.
 
     Raises:
         ValueError: ``logits`` has another shape or dtype, or k is out of range.
@@ -39,7 +39,7 @@ def topk_softmax_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, 
         raise ValueError(f"k must be from 1 to the vocabulary's {logits.shape[1]}, not {k}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return torch.softmax(logits, dim=1).gather(1, ids), ids
+    return torch.softmax(logits, dim=1).nan_to_num(0.0).gather(1, ids), ids
 
 
 def _topk_softmax_selecting(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,8 @@ def _topk_softmax_selecting(logits: torch.Tensor, k: int) -> tuple[torch.Tensor,
     logits = logits.float()
     ids = logits.topk(k, dim=1).indices.sort(dim=1).values
     best, place = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    return (best - logits.logsumexp(dim=1, keepdim=True)).exp(), ids.gather(1, place)
+    # Without a softmax the difference is NaN for the first at least; beside +inf the others are exp(-inf).
+    return (best - logits.logsumexp(dim=1, keepdim=True)).exp().nan_to_num(0.0), ids.gather(1, place)
 
 
 def argmax_of_walks(
@@ -58,10 +59,11 @@ def argmax_of_walks(
 ) -> torch.Tensor:
     """The first token with the highest logit of each row that a greedy walk through a tree stands on.
 
-    Most rows of a tree are on no walk, so they need not be read.
+    Most rows of a tree are on no walk, so they need not be read. NaN is above all numbers, as for torch.argmax and
+    vLLM's sampler.
 
     Args:
-        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16, without NaN; the rows of all trees.
+        logits: ``[rows, vocabulary]`` float32, bfloat16 or float16; the rows of all trees.
         tokens: int64 ``[rows]``, parents: int32 ``[rows]``, starts: int32 ``[trees + 1]``, rising; of
             ``method.verify.follow``.
 
