@@ -41,6 +41,9 @@ class GraphSampler:
         sampler: upstream's, whose request states are used.
     """
 
+    # Upstream's verifies fewer drafts where they are not worth it; our planner decides that.
+    enable_adaptive_verification = False
+
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
         self.step: DeviceStep | None = None  # to be verified next
