@@ -35,6 +35,12 @@ def state_at_rest(llm) -> dict[str, int]:
     return {**state, **(gsd_request_state(llm) if has_gsd else {})}
 
 
+def attention_groups(llm) -> list[list[str]]:
+    """Names of the layers in each attention group of the one KV cache group."""
+    (groups,) = model_runner(llm).attn_groups
+    return [sorted(group.layer_names) for group in groups]
+
+
 def forget_prefixes(llm) -> None:
     """Start again with nothing cached."""
     llm.llm_engine.step()

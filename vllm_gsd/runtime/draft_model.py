@@ -46,7 +46,7 @@ class DraftModel:
         self.head: TrimmedHead | None = None
         self.model: Any = None
         self.layer_names: list[str] = []
-        self.builder: Any = None
+        self.builders: list[tuple[Any, list[str]]] = []  # of attention metadata, and the draft's layers of each
         self.device = torch.device(vllm_config.device_config.device_type)
         # The draft's CUDA graphs while there are any; they belong to who captures them.
         self.graphs: Callable[[], Any] = lambda: None
@@ -94,13 +94,19 @@ class DraftModel:
             self.model.logits_processor.logits_as_input = True
 
     def bind_attention(self, attention_groups) -> None:
-        """Remember the metadata builder of the draft's layers once the KV cache exists."""
-        groups = [group for group in attention_groups if set(group.layer_names) & set(self.layer_names)]
-        if not groups:
-            raise ValueError("gsd: the draft model's layers have no KV cache; only attention drafts are supported.")
-        # A group may hold target layers too; its builder serves either, one of the draft's groups is enough
-        # because all draft layers have one shape.
-        self.builder = groups[0].get_metadata_builder(0)
+        """Remember the metadata builders of the draft's layers once the KV cache exists.
+
+        Raises:
+            ValueError: a layer of the draft is in none of the groups.
+        """
+        # A group may hold target layers too; its builder serves either. Layers of unlike shapes are in several groups.
+        own = [(group, [name for name in group.layer_names if name in self.layer_names]) for group in attention_groups]
+        self.builders = [(group.get_metadata_builder(0), names) for group, names in own if names]
+        found = {name for _, names in self.builders for name in names}
+        if missing := sorted(set(self.layer_names) - found):
+            raise ValueError(
+                f"gsd: the draft model's layer {missing[0]} has no KV cache; only attention drafts are supported."
+            )
 
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         """A host array where the model is; nothing waits for it."""
@@ -151,7 +157,10 @@ class DraftModel:
             causal=True,
             positions=positions,
         )
-        return self._run(tokens, positions, slots, self.builder.build(0, common), features)
+        by_layer: dict[str, Any] = {}
+        for builder, names in self.builders:
+            by_layer |= dict.fromkeys(names, builder.build(0, common))
+        return self._run(tokens, positions, slots, by_layer, features)
 
     def run_level(self, tokens, tree: TreeRows, slots, features=None) -> torch.Tensor:
         """Run one draft level: every row attends along its own path of the graph.
@@ -165,7 +174,7 @@ class DraftModel:
         """
         metadata = TreeRowsOnly()
         setattr(metadata, TREE_ROWS, tree)
-        return self._run(tokens, tree.positions, slots, metadata, features)
+        return self._run(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
     def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features=None) -> torch.Tensor:
         """Run rows that lie on the device already.
@@ -180,14 +189,13 @@ class DraftModel:
         """
         metadata = TreeRowsOnly()
         setattr(metadata, TREE_ROWS, tree)
-        return self._forward(tokens, tree.positions, slots, metadata, features)
+        return self._forward(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
-    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, metadata, features) -> torch.Tensor:
-        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, metadata, features)
+    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, by_layer, features) -> torch.Tensor:
+        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, by_layer, features)
 
-    def _forward(self, input_ids, positions, slots, metadata, features) -> torch.Tensor:
+    def _forward(self, input_ids, positions, slots, by_layer: dict[str, Any], features) -> torch.Tensor:
         count = len(input_ids)
-        by_layer = dict.fromkeys(self.layer_names, metadata)
         graphs = self.graphs()
         size = None if graphs is None else graphs.size_for(count)
         if size is not None:

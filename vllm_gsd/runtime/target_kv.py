@@ -12,12 +12,15 @@ class TargetKV(ABC):
     """Caches of all layers of a group but the draft's.
 
     Args:
-        layers: attention layers of the target, their caches allocated.
+        layers: attention layers of the target by name, their caches allocated. What lies in the cache of another layer
+            is moved there.
     """
 
-    def __init__(self, layers: list[Any]):
-        self.layers = layers
-        self.caches = [layer.kv_cache for layer in layers]
+    def __init__(self, layers: dict[str, Any]):
+        self.names = list(layers)
+        self.layers = list(layers.values())
+        self.owners = [layer for layer in self.layers if layer.kv_sharing_target_layer_name is None]
+        self.caches = [layer.kv_cache for layer in self.owners]
 
     @abstractmethod
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
@@ -32,12 +35,13 @@ class TargetKV(ABC):
 class CPUTargetKV(TargetKV):
     """Caches in the layouts of vLLM's CPU backend."""
 
-    def __init__(self, layers: list[Any]):
+    def __init__(self, layers: dict[str, Any]):
         from vllm_gsd.runtime.cpu_attention import kv_layout
 
         super().__init__(layers)
         self.layouts = [
-            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype) for layer in layers
+            kv_layout(layer.isa, layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype)
+            for layer in self.owners
         ]
         if all(layout is self.layouts[0] for layout in self.layouts):
             del self.layouts[1:]  # one stands for all
@@ -53,17 +57,21 @@ class CPUTargetKV(TargetKV):
 class PagedTargetKV(TargetKV):
     """Caches as vLLM's GPU backends have them."""
 
-    def __init__(self, layers: list[Any]):
+    def __init__(self, layers: dict[str, Any]):
         from vllm_gsd.ops.paged_kv_move import PagedCaches
 
         super().__init__(layers)
-        self.paged = PagedCaches(self.caches)
+        alike: dict[Any, list[torch.Tensor]] = {}  # layers may differ in heads
+        for cache in self.caches:
+            alike.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
+        self.paged = [PagedCaches(caches) for caches in alike.values()]
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """See ``TargetKV.move``."""
         from vllm_gsd.ops.paged_kv_move import move_paged_kv
 
-        move_paged_kv(self.paged, sources, destinations)
+        for caches in self.paged:
+            move_paged_kv(caches, sources, destinations)
 
 
 def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[str]) -> TargetKV:
@@ -79,9 +87,9 @@ def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[st
     """
     kept = {name: layers[name] for name in names if name not in set(draft_layers)}
     if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":
-        return CPUTargetKV(list(kept.values()))
+        return CPUTargetKV(kept)
     from vllm_gsd.runtime.cuda_attention import require_tree_backend
 
     for name in names:
         require_tree_backend(layers[name].attn_backend, name)
-    return PagedTargetKV(list(kept.values()))
+    return PagedTargetKV(kept)

@@ -51,6 +51,27 @@ def attend_as_on_gpus() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # launch parameters depend on it, nothing else
 
 
+def split_attention_groups() -> None:
+    """Every layer in an attention group of its own, as vLLM groups layers of unlike shapes."""
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.utils import AttentionGroup
+
+    upstream = model_runner.init_attn_backend
+
+    def init_attn_backend(kv_cache_config, vllm_config, device, **options):
+        whole, support, block_sizes = upstream(kv_cache_config, vllm_config, device, **options)
+        split = [
+            [AttentionGroup(of.backend, [name], of.kv_cache_spec, number) for of in groups for name in of.layer_names]
+            for number, groups in enumerate(whole)
+        ]
+        for number, groups in enumerate(split):
+            for group in groups:
+                group.create_metadata_builders(vllm_config, device, block_sizes[number])
+        return split, support, block_sizes
+
+    model_runner.init_attn_backend = init_attn_backend
+
+
 def emulate_cuda_graphs() -> None:
     """Full and piecewise CUDA graphs, as far as their bookkeeping goes.
 

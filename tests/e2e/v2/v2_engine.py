@@ -32,6 +32,7 @@ class V2Engine(Engine):
         async_scheduling: on as on GPUs; off is what vLLM's CPU platform wants.
         gpu_attention: the Triton kernels of GPUs (vLLM's and ours) and their KV layout; else those of CPUs.
         cuda_graphs: emulated ones, with ``gpu_attention``.
+        split_groups: every layer in an attention group of its own.
     """
 
     server = forkserver.ForkServer()
@@ -44,11 +45,13 @@ class V2Engine(Engine):
         async_scheduling: bool = False,
         gpu_attention: bool = False,
         cuda_graphs: bool = False,
+        split_groups: bool = False,
         **options,
     ):
         before = [interpreter.turn_on_async_scheduling] if async_scheduling else []
         before += [interpreter.attend_as_on_gpus] if gpu_attention else []
         before += [interpreter.emulate_cuda_graphs] if cuda_graphs else []
+        before += [interpreter.split_attention_groups] if split_groups else []
         after = [uses_v2, interpreter.capture_graphs] if cuda_graphs else [uses_v2]
         here = str(Path(__file__).parent)
         path = os.pathsep.join(filter(None, [here, str(TRITON), os.environ.get("PYTHONPATH")]))

@@ -21,7 +21,7 @@ from vllm_gsd.runtime.cpu_attention import no_rows_left
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
-from vllm_gsd.runtime.step import VerifyStep
+from vllm_gsd.runtime.step import VerifyStep, check_attached
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.tree_rows import serves_chains
 from vllm_gsd.runtime.v1.plan import plan_step
@@ -127,6 +127,7 @@ class GraphModelRunner(CPUModelRunner):
         if self.step is not None and self.step.masked:
             draft_layers = set(self.drafter.layer_names)
             self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
+            check_attached(self.target_kv.names, attn_metadata)
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any):

@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
 from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
+from vllm_gsd.runtime.step import attach_to, check_attached
 from vllm_gsd.runtime.target_kv import target_kv_of
-from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.device_step import DeviceStep
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
@@ -109,6 +109,7 @@ class GraphModelRunner(GPUModelRunner):
         @functools.wraps(upstream)
         def prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs):
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
+            draft_layers = set(self.speculation.layer_names)
             step, whole = self.step, kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
             if step is None:
                 self.padded_rows.clear()  # nobody's batch
@@ -117,14 +118,15 @@ class GraphModelRunner(GPUModelRunner):
                 whole = True
             elif step.num_tree_requests:
                 common = _common(input_batch, block_tables[0], slot_mappings[0])
-                step.attach_tree_rows(attn_groups[0], set(self.speculation.layer_names), metadata, common)
+                step.attach_tree_rows(attn_groups[0], draft_layers, metadata, common)
             if whole:  # full CUDA graphs are captured with them, and are replayed for such batches only
                 assert step is None or self.padded_rows.fits(step, input_batch.num_tokens)
                 full = cudagraph_mode == CUDAGraphMode.FULL
                 num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
                 buffers = input_batch.query_start_loc, input_batch.positions, block_tables[0]
-                for name in set(attn_groups[0][0].layer_names) - set(self.speculation.layer_names):
-                    setattr(metadata[name], TREE_ROWS, self.padded_rows.rows(num_requests, *buffers))
+                attach_to(self.padded_rows.rows(num_requests, *buffers), attn_groups[0], draft_layers, metadata)
+            if whole or (step is not None and step.num_tree_requests):
+                check_attached(self.target_kv.names, metadata)
             return metadata
 
         return prepare_attn

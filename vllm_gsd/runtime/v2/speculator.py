@@ -145,6 +145,8 @@ class GraphSpeculator(BaseSpeculator):
                 self.tenants[slot] += 1
             if shared is not None and record is not None and slot is not None:
                 shared.finished(request_id, record.lora_request, self.texts.output(slot))
+            elif shared is not None:
+                shared.forget(request_id)  # preempted and aborted: the text went with its slot
         self.speculation.forget(request_ids)
 
     def preempt(self, request_ids) -> None:
