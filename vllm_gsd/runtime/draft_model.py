@@ -25,6 +25,10 @@ from vllm_gsd.runtime.ranks import from_first_rank
 from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows, TreeRowsOnly
 from vllm_gsd.runtime.trimmed_head import TrimmedHead
 
+# Most bytes for logits of the draft at a time, and what one takes: itself, its float32 copy, and its exponential.
+MAX_LOGITS_BYTES = 1 << 30
+LOGIT_BYTES = 12
+
 
 class DraftModel:
     """Loads the draft model and runs it over rows of the current batch.
@@ -48,6 +52,7 @@ class DraftModel:
         self.layer_names: list[str] = []
         self.builders: list[tuple[Any, list[str]]] = []  # of attention metadata, and the draft's layers of each
         self.device = torch.device(vllm_config.device_config.device_type)
+        self.has_kv_cache = True
         # The draft's CUDA graphs while there are any; they belong to who captures them.
         self.graphs: Callable[[], Any] = lambda: None
 
@@ -194,8 +199,19 @@ class DraftModel:
     def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, by_layer, features) -> torch.Tensor:
         return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, by_layer, features)
 
+    @contextmanager
+    def without_kv_cache(self):
+        """Let rows attend nothing and write nothing: memory is profiled before there is a KV cache."""
+        self.has_kv_cache = False
+        try:
+            yield
+        finally:
+            self.has_kv_cache = True
+
     def _forward(self, input_ids, positions, slots, by_layer: dict[str, Any], features) -> torch.Tensor:
         count = len(input_ids)
+        if not self.has_kv_cache:
+            return self.run_idle(count)
         graphs = self.graphs()
         size = None if graphs is None else graphs.size_for(count)
         if size is not None:
@@ -224,7 +240,15 @@ class DraftModel:
         return from_first_rank(probs.cpu().numpy()), from_first_rank(tokens.cpu().numpy())
 
     def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``candidates``, left where they are and this rank's own."""
+        """``candidates``, left where they are and this rank's own. Logits take at most ``MAX_LOGITS_BYTES``."""
+        vocab_size = self.model_config.get_vocab_size() if self.token_ids is None else len(self.token_ids)
+        parts = hidden.split(max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * vocab_size)))
+        if len(parts) == 1:
+            return self._most_probable(hidden, k)
+        probs, tokens = zip(*(self._most_probable(part, k) for part in parts), strict=True)
+        return torch.cat(probs), torch.cat(tokens)
+
+    def _most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.head is None:
             return topk_softmax(self.model.compute_logits(hidden), k)
         logits = self.head.hide(self.model.logits_processor(None, self.head(hidden)))

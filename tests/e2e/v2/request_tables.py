@@ -9,8 +9,8 @@ def end_requests(llm, prompts, how: str) -> int:
     """Run prompts with a cache salt to their end.
 
     Args:
-        how: "finish"; "abort", all after a few steps; "preempt" (the engine does by itself), resume and finish; "preempt
-            and abort", those that wait after a step in which they were preempted.
+        how: "finish"; "abort", all after a few steps; "preempt" (an engine short of blocks does), resume and finish;
+            "preempt and abort", those that wait after a step in which they were preempted.
 
     Returns:
         how many requests were seen preempted, after a step.

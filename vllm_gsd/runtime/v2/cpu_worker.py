@@ -5,10 +5,10 @@ from vllm.v1.worker import cpu_worker
 
 from vllm_gsd.runtime.packed_weights import PacksWeights
 from vllm_gsd.runtime.ranks import forget_shared_memory
-from vllm_gsd.runtime.worker_memory import SharesMemory
+from vllm_gsd.runtime.v2.worker import V2Worker
 
 
-class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
+class GraphCPUWorker(V2Worker, PacksWeights, cpu_worker.CPUWorker):
     """``worker_cls`` of an engine with gsd on a CPU for which vLLM takes Model Runner V2."""
 
     def init_device(self) -> None:

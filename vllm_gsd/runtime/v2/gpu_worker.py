@@ -7,10 +7,10 @@ from vllm.v1.worker import gpu_worker
 from vllm_gsd.compat.hooks import gsd_config
 from vllm_gsd.runtime import cuda_attention
 from vllm_gsd.runtime.v2.model_runner import GraphModelRunner, with_graph_speculator
-from vllm_gsd.runtime.worker_memory import SharesMemory
+from vllm_gsd.runtime.v2.worker import V2Worker
 
 
-class GraphGPUWorker(SharesMemory, gpu_worker.Worker):
+class GraphGPUWorker(V2Worker, gpu_worker.Worker):
     """``worker_cls`` of an engine with gsd on a GPU."""
 
     def _make_model_runner(self) -> Any:

@@ -25,6 +25,7 @@ from vllm_gsd.runtime.v2.device_step import DeviceStep
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.v2.walk import GraphSampler
+from vllm_gsd.runtime.v2.whole_graphs import whole_graphs
 
 
 class GraphModelRunner(GPUModelRunner):
@@ -46,6 +47,7 @@ class GraphModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
+        self.speculator.prepare(self.req_states)
         self.model_state.prepare_attn = self._with_tree_rows(self.model_state.prepare_attn)
 
     def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +61,33 @@ class GraphModelRunner(GPUModelRunner):
         assert self.cudagraph_manager is not None
         self.cudagraph_manager.dispatch = self._counted(self.cudagraph_manager.dispatch)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
-        self.speculator.bind(self.req_states, self.block_tables)
+        self.speculator.bind(self.block_tables)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """See upstream, which samples a row of each request to see what memory that takes; then whole graphs.
+
+        Args:
+            hidden_states: [num_requests, hidden].
+        """
+        super()._dummy_sampler_run(hidden_states)
+        batch = whole_graphs(self.input_buffers, self.max_num_reqs, self.max_num_tokens, self.decode_query_len)
+        logits = self.model.compute_logits(hidden_states.new_zeros((batch.num_tokens, hidden_states.shape[1])))
+        self.rejection_sampler.step = self.speculator.lay_out(batch)
+        processed = self.sampler.needs_logits_processing
+        for needed in (False, True):  # all rows at once, and level by level
+            processed[batch.idx_mapping_np] = needed
+            self.rejection_sampler(logits, batch)
+        processed[batch.idx_mapping_np] = False
+        self.rejection_sampler.step = self.rejection_sampler.paths = None
+
+    def profile_cudagraph_memory(self) -> int:
+        """See upstream, which takes its small KV cache down again."""
+        try:
+            return super().profile_cudagraph_memory()
+        finally:
+            self.target_kv = None
+            self.speculator.bind(None)
+            self.speculation.release_kv_cache()
 
     # --- one step ---------------------------------------------------------------------------------
 
