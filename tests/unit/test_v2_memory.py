@@ -28,7 +28,7 @@ CONFIG = GSDConfig(method="gsd", model="draft")
 def draft_model():
     """A draft whose forward is an embedding of nothing: hidden states, and logits of them."""
     model = DraftModel.__new__(DraftModel)
-    model.head = model.token_ids = None
+    model.head = None
     model.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
     model.run_rows = lambda tokens, *rest: torch.empty((len(tokens), HIDDEN), dtype=torch.bfloat16, device=META)
     weight = torch.empty((HIDDEN, VOCAB), dtype=torch.bfloat16, device=META)

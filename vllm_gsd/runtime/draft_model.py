@@ -40,6 +40,8 @@ class DraftModel:
         vocab_size: tokens its LM head computes, or None for what its folder says.
     """
 
+    has_kv_cache = True
+
     def __init__(self, vllm_config: VllmConfig, model: str, tensor_parallel_size: int | None, vocab_size: int | None):
         self.vllm_config = vllm_config
         self.model_config = draft_model_config(vllm_config.model_config, model)
@@ -52,7 +54,6 @@ class DraftModel:
         self.layer_names: list[str] = []
         self.builders: list[tuple[Any, list[str]]] = []  # of attention metadata, and the draft's layers of each
         self.device = torch.device(vllm_config.device_config.device_type)
-        self.has_kv_cache = True
         # The draft's CUDA graphs while there are any; they belong to who captures them.
         self.graphs: Callable[[], Any] = lambda: None
 
@@ -241,8 +242,8 @@ class DraftModel:
 
     def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``candidates``, left where they are and this rank's own. Logits take at most ``MAX_LOGITS_BYTES``."""
-        vocab_size = self.model_config.get_vocab_size() if self.token_ids is None else len(self.token_ids)
-        parts = hidden.split(max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * vocab_size)))
+        width = self.model_config.get_vocab_size() if self.head is None else len(self.head.ids)
+        parts = hidden.split(max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * width)))
         if len(parts) == 1:
             return self._most_probable(hidden, k)
         probs, tokens = zip(*(self._most_probable(part, k) for part in parts), strict=True)

@@ -85,7 +85,7 @@ class GraphModelRunner(GPUModelRunner):
         try:
             return super().profile_cudagraph_memory()
         finally:
-            self.target_kv = None
+            self.__dict__.pop("target_kv", None)  # none where no graphs are captured
             self.speculator.bind(None)
             self.speculation.release_kv_cache()
 
