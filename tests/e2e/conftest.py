@@ -15,6 +15,7 @@ from engine_process import ENVIRONMENT, Engine, draft_every_level
 from text_pair import build_text_pair
 from tiny_eagle import build_tiny_eagle
 from tiny_pair import VOCAB_SIZE, build_tiny_pair
+from unlike_pair import build_unlike_pair
 
 
 def pytest_collection_modifyitems(items):
@@ -58,6 +59,12 @@ def tiny_pair(tmp_path_factory):
 def tiny_eagle(tiny_pair, tmp_path_factory):
     """A draft of EAGLE's kind for the tiny target."""
     return build_tiny_eagle(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle") / "work", VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def unlike_pair(tiny_pair, tmp_path_factory):
+    """The tiny target, and a draft whose heads have another size."""
+    return build_unlike_pair(tiny_pair, tmp_path_factory.mktemp("unlike_pair"))
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,26 @@ def state_at_rest(llm) -> dict[str, int]:
     return {**state, **(gsd_request_state(llm) if has_gsd else {})}
 
 
+def attention_groups(llm) -> list[list[str]]:
+    """Names of the layers in each attention group of the one KV cache group."""
+    (groups,) = model_runner(llm).attn_groups
+    return [sorted(group.layer_names) for group in groups]
+
+
+def split_attention_groups(llm) -> None:
+    """Give every layer an attention group of its own, as layers of unlike shapes have."""
+    from vllm.v1.worker.utils import AttentionGroup
+
+    runner = model_runner(llm)
+    (groups,), (block_size,) = runner.attn_groups, runner._kernel_block_sizes
+    names = [(group, name) for group in groups for name in group.layer_names]
+    split = [AttentionGroup(group.backend, [name], group.kv_cache_spec, 0) for group, name in names]
+    for group in split:
+        group.create_metadata_builders(runner.vllm_config, runner.device, block_size)
+    runner.attn_groups[0] = split
+    runner.speculation.drafter.model.bind_attention(split)
+
+
 def forget_prefixes(llm) -> None:
     """Start again with nothing cached."""
     llm.llm_engine.step()

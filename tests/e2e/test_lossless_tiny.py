@@ -1,6 +1,7 @@
 """Output with the graph equals plain vLLM's, token for token, in float32 on a tiny pair."""
 
 import pytest
+from engine_probes import attention_groups, split_attention_groups
 from engine_process import model_runner, run
 
 SAMPLING = [
@@ -179,3 +180,16 @@ class TestTheGraphIsUsed:
         assert counts["spec_decode_num_drafts"] == 0
         assert counts["gsd_target_steps"] == tokens
         assert counts["gsd_fallbacks:opt_out"] == 8
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["by shape", "by layer"])
+def test_layers_in_several_attention_groups(start_engine, unlike_pair, prompts, split):
+    """A draft whose heads have another size than the target's, and target layers that do not share their metadata."""
+    config = {"model": str(unlike_pair.draft), "sources": ["draft"]}
+    engine = start_engine(config, (split_attention_groups,) if split else ())
+    assert [len(names) for names in engine.call(attention_groups)] == ([1] * 4 if split else [2, 2])
+    for params in (greedy(), seeded(len(prompts))):
+        assert run(engine, prompts, params) == run(start_engine(None), prompts, params)
+    metrics = engine.metrics()
+    assert metrics["gsd_nodes_accepted_native"] > metrics["gsd_target_steps"] / 5
+    assert metrics["gsd_chain_requests"] < metrics["gsd_target_steps"] / 2

@@ -101,7 +101,7 @@ def test_draft_forwards(level):
     seen = []
     draft = DraftModel.__new__(DraftModel)
     draft.device, draft.layer_names, draft.graphs = GPU, ["draft"], lambda: graphs
-    draft.builder = SimpleNamespace(build=lambda prefix, common: common)
+    draft.builders = [(SimpleNamespace(build=lambda prefix, common: common), ["draft"])]
     graphs = SimpleNamespace(size_for=lambda rows: 8, replay=lambda *arguments: seen.append(arguments))
     table = torch.zeros((2, 4), dtype=torch.int32, device=GPU)
     slots = slots_of(table, np.array([0, 0, 1]), np.array([3, 4, 17]), 16)

@@ -138,6 +138,26 @@ class Speculation:
             self.drafter.model.bind_attention(attention_groups[0])
             self.drafter.prepare(kv_cache_config.num_blocks, block_size)
 
+    def release_kv_cache(self) -> None:
+        """Let go of what was made for a KV cache that is no more; ``prepare`` comes again."""
+        self.draft_kv = None
+        if self.drafter is not None:
+            self.drafter.model.builders = []
+            self.drafter.features = None
+
+    def forget_warm_up(self) -> None:
+        """Let nothing be left of what was learned and counted so far, but how many CUDA graphs there are."""
+        captured = self.stats.take()["counts"].get("cudagraphs_captured")
+        if captured:
+            self.stats.counts["cudagraphs_captured"] = captured
+        self.planner.forget()
+        self.trust = SourceTrust()
+        self.trees, self.grammar_trees, self.known = {}, {}, {}
+        if self.shared is not None:
+            self.shared.clear()
+        if self.draft_kv is not None:
+            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size)
+
     @property
     def features(self) -> Features | None:
         """Where the target's hidden states are kept, if the draft reads them."""

@@ -40,6 +40,12 @@ class Planner:
 
     def __init__(self, top_k: int, max_depth: int, num_nodes: int, costs: Costs | None = None):
         self.costs = costs
+        self.shape = top_k, max_depth, num_nodes
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was learned; what forwards cost was measured."""
+        top_k, max_depth, num_nodes = self.shape
         self.overhead = Overhead()
         self.calibration = Calibration()
         # Average probability of a drafted node's best, second best... child.

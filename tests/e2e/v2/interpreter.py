@@ -51,6 +51,27 @@ def attend_as_on_gpus() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # launch parameters depend on it, nothing else
 
 
+def split_attention_groups() -> None:
+    """Every layer in an attention group of its own, as vLLM groups layers of unlike shapes."""
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.utils import AttentionGroup
+
+    upstream = model_runner.init_attn_backend
+
+    def init_attn_backend(kv_cache_config, vllm_config, device, **options):
+        whole, support, block_sizes = upstream(kv_cache_config, vllm_config, device, **options)
+        split = [
+            [AttentionGroup(of.backend, [name], of.kv_cache_spec, number) for of in groups for name in of.layer_names]
+            for number, groups in enumerate(whole)
+        ]
+        for number, groups in enumerate(split):
+            for group in groups:
+                group.create_metadata_builders(vllm_config, device, block_sizes[number])
+        return split, support, block_sizes
+
+    model_runner.init_attn_backend = init_attn_backend
+
+
 def emulate_cuda_graphs() -> None:
     """Full and piecewise CUDA graphs, as far as their bookkeeping goes.
 
@@ -91,15 +112,38 @@ def emulate_cuda_graphs() -> None:
     cudagraph_utils.CudaGraphManager.capture = capture
     cudagraph_utils.has_compiled_submodule = model_runner.has_compiled_submodule = lambda model: True
     type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
-    type(current_platform).get_global_graph_pool = lambda self: None
-
-
-def capture_graphs(llm) -> None:
-    """What the CPU's worker leaves out at start-up."""
-    import torch
-    from vllm.v1.worker.gpu import model_runner
-
+    type(current_platform).get_global_graph_pool = type(current_platform).graph_pool_handle = lambda self: None
     model_runner.lock_workspace = lambda: None
-    torch.accelerator.empty_cache = lambda: None
-    torch.accelerator.get_memory_info = lambda: (0, 0)
-    llm.llm_engine.model_executor.driver_worker.worker.model_runner.capture_model()
+
+
+def start_as_on_gpus() -> None:
+    """Profile memory, warm kernels up and capture CUDA graphs at start, which vLLM's CPU worker leaves out.
+
+    What was seen of it is kept in the worker's ``start``.
+    """
+    from start_probes import Start
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    available, warm_up = CPUWorker.determine_available_memory, CPUWorker.compile_or_warm_up_model
+
+    def determine_available_memory(self):
+        self.start = Start()
+        with self.start.watch_profile(self.model_runner):
+            self.model_runner.profile_run()
+        self.model_runner.profile_cudagraph_memory()
+        return available(self)
+
+    def compile_or_warm_up_model(self):
+        from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
+
+        times = warm_up(self)
+        arguments = self.model_runner, self.execute_model, self.sample_tokens
+        with self.start.watch_warm_up(self.model_runner):
+            assert run_mixed_prefill_decode_warmup(*arguments, num_tokens=16)
+            warmup_kernels(*arguments)
+        if self.model_runner.needs_cudagraph_capture():
+            self.model_runner.capture_model()
+        return times
+
+    CPUWorker.determine_available_memory = determine_available_memory
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model

@@ -2,6 +2,7 @@
 
 import pytest
 from engine_process import run
+from start_probes import start_of
 
 GSD = {"num_speculative_tokens": 8, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -18,6 +19,15 @@ def asked(random_prompts):
 @pytest.fixture(scope="module")
 def expected(start_v2, asked):
     return run(start_v2(None), *asked)
+
+
+def test_a_start_as_on_gpus(start_v2):
+    """vLLM profiles the largest step, and warms up with requests of its own, of which nothing is left."""
+    seen, left = start_v2(GSD, gpu_attention=True).call(start_of)
+    # Four requests, each with a root and eight nodes: all are verified, and drafted for after as many were accepted.
+    assert seen["rows_sampled"] == seen["rows_drafted"] == 4 * 9
+    assert seen["verified"] >= 7 and seen["_grow_on_device"] >= 7
+    assert not any(left.values()), left
 
 
 def test_kernels_of_gpus(start_v2, asked, expected):

@@ -8,8 +8,10 @@ from operator import methodcaller
 
 import pytest
 import torch
+from engine_probes import attention_groups
 from engine_process import Params, run
 from no_reads import guarded_calls, refuse_reads, refused
+from request_tables import end_requests, tables
 
 # Few levels, so that a step has few of everything; two runners agree on any config.
 GSD = {"num_speculative_tokens": 8, "max_depth": 3}
@@ -86,6 +88,17 @@ def test_a_draft_that_reads_hidden_states(start_engine, start_v2, tiny_eagle, fo
         found.append({name: value - before[name] for name, value in counts_of(engine).items()})
     assert found[0] == found[1]
     assert found[0]["gsd_nodes_accepted_native"] > 0
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["by shape", "by layer"])
+def test_layers_in_several_attention_groups(start_v2, unlike_pair, four_prompts, expected, split):
+    """A draft whose heads have another size than the target's, and target layers that do not share their metadata."""
+    engine = start_v2({**GSD, "model": str(unlike_pair.draft), "sources": ["draft"]}, split_groups=split)
+    assert [len(names) for names in engine.call(attention_groups)] == ([1] * 4 if split else [2, 2])
+    assert run(engine, four_prompts, GREEDY) == expected["greedy"][1]
+    metrics = engine.metrics()
+    assert metrics["gsd_nodes_accepted_native"] > 0
+    assert metrics["gsd_chain_requests"] < metrics["gsd_target_steps"] / 2
 
 
 READS = [*map(methodcaller, ("cpu", "tolist", "numpy", "nonzero")), any, max, lambda values: values[values > 0]]
@@ -180,3 +193,17 @@ def test_shared_suffixes(start_v2, four_prompts, expected):
         assert run(engine, four_prompts, params) == texts
         accepted.append(engine.metrics()["gsd_nodes_accepted_shared"] - before)
     assert accepted[1] > 0.4 * sum(map(len, texts))
+
+
+def test_tables_are_empty_once_requests_have_ended(start_v2, four_prompts):
+    """In every order. Of six blocks four requests need two each, so that some are preempted."""
+    pytest.importorskip(
+        "arctic_inference", reason="arctic-inference, an optional package, was not built by scripts/setup"
+    )
+    scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
+    engine = start_v2({"model": None, "sources": ["shared"], "num_speculative_tokens": 8}, **scarce)
+    for how, count in {"finish": 2, "abort": 2, "preempt": 4, "preempt and abort": 4}.items():
+        prompts = [(2 * prompt)[:30] for prompt in four_prompts[:count]]
+        preempted = engine.call(end_requests, prompts, how)
+        assert bool(preempted) == (count == 4)
+        assert not any(engine.call(tables).values()), how

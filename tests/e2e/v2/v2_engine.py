@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import interpreter
+import start_probes
 from engine_process import Engine
 
 # Interpreted kernels take time by what they could hold.
@@ -30,8 +31,10 @@ class V2Engine(Engine):
     Args:
         model, speculative_config: as for ``Engine``.
         async_scheduling: on as on GPUs; off is what vLLM's CPU platform wants.
-        gpu_attention: the Triton kernels of GPUs (vLLM's and ours) and their KV layout; else those of CPUs.
+        gpu_attention: the Triton kernels of GPUs (vLLM's and ours) and their KV layout, and the start of a worker on a
+            GPU; else those of CPUs.
         cuda_graphs: emulated ones, with ``gpu_attention``.
+        split_groups: every layer in an attention group of its own.
     """
 
     server = forkserver.ForkServer()
@@ -44,12 +47,15 @@ class V2Engine(Engine):
         async_scheduling: bool = False,
         gpu_attention: bool = False,
         cuda_graphs: bool = False,
+        split_groups: bool = False,
         **options,
     ):
         before = [interpreter.turn_on_async_scheduling] if async_scheduling else []
         before += [interpreter.attend_as_on_gpus] if gpu_attention else []
         before += [interpreter.emulate_cuda_graphs] if cuda_graphs else []
-        after = [uses_v2, interpreter.capture_graphs] if cuda_graphs else [uses_v2]
+        before += [interpreter.split_attention_groups] if split_groups else []
+        before += [interpreter.start_as_on_gpus] if gpu_attention else []
+        after = [uses_v2, start_probes.remember_start] if gpu_attention else [uses_v2]
         here = str(Path(__file__).parent)
         path = os.pathsep.join(filter(None, [here, str(TRITON), os.environ.get("PYTHONPATH")]))
         with mock.patch.dict(os.environ, {**interpreter.SETTINGS, "PYTHONPATH": path}):

@@ -25,6 +25,10 @@ from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.ops.topk.api import topk_softmax
 from vllm_gsd.upstream import drafts, wire
 
+# Most bytes for logits of the draft at a time, and what one takes: itself, its float32 copy, and its exponential.
+MAX_LOGITS_BYTES = 1 << 30
+LOGIT_BYTES = 12
+
 
 class DraftModel:
     """Loads the draft model and runs it over rows of the current batch.
@@ -36,6 +40,8 @@ class DraftModel:
         vocab_size: tokens its LM head computes, or None for what its folder says.
     """
 
+    has_kv_cache = True
+
     def __init__(self, vllm_config: VllmConfig, model: str, tensor_parallel_size: int | None, vocab_size: int | None):
         self.vllm_config = vllm_config
         self.model_config = draft_model_config(vllm_config.model_config, model)
@@ -46,7 +52,7 @@ class DraftModel:
         self.head: TrimmedHead | None = None
         self.model: Any = None
         self.layer_names: list[str] = []
-        self.builder: Any = None
+        self.builders: list[tuple[Any, list[str]]] = []  # of attention metadata, and the draft's layers of each
         self.device = torch.device(vllm_config.device_config.device_type)
         # The draft's CUDA graphs while there are any; they belong to who captures them.
         self.graphs: Callable[[], Any] = lambda: None
@@ -92,13 +98,19 @@ class DraftModel:
             drafts.take_logits(self.model)
 
     def bind_attention(self, attention_groups) -> None:
-        """Remember the metadata builder of the draft's layers once the KV cache exists."""
-        groups = [group for group in attention_groups if set(group.layer_names) & set(self.layer_names)]
-        if not groups:
-            raise ValueError("gsd: the draft model's layers have no KV cache; only attention drafts are supported.")
-        # A group may hold target layers too; its builder serves either, one of the draft's groups is enough
-        # because all draft layers have one shape.
-        self.builder = groups[0].get_metadata_builder(0)
+        """Remember the metadata builders of the draft's layers once the KV cache exists.
+
+        Raises:
+            ValueError: a layer of the draft is in none of the groups.
+        """
+        # A group may hold target layers too; its builder serves either. Layers of unlike shapes are in several groups.
+        own = [(group, [name for name in group.layer_names if name in self.layer_names]) for group in attention_groups]
+        self.builders = [(group.get_metadata_builder(0), names) for group, names in own if names]
+        found = {name for _, names in self.builders for name in names}
+        if missing := sorted(set(self.layer_names) - found):
+            raise ValueError(
+                f"gsd: the draft model's layer {missing[0]} has no KV cache; only attention drafts are supported."
+            )
 
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         """A host array where the model is; nothing waits for it."""
@@ -149,7 +161,10 @@ class DraftModel:
             causal=True,
             positions=positions,
         )
-        return self._run(tokens, positions, slots, self.builder.build(0, common), features)
+        by_layer: dict[str, Any] = {}
+        for builder, names in self.builders:
+            by_layer |= dict.fromkeys(names, builder.build(0, common))
+        return self._run(tokens, positions, slots, by_layer, features)
 
     def run_level(self, tokens, tree: TreeRows, slots, features=None) -> torch.Tensor:
         """Run one draft level: every row attends along its own path of the graph.
@@ -163,7 +178,7 @@ class DraftModel:
         """
         metadata = TreeRowsOnly()
         wire.attach_tree_rows(metadata, tree)
-        return self._run(tokens, tree.positions, slots, metadata, features)
+        return self._run(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
     def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features=None) -> torch.Tensor:
         """Run rows that lie on the device already.
@@ -178,14 +193,24 @@ class DraftModel:
         """
         metadata = TreeRowsOnly()
         wire.attach_tree_rows(metadata, tree)
-        return self._forward(tokens, tree.positions, slots, metadata, features)
+        return self._forward(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
-    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, metadata, features) -> torch.Tensor:
-        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, metadata, features)
+    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, by_layer, features) -> torch.Tensor:
+        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, by_layer, features)
 
-    def _forward(self, input_ids, positions, slots, metadata, features) -> torch.Tensor:
+    @contextmanager
+    def without_kv_cache(self):
+        """Let rows attend nothing and write nothing: memory is profiled before there is a KV cache."""
+        self.has_kv_cache = False
+        try:
+            yield
+        finally:
+            self.has_kv_cache = True
+
+    def _forward(self, input_ids, positions, slots, by_layer: dict[str, Any], features) -> torch.Tensor:
         count = len(input_ids)
-        by_layer = dict.fromkeys(self.layer_names, metadata)
+        if not self.has_kv_cache:
+            return self.run_idle(count)
         graphs = self.graphs()
         size = None if graphs is None else graphs.size_for(count)
         if size is not None:
@@ -214,7 +239,15 @@ class DraftModel:
         return from_first_rank(probs.cpu().numpy()), from_first_rank(tokens.cpu().numpy())
 
     def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``candidates``, left where they are and this rank's own."""
+        """``candidates``, left where they are and this rank's own. Logits take at most ``MAX_LOGITS_BYTES``."""
+        width = self.model_config.get_vocab_size() if self.head is None else len(self.head.ids)
+        parts = hidden.split(max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * width)))
+        if len(parts) == 1:
+            return self._most_probable(hidden, k)
+        probs, tokens = zip(*(self._most_probable(part, k) for part in parts), strict=True)
+        return torch.cat(probs), torch.cat(tokens)
+
+    def _most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.head is None:
             return topk_softmax(self.model.compute_logits(hidden), k)
         logits = self.head.hide(self.model.logits_processor(None, self.head(hidden)))

@@ -48,7 +48,7 @@ class SharedSuffixes:
             lora_request: vLLM's ``LoRARequest`` of it, or None.
         """
         reader = self._reader(request_id, lora_request)
-        self.salts.pop(request_id, None)
+        self.forget(request_id)
         tokens = np.array([token for token in response[-MOST_TOKENS:] if token >= 0], np.int32)
         if len(tokens) < 2:
             return  # nothing follows anything
@@ -65,6 +65,10 @@ class SharedSuffixes:
         self.next_id += 1
         while len(self.kept) > self.most_responses:
             self._drop_oldest()
+
+    def forget(self, request_id: str) -> None:
+        """A request is gone, whether it had a response or not."""
+        self.salts.pop(request_id, None)
 
     def graft(self, graphs, row: int, request_id: str, lora_request, text: np.ndarray, num_nodes: int) -> None:
         """Add continuations of the text's longest known suffixes to a graph.

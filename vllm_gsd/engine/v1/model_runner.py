@@ -20,7 +20,7 @@ from vllm_gsd.engine.speculation import Speculation, check_kv_groups
 from vllm_gsd.engine.v1.plan import plan_step
 from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
-from vllm_gsd.engine.verify.step import VerifyStep
+from vllm_gsd.engine.verify.step import VerifyStep, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.host import kv_moves
 from vllm_gsd.upstream import wire
@@ -123,6 +123,7 @@ class GraphModelRunner(CPUModelRunner):
         if self.step is not None and self.step.masked:
             draft_layers = set(self.drafter.layer_names)
             self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
+            check_attached(self.target_kv.names, attn_metadata)
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any):

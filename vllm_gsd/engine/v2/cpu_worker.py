@@ -7,11 +7,11 @@ from vllm.v1.worker import cpu_worker
 from vllm_gsd.cpu.packed_weights import PacksWeights
 from vllm_gsd.engine.attention.cpu import BACKENDS
 from vllm_gsd.engine.parallel.ranks import forget_shared_memory
-from vllm_gsd.engine.worker_memory import SharesMemory
+from vllm_gsd.engine.v2.worker import V2Worker
 from vllm_gsd.upstream import workers
 
 
-class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
+class GraphCPUWorker(V2Worker, PacksWeights, cpu_worker.CPUWorker):
     """``worker_cls`` of an engine with gsd on a CPU for which vLLM takes Model Runner V2."""
 
     def init_device(self) -> None:

@@ -5,7 +5,7 @@ steps. Lengths and tokens are read where vLLM keeps them, and everything has a f
 exactly what ``Speculation.propose`` gives on the host without a planner's costs: every level is drafted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,10 +19,14 @@ from vllm_gsd.method.constants import MERGED, NGRAM, OFF_BELOW
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth.api import add_candidates, level_rows, next_frontier
 from vllm_gsd.ops.growth.state import DeviceGraphs, one_bit, start_graphs
-from vllm_gsd.ops.ngram.api import graft_ngrams
+from vllm_gsd.ops.ngram.api import MATCH_BYTES, graft_ngrams
 
 # What ``DeviceDrafting.counts`` counts.
 COUNTS = ("nodes_added", "nodes_merged", "nodes_pruned", "draft_nodes", "draft_rows_invalid")
+# Most bytes of one pass over some of the batch's requests, beside the draft's own forward and logits.
+MAX_BYTES = 1 << 30
+# Numbers of eight bytes that a node of a graph takes at most: its own, and those of a level's growth.
+COLUMNS = 24
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,12 @@ class KnownBatch:
     trust: np.ndarray  # float32 [num_requests, sources], of ``SourceTrust``
     factor: np.ndarray  # float32, of ``Calibration``
     most_new: int  # most tokens that any text can have got in this step
+    longest: int  # most tokens that any text can have by now
+
+    def part(self, of: slice) -> "KnownBatch":
+        """What is known of some of the requests."""
+        names = ("slots", "wanted", "draft_length", "capacity", "end", "trust")
+        return replace(self, **{name: getattr(self, name)[of] for name in names})
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class _Batch:
     """The same on the device, and what only the device knows."""
 
     length: torch.Tensor  # int64 [num_requests], tokens of each text
-    texts: torch.Tensor  # int32 [num_requests, max_model_len]
+    texts: torch.Tensor  # int32 [num_requests, longest]
     block_table: torch.Tensor  # int32 [num_requests, max_blocks]
     block_size: int
     wanted: torch.Tensor  # bool [num_requests]
@@ -96,6 +106,42 @@ class DeviceDrafting:
         Returns:
             DeviceTrees of ``num_places`` places.
         """
+        most = self.most_requests(known.longest, known.most_new)
+        parts = []
+        for first in range(0, len(slots), most):
+            of = slice(first, first + most)
+            parts.append(self._propose(known.part(of), slots[of], block_table[of], block_size))
+        return parts[0] if len(parts) == 1 else DeviceTrees(*map(torch.cat, zip(*parts, strict=True)))
+
+    def most_requests(self, longest: int, most_new: int) -> int:
+        """How many requests are drafted for at once, so that it takes ``MAX_BYTES`` beside the draft's own forward.
+
+        Args:
+            longest, most_new: as of ``KnownBatch``.
+        """
+        most = MAX_BYTES // self.bytes_per_request(longest)
+        if self.drafter is not None:  # whose largest forward is one over a whole batch of tokens
+            most = min(most, self.drafter.max_rows // max(most_new, self.config.num_speculative_tokens))
+        return max(1, most)
+
+    def bytes_per_request(self, longest: int) -> int:
+        """What a request takes while its graph is grown, at most: its text, its graph, and the nodes of a level.
+
+        A candidate is compared with every node, a byte each, and some of these comparisons are kept at a time.
+        """
+        width = self.config.num_speculative_tokens
+        nodes, candidates = self.capacity + 1, width * self.config.top_k
+        slots = 0 if self.drafter is None else self.drafter.max_slots
+        words = -(-self.capacity // 64) + -(-slots // 64)
+        return MATCH_BYTES * longest + nodes * (4 * candidates + 8 * (COLUMNS + words)) + 32 * candidates * words
+
+    def reset(self) -> None:
+        """Forget what was drafted so far."""
+        self.draft_length.zero_()
+        self.counts.zero_()
+
+    def _propose(self, known: KnownBatch, slots, block_table, block_size: int) -> DeviceTrees:
+        """``propose`` for as many requests as fit."""
         batch = self._batch(known, slots, block_table, block_size)
         drafts = self.drafter is not None
         graphs = start_graphs(batch.texts, batch.length, self.capacity, drafts and self.config.merge_ngram > 0)
@@ -114,11 +160,11 @@ class DeviceDrafting:
         wanted, done, capacity, end = self._to_device(np.stack(columns).astype(np.int64))
         texts = self.req_states.all_token_ids.gpu
         # A request that has ended may run on, beyond where its text ends.
-        length = self.req_states.total_len.gpu[slots].long().clamp(1, texts.shape[1])
+        length = self.req_states.total_len.gpu[slots].long().clamp(1, known.longest)
         max_depth = torch.minimum(end, torch.full_like(end, texts.shape[1])) - length - 1
         return _Batch(
             length=length,
-            texts=texts[slots],
+            texts=texts[:, : known.longest][slots],
             block_table=block_table,
             block_size=block_size,
             wanted=wanted.bool() & (max_depth > 0),
@@ -145,7 +191,7 @@ class DeviceDrafting:
         fresh = missing.clamp(0, most_new)
         place = torch.arange(most_new, device=self.device)
         real = place < fresh[:, None]
-        positions = (batch.done[:, None] + place).clamp(max=drafter.max_positions - 1)
+        positions = (batch.done[:, None] + place).clamp(max=min(drafter.max_positions, batch.texts.shape[1]) - 1)
         words = -(-most_new // 64)
         mask = one_bit(place, words).cumsum(0)  # a row attends those before it and itself
         mask = torch.where(real[:, :, None], mask, 0)

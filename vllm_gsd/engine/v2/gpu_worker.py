@@ -7,11 +7,11 @@ from vllm.v1.worker import gpu_worker
 from vllm_gsd.engine.attention import cuda as cuda_attention
 from vllm_gsd.engine.v2.model_runner import GraphModelRunner
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
-from vllm_gsd.engine.worker_memory import SharesMemory
+from vllm_gsd.engine.v2.worker import V2Worker
 from vllm_gsd.upstream import wire, workers
 
 
-class GraphGPUWorker(SharesMemory, gpu_worker.Worker):
+class GraphGPUWorker(V2Worker, gpu_worker.Worker):
     """``worker_cls`` of an engine with gsd on a GPU."""
 
     def _make_model_runner(self) -> Any:

@@ -19,6 +19,8 @@ from vllm_gsd.engine.v2.device_step import DeviceStep
 from vllm_gsd.engine.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.walk import GraphSampler
+from vllm_gsd.engine.v2.whole_graphs import whole_graphs
+from vllm_gsd.engine.verify.step import attach_to, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.upstream import instances, wire
 
@@ -42,6 +44,7 @@ class GraphModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
+        self.speculator.prepare(self.req_states)
         instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
 
     def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
@@ -55,7 +58,33 @@ class GraphModelRunner(GPUModelRunner):
         assert self.cudagraph_manager is not None
         instances.wrap_dispatch(self.cudagraph_manager, self._counted)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
-        self.speculator.bind(self.req_states, self.block_tables)
+        self.speculator.bind(self.block_tables)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """See upstream, which samples a row of each request to see what memory that takes; then whole graphs.
+
+        Args:
+            hidden_states: [num_requests, hidden].
+        """
+        super()._dummy_sampler_run(hidden_states)
+        batch = whole_graphs(self.input_buffers, self.max_num_reqs, self.max_num_tokens, self.decode_query_len)
+        logits = self.model.compute_logits(hidden_states.new_zeros((batch.num_tokens, hidden_states.shape[1])))
+        self.rejection_sampler.step = self.speculator.lay_out(batch)
+        processed = self.sampler.needs_logits_processing
+        for needed in (False, True):  # all rows at once, and level by level
+            processed[batch.idx_mapping_np] = needed
+            self.rejection_sampler(logits, batch)
+        processed[batch.idx_mapping_np] = False
+        self.rejection_sampler.step = self.rejection_sampler.paths = None
+
+    def profile_cudagraph_memory(self) -> int:
+        """See upstream, which takes its small KV cache down again."""
+        try:
+            return super().profile_cudagraph_memory()
+        finally:
+            self.__dict__.pop("target_kv", None)  # none where no graphs are captured
+            self.speculator.bind(None)
+            self.speculation.release_kv_cache()
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -105,6 +134,7 @@ class GraphModelRunner(GPUModelRunner):
         @functools.wraps(upstream)
         def prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs):
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
+            draft_layers = set(self.speculation.layer_names)
             step, whole = self.step, kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
             if step is None:
                 self.padded_rows.clear()  # nobody's batch
@@ -113,14 +143,15 @@ class GraphModelRunner(GPUModelRunner):
                 whole = True
             elif step.num_tree_requests:
                 common = _common(input_batch, block_tables[0], slot_mappings[0])
-                step.attach_tree_rows(attn_groups[0], set(self.speculation.layer_names), metadata, common)
+                step.attach_tree_rows(attn_groups[0], draft_layers, metadata, common)
             if whole:  # full CUDA graphs are captured with them, and are replayed for such batches only
                 assert step is None or self.padded_rows.fits(step, input_batch.num_tokens)
                 full = cudagraph_mode == CUDAGraphMode.FULL
                 num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
                 buffers = input_batch.query_start_loc, input_batch.positions, block_tables[0]
-                for name in set(attn_groups[0][0].layer_names) - set(self.speculation.layer_names):
-                    wire.attach_tree_rows(metadata[name], self.padded_rows.rows(num_requests, *buffers))
+                attach_to(self.padded_rows.rows(num_requests, *buffers), attn_groups[0], draft_layers, metadata)
+            if whole or (step is not None and step.num_tree_requests):
+                check_attached(self.target_kv.names, metadata)
             return metadata
 
         return prepare_attn

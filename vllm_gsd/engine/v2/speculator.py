@@ -1,6 +1,7 @@
 """The speculator that Model Runner V2 asks for drafts: graphs instead of chains."""
 
 import weakref
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.verify.step import lay_out
-from vllm_gsd.ops.flatten.api import DeviceTrees
+from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 
 logger = init_logger("vllm.gsd")
 
@@ -81,9 +82,8 @@ class GraphSpeculator(BaseSpeculator):
             "shared" in self.speculation.config.sources or vllm_config.parallel_config.tensor_parallel_size > 1
         )
 
-    def bind(self, req_states, block_tables) -> None:
-        """V2's request states and block tables, once there are any."""
-        self.block_tables = block_tables
+    def prepare(self, req_states) -> None:
+        """V2's request states, once the models are loaded."""
         speculation = self.speculation
         self.drafting = DeviceDrafting(
             speculation.config,
@@ -93,6 +93,10 @@ class GraphSpeculator(BaseSpeculator):
             self.num_rows,
             self.device,
         )
+
+    def bind(self, block_tables) -> None:
+        """V2's block tables; None: there are none any more."""
+        self.block_tables = block_tables
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -145,6 +149,8 @@ class GraphSpeculator(BaseSpeculator):
                 self.tenants[slot] += 1
             if shared is not None and record is not None and slot is not None:
                 shared.finished(request_id, record.lora_request, self.texts.output(slot))
+            elif shared is not None:
+                shared.forget(request_id)  # preempted and aborted: the text went with its slot
         self.speculation.forget(request_ids)
 
     def preempt(self, request_ids) -> None:
@@ -184,7 +190,9 @@ class GraphSpeculator(BaseSpeculator):
         num_requests = input_batch.num_reqs
         nothing = torch.zeros((num_requests, self.num_rows), dtype=torch.int64, device=self.device)
         if dummy_run:
-            if is_profile:
+            if is_profile and skip_attn_for_dummy_run:
+                self.profile()
+            elif is_profile:
                 self.speculation.warm_up(min(64, self.max_tokens))
             return nothing
         self.parents = {}
@@ -196,6 +204,43 @@ class GraphSpeculator(BaseSpeculator):
         trees = grow(input_batch)
         self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
         return trees.token
+
+    # --- before requests come ---------------------------------------------------------------------
+
+    def profile(self) -> None:
+        """Draft for as many requests as there may be, so that its memory is measured before there is a KV cache.
+
+        Shapes depend on nothing else, so texts without tokens do.
+        """
+        assert self.drafting is not None
+        count, longest = self.texts.tokens.shape
+        slots, whole = np.arange(count), np.full(count, longest, np.int64)
+        known = KnownBatch(
+            slots=slots,
+            wanted=np.ones(count, np.bool_),
+            draft_length=np.zeros(count, np.int64),
+            capacity=whole,
+            end=whole,
+            trust=np.ones((count, NUM_SOURCES), np.float32),
+            factor=self.speculation.planner.calibration.factor,
+            most_new=1 + self.num_rows,
+            longest=longest,
+        )
+        drafter = self.speculation.drafter
+        with nullcontext() if drafter is None else drafter.model.without_kv_cache():
+            block_table = torch.zeros((count, 1), dtype=torch.int32, device=self.device)
+            self.drafting.propose(known, torch.from_numpy(slots).to(self.device), block_table, block_size=1)
+        self.drafting.reset()
+
+    def forget_warm_up(self) -> None:
+        """Let nothing be left of the requests that vLLM makes up to warm up its kernels."""
+        assert self.drafting is not None
+        self.learn(wait=True)
+        self.texts.clear()
+        self.drafting.reset()
+        self.proposals.fresh[:] = False
+        self.parents = {}
+        self.speculation.forget_warm_up()
 
     # --- growing ----------------------------------------------------------------------------------
 
@@ -223,6 +268,8 @@ class GraphSpeculator(BaseSpeculator):
             trust=speculation.trust.of(batch.request_ids),
             factor=speculation.planner.calibration.factor,
             most_new=1 if drafts is None else 1 + int(drafts.max()),
+            # Every row may have brought a token, and the last one another.
+            longest=min(self.texts.tokens.shape[1], 1 + int(input_batch.seq_lens_cpu_upper_bound.max())),
         )
         return self.drafting.propose(known_batch, input_batch.idx_mapping, batch.block_table, batch.block_size)
 

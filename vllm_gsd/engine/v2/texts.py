@@ -16,6 +16,11 @@ class Texts:
         self.length = np.zeros(num_slots, np.int64)
         self.prompt_length = np.zeros(num_slots, np.int64)
 
+    def clear(self) -> None:
+        """Forget all texts."""
+        for of in (self.tokens, self.length, self.prompt_length):
+            of.fill(0)
+
     def begin(self, slot: int, tokens: list[int], prompt_length: int) -> None:
         """A request starts, or resumes with tokens it has generated."""
         self.tokens[slot, : len(tokens)] = tokens

@@ -48,6 +48,9 @@ class GraphSampler:
         sampler: upstream's, whose request states are used.
     """
 
+    # Upstream's verifies fewer drafts where they are not worth it; our planner decides that.
+    enable_adaptive_verification = False
+
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
         self.custom = any(not isinstance(processor, BUILT_IN) for processor in sampler.logits_processors)

@@ -1,6 +1,6 @@
 """The verification half of a step: which scheduled rows are a graph, and how they attend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -105,7 +105,7 @@ class VerifyStep:
         """
         if self.batch is not None:
             tree_rows = self.batch(block_table=common.block_table_tensor[: len(self.has_tree)])
-            _attach_to(tree_rows, groups, draft_layers, attn_metadata)
+            attach_to(tree_rows, groups, draft_layers, attn_metadata)
             return
         self.attach(*self._tree_requests(common), self.tree_requests, groups, draft_layers, attn_metadata, common)
 
@@ -156,11 +156,11 @@ class VerifyStep:
         if len(rows) == num_rows:
             tree_rows = replace(tree_rows, rows=None)
         if tree_rows.rows is None:
-            _attach_to(tree_rows, groups, draft_layers, attn_metadata)
+            attach_to(tree_rows, groups, draft_layers, attn_metadata)
             return
         for group in groups:
             group_rows = VerifyStep._with_plain_rows(tree_requests, tree_rows, rows, group, common)
-            _attach_to(group_rows, [group], draft_layers, attn_metadata)
+            attach_to(group_rows, [group], draft_layers, attn_metadata)
 
     @staticmethod
     def _with_plain_rows(tree_requests, tree_rows: TreeRows, rows: np.ndarray, group, common) -> TreeRows:
@@ -190,12 +190,26 @@ class VerifyStep:
         return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
 
 
-def _attach_to(tree_rows: TreeRows, groups, draft_layers: set[str], attn_metadata: dict[str, Any]) -> None:
+def attach_to(tree_rows: TreeRows, groups, draft_layers: set[str], attn_metadata: dict[str, Any]) -> None:
     """Add tree rows to the metadata that the target layers of each group share."""
     for group in groups:
         layer = next((name for name in group.layer_names if name not in draft_layers), None)
         if layer is not None:
             wire.attach_tree_rows(attn_metadata[layer], tree_rows)
+
+
+def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None:
+    """Refuse to run a graph that a layer would attend as if it were a chain.
+
+    Args:
+        layers: the target's attention layers.
+
+    Raises:
+        RuntimeError: the metadata of one of them have no tree rows.
+    """
+    for layer in layers:
+        if wire.tree_rows_of(attn_metadata.get(layer)) is None:
+            raise RuntimeError(f"gsd: {layer} got no tree rows, so it would attend the graph as if it were a chain.")
 
 
 def _masks(parent: np.ndarray, starts: np.ndarray) -> torch.Tensor:

@@ -12,14 +12,16 @@ class TargetKV(ABC):
     """Caches of all layers of a group but the draft's.
 
     Args:
-        layers: attention layers of the target, their caches allocated.
+        layers: attention layers of the target by name, their caches allocated. What lies in the cache of another layer
+            is moved there.
     """
 
-    def __init__(self, layers: list[Any]):
-        self.layers = layers
+    def __init__(self, layers: dict[str, Any]):
+        self.names = list(layers)
+        self.layers = list(layers.values())
         # Some layers read the cache of an earlier one: what it holds must be moved once, not once for each of them.
         owners: dict[int, Any] = {}
-        for layer in layers:
+        for layer in self.layers:
             owners.setdefault(layer.kv_cache.data_ptr(), layer)
         self.owners = list(owners.values())
         self.caches = [layer.kv_cache for layer in self.owners]
@@ -37,7 +39,7 @@ class TargetKV(ABC):
 class CPUTargetKV(TargetKV):
     """Caches in the layouts of vLLM's CPU backend."""
 
-    def __init__(self, layers: list[Any]):
+    def __init__(self, layers: dict[str, Any]):
         from vllm_gsd.engine.attention.cpu import kv_layout
 
         super().__init__(layers)
@@ -59,17 +61,21 @@ class CPUTargetKV(TargetKV):
 class PagedTargetKV(TargetKV):
     """Caches as vLLM's GPU backends have them."""
 
-    def __init__(self, layers: list[Any]):
+    def __init__(self, layers: dict[str, Any]):
         from vllm_gsd.ops.kv_move.paged import PagedCaches
 
         super().__init__(layers)
-        self.paged = PagedCaches(self.caches)
+        alike: dict[Any, list[torch.Tensor]] = {}  # layers may differ in heads
+        for cache in self.caches:
+            alike.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
+        self.paged = [PagedCaches(caches) for caches in alike.values()]
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """See ``TargetKV.move``."""
         from vllm_gsd.ops.kv_move.paged import move_paged_kv
 
-        move_paged_kv(self.paged, sources, destinations)
+        for caches in self.paged:
+            move_paged_kv(caches, sources, destinations)
 
 
 def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[str]) -> TargetKV:
@@ -80,7 +86,7 @@ def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[st
         names: of the group's layers.
         draft_layers: names of those to leave out.
     """
-    kept = [layers[name] for name in names if name not in set(draft_layers)]
-    if kept[0].attn_backend.get_name() == "CPU_ATTN":
+    kept = {name: layers[name] for name in names if name not in set(draft_layers)}
+    if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":
         return CPUTargetKV(kept)
     return PagedTargetKV(kept)

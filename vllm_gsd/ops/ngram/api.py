@@ -8,6 +8,10 @@ from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, NONE, ORIGIN_AGREED
 from vllm_gsd.ops.dispatch import check_tensor, use_triton
 from vllm_gsd.ops.growth.state import DeviceGraphs, append, find_child
 
+# Bytes that a token of a text takes in ``longest_matches``, its own four among them; texts of 126 million tokens and
+# more take more.
+MATCH_BYTES = 12
+
 
 def longest_matches(
     texts: torch.Tensor, length: torch.Tensor, min_match: int, count: int
@@ -29,18 +33,20 @@ def longest_matches(
     check_tensor("length", length, length.device, 1, torch.int64)
     check_tensor("texts", texts, length.device, 2, torch.int64, torch.int32, rows=len(length))
     most = texts.shape[1]
-    end = torch.arange(most, device=length.device)
+    # Texts are long: a token takes a few bytes here beside its own (``MATCH_BYTES``).
+    narrow = torch.int32 if (MAX_MATCH + 1) * most < 1 << 31 else torch.int64
+    end = torch.arange(most, dtype=narrow, device=length.device)
     alive = end < length[:, None] - 1
-    matched = torch.zeros_like(texts, dtype=torch.int64)
+    matched = torch.zeros_like(texts, dtype=torch.int8)
     for back in range(min(MAX_MATCH, most)):
         last = texts.gather(1, (length - 1 - back).clamp(min=0)[:, None])
-        earlier = torch.nn.functional.pad(texts[:, : most - back], (back, 0), value=NONE)
-        alive = alive & (earlier == last)
+        alive[:, :back] = False
+        alive[:, back:] &= texts[:, : most - back] == last
         matched += alive
-    matched = torch.where(matched >= min_match, matched, 0)
     # No two have one rank, so that what is best does not depend on how it is sorted.
-    rank = torch.where(matched > 0, matched * most + end, NONE)
-    best = rank.topk(min(count, most), dim=1).values
+    rank = matched.to(narrow).mul_(most).add_(end)
+    rank.masked_fill_(matched < max(1, min_match), NONE)
+    best = rank.topk(min(count, most), dim=1).values.long()
     best = torch.nn.functional.pad(best, (0, count - best.shape[1]), value=NONE)
     found = best >= 0
     return torch.where(found, best % most + 1, 0), torch.where(found, best // most, 0)

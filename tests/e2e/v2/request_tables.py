@@ -1,0 +1,52 @@
+"""Requests that end in every order, and what our tables still know then; functions run in the engine's process."""
+
+from engine_process import Params, model_runner, scheduler
+
+PARAMS = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
+
+
+def end_requests(llm, prompts, how: str) -> int:
+    """Run prompts with a cache salt to their end.
+
+    Args:
+        how: "finish"; "abort", all after a few steps; "preempt" (an engine short of blocks does), resume and finish;
+            "preempt and abort", those that wait after a step in which they were preempted.
+
+    Returns:
+        how many requests were seen preempted, after a step.
+    """
+    from vllm.v1.request import RequestStatus
+
+    engine, seen, steps = llm.llm_engine, set(), 0
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"r{index}", {"prompt_token_ids": prompt, "cache_salt": "mine"}, Params(PARAMS).build())
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+        requests = scheduler(llm).requests
+        preempted = {name for name, request in requests.items() if request.status == RequestStatus.PREEMPTED}
+        seen |= preempted
+        ended = preempted if how == "preempt and abort" else set(requests) if how == "abort" and steps == 3 else set()
+        if ended:
+            engine.abort_request([name.split("-")[0] for name in ended])
+    engine.step()  # the worker hears of those that ended last
+    return len(seen)
+
+
+def tables(llm) -> dict[str, int]:
+    """Sizes of all tables that have an entry for each request."""
+    speculator = model_runner(llm).speculator
+    speculation = speculator.speculation
+    return {
+        "requests": len(speculator.requests),
+        "slots": len(speculator.slots),
+        "parents": len(speculator.parents),
+        "late": len(speculator.late.queue),
+        "salts": 0 if speculation.shared is None else len(speculation.shared.salts),
+        "trees": len(speculation.trees),
+        "known": len(speculation.known),
+        "trust": len(speculation.trust.seen),
+        "draft_kv_blocks": len(speculation.draft_kv.blocks),
+        "draft_kv_length": len(speculation.draft_kv.length),
+        "kept": len(scheduler(llm).kept),
+    }

@@ -1,0 +1,70 @@
+"""What happens to an engine before its first request, and what is left of it; see ``interpreter.start_as_on_gpus``."""
+
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+from engine_process import model_runner
+from request_tables import tables
+
+
+class Start:
+    """What was seen of a start."""
+
+    def __init__(self):
+        self.seen: dict[str, int] = {}
+
+    @contextmanager
+    def watch_profile(self, runner):
+        """Most rows of the draft's forwards, and of logits of the target, while memory is profiled."""
+        speculator = runner.speculator
+        drafter = getattr(getattr(speculator, "speculation", None), "drafter", None)
+        drafts = nullcontext(mock.Mock(call_args_list=[]))
+        if drafter is not None:
+            drafts = mock.patch.object(drafter.model, "run_idle", wraps=drafter.model.run_idle)
+        logits = mock.patch.object(runner.model, "compute_logits", wraps=runner.model.compute_logits)
+        with drafts as drafted, logits as computed:
+            yield
+        self.seen["rows_drafted"] = max((call.args[0] for call in drafted.call_args_list), default=0)
+        self.seen["rows_sampled"] = max(len(call.args[0]) for call in computed.call_args_list)
+
+    @contextmanager
+    def watch_warm_up(self, runner):
+        """Steps whose graphs were verified, and graphs that were proposed, of the requests that vLLM makes up."""
+        if runner.speculator is None:
+            yield
+            return
+        watched = {name: getattr(runner.speculator, name) for name in ("verified", "_grow_on_device")}
+        with mock.patch.multiple(runner.speculator, **{n: mock.Mock(wraps=f) for n, f in watched.items()}):
+            yield
+            self.seen |= {name: getattr(runner.speculator, name).call_count for name in watched}
+
+
+def remember_start(llm) -> None:
+    """Keep what there is before the first request."""
+    start = llm.llm_engine.model_executor.driver_worker.worker.start
+    if llm.llm_engine.vllm_config.speculative_config is not None:
+        start.left = left(llm)
+
+
+def left(llm) -> dict[str, int]:
+    """What can be left of earlier requests: entries, learned factors, KV that counts as valid, texts, counters."""
+    from vllm_gsd.method.calibration import Calibration
+
+    speculator = model_runner(llm).speculator
+    speculation = speculator.speculation
+    counts = {name: value for name, value in speculation.stats.counts.items() if name != "cudagraphs_captured"}
+    return {
+        **tables(llm),
+        "learned": int((speculation.planner.calibration.factor != Calibration().factor).sum()),
+        "draft_kv_valid": int(speculation.draft_kv.valid.sum()),
+        "draft_length": int(speculator.drafting.draft_length.sum()),
+        "texts": int(speculator.texts.length.sum()),
+        "proposals": int(speculator.proposals.fresh.sum()),
+        "counts": len(counts),
+    }
+
+
+def start_of(llm) -> tuple[dict[str, int], dict[str, int]]:
+    """What was seen of the start, and what was left of it."""
+    start = llm.llm_engine.model_executor.driver_worker.worker.start
+    return start.seen, start.left
