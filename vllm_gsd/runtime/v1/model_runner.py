@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
-from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
@@ -19,8 +19,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilat
 from vllm_gsd.core.outcome import kv_moves
 from vllm_gsd.runtime.cpu_attention import no_rows_left
 from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
-from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
+from vllm_gsd.runtime.scheduler import SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
+from vllm_gsd.runtime.stats import OUTPUT_ATTRIBUTE, with_stats
 from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.tree_rows import serves_chains
@@ -130,9 +131,10 @@ class GraphModelRunner(CPUModelRunner):
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any):
-        """See upstream; timed."""
+        """See upstream; timed. A step without tokens has its output at once, with our statistics."""
         with self.drafter.stats.timed("verify_seconds"):
-            return super().execute_model(*args, **kwargs)
+            output = super().execute_model(*args, **kwargs)
+        return with_stats(output, self.drafter.take_stats()) if isinstance(output, ModelRunnerOutput) else output
 
     def sample_tokens(self, grammar_output):
         """See upstream; keeps hidden states for the draft, and sends the step's statistics along with its output."""

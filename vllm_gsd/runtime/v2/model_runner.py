@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
-from vllm_gsd.runtime.scheduler import OUTPUT_ATTRIBUTE, SALTS_ATTRIBUTE
+from vllm_gsd.runtime.scheduler import SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
+from vllm_gsd.runtime.stats import OUTPUT_ATTRIBUTE, with_stats
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.device_step import DeviceStep
@@ -83,10 +85,13 @@ class GraphModelRunner(GPUModelRunner):
         self.speculation.draft_kv.update(scheduler_output)
 
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run: bool = False, **kwargs: Any):
-        """See upstream; timed."""
+        """See upstream; timed. A step without tokens has its output at once, with our statistics."""
         self.step = None
         with self.speculation.stats.timed("verify_seconds"):
-            return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+            output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+        if isinstance(output, ModelRunnerOutput) and not dummy_run:
+            return with_stats(output, self.speculator.take_stats())
+        return output
 
     def prepare_inputs(self, *args: Any, **kwargs: Any):
         """See upstream; lays out the graphs over their rows."""
@@ -183,7 +188,7 @@ class GraphModelRunner(GPUModelRunner):
         """See upstream; sends the step's statistics along with its output."""
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculation.take_stats())
+            setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculator.take_stats())
         return output
 
     def take_draft_token_ids(self):
