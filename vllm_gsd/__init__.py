@@ -9,12 +9,13 @@ _registered = False
 def register() -> None:
     """Teach vLLM ``"method": "gsd"``; with any other (or no) speculative config nothing changes.
 
-    Idempotent. Raises RuntimeError when the installed vLLM lacks a symbol this plugin builds on.
+    Idempotent. Where the installed vLLM lacks a symbol that is wrapped, gsd is refused in one sentence and nothing
+    else changes.
     """
     global _registered
     if _registered:
         return
-    from vllm_gsd.compat.hooks import install
+    from vllm_gsd.upstream.install import install
 
     install()
     _registered = True

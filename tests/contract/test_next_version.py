@@ -3,7 +3,7 @@
     VLLM_SOURCES=.../vllm python -m pytest tests/contract
 
 where the folder is that of a wheel's Python files (``pip download vllm==0.33.0 --no-deps``, then unzip).
-``test_upstream_v2`` reads them too. What differs is told apart in ``vllm_gsd/compat``.
+``test_upstream_v2`` reads them too. What differs is told apart in ``vllm_gsd/upstream``.
 """
 
 import ast
@@ -56,7 +56,7 @@ def test_fields(cls, needed):
 
 
 def test_grammar_masks_are_filled_as_one_of_two_versions_does():
-    """``compat.structured`` knows them."""
+    """``upstream.structured`` knows them."""
     text = Path(SOURCES, "v1/structured_output/__init__.py").read_text()
     of_0_32 = "batch: Iterable[tuple[StructuredOutputGrammar, int, bool]]" in text
     of_0_33 = "batch: Iterable[tuple[StructuredOutputGrammar, int, bool, tuple[int, ...]]]" in text

@@ -64,7 +64,7 @@ def field_names(cls) -> set[str]:
 
 
 SIGNATURES = [
-    # compat.hooks
+    # upstream.hooks
     (EngineArgs.add_cli_args, ["parser"]),
     (VllmConfig.num_lookahead_tokens.fget, []),
     (

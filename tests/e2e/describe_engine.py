@@ -44,7 +44,7 @@ def _describe(model: str, prompts: list[list[int]], params: list[dict]) -> dict:
         "num_blocks": runner.kv_cache_config.num_blocks,
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "metrics": sorted({metric.name for metric in llm.get_metrics()}),
-        "plugin_loaded": "vllm_gsd.compat.hooks" in sys.modules,
+        "plugin_loaded": "vllm_gsd.upstream.hooks" in sys.modules,
         "gsd_modules": sorted(name for name in sys.modules if name.startswith("vllm_gsd.")),
     }
     llm.llm_engine.engine_core.shutdown()

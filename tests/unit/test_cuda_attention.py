@@ -11,13 +11,20 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from vllm_gsd.ops.paged_tree_attention import paged_tree_attention_reference
 from vllm_gsd.runtime import cuda_attention
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.runtime.tree_rows import TreeRows
+from vllm_gsd.upstream.wire import attach_tree_rows
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 16, 16
 PAIRS = [
     (cuda_attention.TreeFlashAttentionImpl, FlashAttentionImpl),
     (cuda_attention.TreeTritonAttentionImpl, TritonAttentionImpl),
 ]
+
+
+def metadata_with(tree: TreeRows) -> SimpleNamespace:
+    metadata = SimpleNamespace()
+    attach_tree_rows(metadata, tree)
+    return metadata
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def test_without_graphs_upstream_is_called_as_ever(cls, upstream, monkeypatch):
 def test_a_batch_of_graphs(cls, attributes, options):
     kv_cache, tree, query = batch()
     output = torch.full_like(query, 7.0)
-    forward(impl_of(cls, **attributes), query, kv_cache, SimpleNamespace(**{TREE_ROWS: tree}), output)
+    forward(impl_of(cls, **attributes), query, kv_cache, metadata_with(tree), output)
     torch.testing.assert_close(output[:5], expected(kv_cache, tree, query[:5], **options))
     assert (output[5:] == 7.0).all()  # padding
 
@@ -114,7 +121,7 @@ def test_a_mixed_batch(cls, upstream, monkeypatch):
 
     monkeypatch.setattr(upstream, "forward", theirs)
     output = torch.empty_like(query)
-    forward(impl_of(cls), query, kv_cache, SimpleNamespace(**{TREE_ROWS: tree}), output)
+    forward(impl_of(cls), query, kv_cache, metadata_with(tree), output)
     torch.testing.assert_close(output[rows], expected(kv_cache, tree, query[rows]))
     assert torch.equal(output[plain_rows], 2 * query[plain_rows])
 
@@ -128,7 +135,7 @@ def test_fp8_cache_and_quantised_query():
     quantised = (query / 0.25).to(torch.float8_e4m3fn)
     for given, meant in ((query, query), (quantised, quantised.float() * 0.25)):
         output = torch.empty_like(query)
-        forward(impl, given, kv_cache.view(torch.uint8), SimpleNamespace(**{TREE_ROWS: tree}), output, layer)
+        forward(impl, given, kv_cache.view(torch.uint8), metadata_with(tree), output, layer)
         torch.testing.assert_close(output[:5], expected(kv_cache, tree, meant[:5], **scales))
 
 
@@ -148,7 +155,7 @@ def test_flash_prefix(monkeypatch):
     monkeypatch.setattr(cuda_attention, "_flash_attention", lambda: flash)
     monkeypatch.setattr(cuda_attention, "_chosen", "flash_prefix")
     output = torch.empty_like(query)
-    metadata = SimpleNamespace(**{TREE_ROWS: tree})
+    metadata = metadata_with(tree)
     forward(impl_of(cuda_attention.TreeFlashAttentionImpl, logits_soft_cap=3.0), query, kv_cache, metadata, output)
     torch.testing.assert_close(output[:5], expected(kv_cache, tree, query[:5], softcap=3.0))
     with pytest.raises(NotImplementedError, match='must be "kernel"'):
@@ -159,7 +166,7 @@ def test_flash_prefix(monkeypatch):
 
 def test_refusals():
     kv_cache, tree, query = batch()
-    metadata = SimpleNamespace(**{TREE_ROWS: tree})
+    metadata = metadata_with(tree)
     impl = impl_of(cuda_attention.TreeTritonAttentionImpl, alibi_slopes=torch.ones(4))
     with pytest.raises(NotImplementedError, match="ALiBi"):
         forward(impl, query, kv_cache, metadata, query.clone())

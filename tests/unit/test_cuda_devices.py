@@ -12,10 +12,10 @@ from vllm_gsd.runtime import trimmed_head
 from vllm_gsd.runtime.draft_model import DraftModel
 from vllm_gsd.runtime.drafting import slots_of
 from vllm_gsd.runtime.features import Features
-from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.device_step import DeviceStep, Proposals, empty_trees
 from vllm_gsd.runtime.v2.model_runner import GraphModelRunner
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
+from vllm_gsd.upstream.wire import tree_rows_of
 
 # A device that PyTorch knows, and whose name makes no build of it look for the hardware.
 GPU = torch.device("lazy")
@@ -64,7 +64,7 @@ def test_rows_of_a_mixed_batch():
     group = SimpleNamespace(layer_names=["target"], get_metadata_builder=lambda ubatch: builder)
     metadata = {"target": SimpleNamespace()}
     step.attach_tree_rows([group], set(), metadata, common)
-    rows = getattr(metadata["target"], TREE_ROWS)
+    rows = tree_rows_of(metadata["target"])
     check(rows)
     assert rows.max_rows == 5 and rows.mask.shape == (10, 1)
     for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):

@@ -1,9 +1,10 @@
 """Which of vLLM's model runners gsd prepares for."""
 
 import pytest
+import vllm.triton_utils
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_gsd.compat import hooks
+from vllm_gsd.upstream import hooks, wire
 
 
 @pytest.mark.parametrize(
@@ -22,10 +23,10 @@ def test_the_runner_is_the_one_that_vllm_takes(monkeypatch, tmp_path, setting, t
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if setting is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", setting)
-    monkeypatch.setattr(hooks, "HAS_TRITON", triton)
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", triton)
     assert hooks.takes_v2(EngineArgs(model=str(tmp_path), **options)) is expected
 
 
 def test_our_translations_are_known_again():
-    assert hooks._is_ours(hooks.SPECULATIVE_V1) and hooks._is_ours(hooks.SPECULATIVE_V2)
-    assert not hooks._is_ours({"method": "ngram_gpu"}) and not hooks._is_ours(None)
+    assert all(wire.is_ours(wire.speculative_config(v2, 4)) for v2 in (False, True))
+    assert not wire.is_ours({"method": "ngram_gpu"}) and not wire.is_ours(None)

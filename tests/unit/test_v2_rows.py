@@ -10,8 +10,8 @@ from vllm_gsd.core.calibration import AGREED, MERGED, NATIVE, NGRAM, SHARED
 from vllm_gsd.core.graph import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_GRAMMAR, ORIGIN_NGRAM, ORIGIN_SHARED
 from vllm_gsd.runtime.draft_tree import FOREIGN, NO_NODES, DraftTree
 from vllm_gsd.runtime.step import lay_out
-from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.texts import Texts
+from vllm_gsd.upstream.wire import tree_rows_of
 
 
 def tree_of(parent):
@@ -86,7 +86,7 @@ def test_a_whole_batch_can_attend_by_the_mask():
         SimpleNamespace(num_actual_tokens=13, block_table_tensor=torch.arange(5, dtype=torch.int32)[:, None]),
     )
     step.attach_tree_rows([SimpleNamespace(layer_names=["layer", "draft"])], {"draft"}, metadata, common)
-    tree = getattr(metadata["layer"], TREE_ROWS)
+    tree = tree_rows_of(metadata["layer"])
     assert tree.rows is None
     assert tree.query_start_loc.tolist() == [0, 3, 4, 8, 13]
     assert tree.prefix_lens.tolist() == [10, 7, 40, 5]

@@ -16,8 +16,9 @@ from typing import Any
 
 from vllm_gsd.bench.contexts import with_context
 from vllm_gsd.bench.forms import FormSwitch
-from vllm_gsd.bench.parts import PartsClock, runner_of
+from vllm_gsd.bench.parts import PartsClock
 from vllm_gsd.prompt_file import token_ids_of
+from vllm_gsd.upstream.parts import runner_of
 
 
 def main() -> None:

@@ -13,14 +13,9 @@ from typing import Any
 
 import torch
 
+from vllm_gsd.upstream.parts import wrap_parts
+
 PARTS = ("draft forward", "draft", "target forward", "attention", "walk", "compaction", "scheduler", "other")
-
-
-def runner_of(llm: Any) -> Any:
-    """An engine's model runner; None where it is in another process."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
-    return getattr(getattr(worker, "worker", None), "model_runner", None)
 
 
 class PartsClock:
@@ -37,37 +32,14 @@ class PartsClock:
 
     def attach(self, llm: Any) -> bool:
         """Wrap the parts of this engine's step; False where they run in other processes."""
-        runner = runner_of(llm)
-        if runner is None:
-            return False
-        core = llm.llm_engine.engine_core.engine_core
-        self._wrap(llm.llm_engine, "step", "other")
-        for name in ("schedule", "update_from_output", "get_grammar_bitmask", "update_draft_token_ids"):
-            self._wrap(core.scheduler, name, "scheduler")
-        self._wrap(runner, "_model_forward", "target forward")
-        self._wrap(runner.model, "compute_logits", "target forward")
-        self._wrap(runner, "propose_draft_token_ids", "draft")
-        # Of our own drafting, what the draft model takes; upstream's proposers are "draft" as a whole.
-        draft_model = getattr(getattr(getattr(runner, "drafter", None), "drafter", None), "model", None)
-        self._wrap(draft_model, "_call", "draft forward")
-        self._wrap(draft_model, "most_probable", "draft forward")
-        self._wrap(runner, "_sample", "walk")
-        self._wrap(runner, "_compact", "compaction")
-        for layer in runner.compilation_config.static_forward_context.values():
-            if hasattr(layer, "impl"):
-                self._wrap(layer.impl, "forward", "attention")
-        return True
+        return wrap_parts(llm, self._timed)
 
     def restart(self) -> None:
         """Start again from zero."""
         self.seconds.clear()
         self.draft_levels = 0
 
-    def _wrap(self, owner: Any, name: str, part: str) -> None:
-        function: Callable[..., Any] | None = getattr(owner, name, None)
-        if function is None:
-            return  # this engine's step has no such part
-
+    def _timed(self, function: Callable[..., Any], name: str, part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             # The draft's own attention is drafting.
             if not self.on or (self.running and self.running[-1].startswith("draft") and part != "draft forward"):
@@ -79,7 +51,7 @@ class PartsClock:
             finally:
                 self._leave()
 
-        setattr(owner, name, timed)
+        return timed
 
     def _enter(self, part: str) -> None:
         self._charge()

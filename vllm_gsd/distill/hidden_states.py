@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.distill.train import collate
+from vllm_gsd.upstream.forwards import unwatch, watch
 
 
 class Recorder:
@@ -36,34 +37,23 @@ class Recorder:
         return recorder if all(llm.collective_rpc(recorder._attach)) else None
 
     def _attach(self, worker: Any) -> bool:
-        runner = worker.model_runner
-        if not hasattr(runner, "_model_forward"):
-            return False
-        forward, execute = runner._model_forward, runner.execute_model
+        self.runner = worker.model_runner
+        self.longest = self.runner.max_model_len
+        return watch(self.runner, self._begin, self._see, self._keep)
 
-        def forward_and_see(*args, **kwargs):
-            output = forward(*args, **kwargs)
-            positions = kwargs["positions"] if "positions" in kwargs else args[1]
-            self.seen = (positions.cpu().numpy().copy(), output.to("cpu", torch.float16).numpy())
-            return output
+    def _begin(self) -> None:
+        self.seen = None
 
-        def execute_and_keep(scheduler_output, *args, **kwargs):
-            self.seen = None
-            result = execute(scheduler_output, *args, **kwargs)
-            if self.seen is not None:
-                self._keep(runner.input_batch.req_ids, scheduler_output.num_scheduled_tokens)
-            return result
+    def _see(self, positions: torch.Tensor, states: torch.Tensor) -> None:
+        self.seen = (positions.cpu().numpy().copy(), states.to("cpu", torch.float16).numpy())
 
-        runner._model_forward, runner.execute_model = forward_and_see, execute_and_keep
-        self.runner, self.longest = runner, runner.max_model_len
-        return True
-
-    def _keep(self, requests: list[str], counts: dict[str, int]) -> None:
-        assert self.seen is not None
+    def _keep(self, scheduler_output: Any) -> None:
+        if self.seen is None:
+            return
         positions, states = self.seen
         row = 0
-        for request in requests:
-            count = counts[request]
+        for request in self.runner.input_batch.req_ids:
+            count = scheduler_output.num_scheduled_tokens[request]
             if request not in self.states:
                 self.states[request] = np.full((self.longest, states.shape[1]), np.nan, np.float16)
             self.states[request][positions[row : row + count]] = states[row : row + count]
@@ -71,7 +61,7 @@ class Recorder:
 
     def take(self, outputs: list[Any]) -> np.ndarray | None:
         """Rows of those finished requests, one after the other; None if one was not seen whole. It listens no more."""
-        del self.runner._model_forward, self.runner.execute_model
+        unwatch(self.runner)
         # vLLM's own names of requests end in a random part.
         states = {name.rsplit("-", 1)[0]: rows for name, rows in self.states.items()} | self.states
         parts = []

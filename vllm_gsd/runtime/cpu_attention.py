@@ -19,7 +19,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_gsd.ops.kv_layout import KVLayout
 from vllm_gsd.ops.tree_attention import tree_attention
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows, TreeRowsOnly
+from vllm_gsd.runtime.tree_rows import TreeRows, TreeRowsOnly
+from vllm_gsd.upstream import wire
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -85,7 +86,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-        tree: TreeRows | None = getattr(attn_metadata, TREE_ROWS, None)
+        tree = wire.tree_rows_of(attn_metadata)
         if tree is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale

@@ -19,7 +19,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -29,7 +28,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm_gsd.ops.merge_attention import merge_attention
 from vllm_gsd.ops.paged_tree_attention import paged_tree_attention
 from vllm_gsd.ops.xformers_attention import load_xformers, xformers_tree_attention
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.runtime.tree_rows import TreeRows
+from vllm_gsd.upstream import wire, workers
 
 #: What ``"tree_attention"`` in a gsd.json may be.
 IMPLEMENTATIONS = ("kernel", "flash_prefix", "xformers")
@@ -57,8 +57,12 @@ def register(implementation: str = "kernel") -> None:
     if implementation == "flash_prefix":
         _flash_attention()
     _chosen = implementation
-    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.TreeFlashAttentionBackend")
-    register_backend(AttentionBackendEnum.TRITON_ATTN, f"{__name__}.TreeTritonAttentionBackend")
+    workers.take_over_attention(
+        {
+            "FLASH_ATTN": f"{__name__}.TreeFlashAttentionBackend",
+            "TRITON_ATTN": f"{__name__}.TreeTritonAttentionBackend",
+        }
+    )
 
 
 def require_tree_backend(backend: type, layer: str) -> None:
@@ -91,7 +95,7 @@ class _TreeRowsImpl:
     ) -> torch.Tensor:
         """See upstream's ``forward``."""
         upstream = functools.partial(super().forward, layer)  # type: ignore[misc]
-        tree: TreeRows | None = getattr(attn_metadata, TREE_ROWS, None)
+        tree = wire.tree_rows_of(attn_metadata)
         if tree is None:
             return upstream(query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:

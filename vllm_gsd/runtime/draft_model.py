@@ -1,6 +1,5 @@
 """The draft model inside vLLM: same loader, same paged KV pool, same block tables as the target."""
 
-import copy
 import gc
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from vllm_gsd import draft_vocab
 from vllm_gsd.eagle_folder import is_eagle_config
 from vllm_gsd.ops.topk_softmax import topk_softmax
 from vllm_gsd.runtime.ranks import from_first_rank
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows, TreeRowsOnly
+from vllm_gsd.runtime.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.runtime.trimmed_head import TrimmedHead
+from vllm_gsd.upstream import drafts, wire
 
 
 class DraftModel:
@@ -78,20 +78,18 @@ class DraftModel:
             parallel_config=replace(parallel, rank=target.rank),
         )
         if self.reads_features:
-            # Where vLLM's EAGLE models look for their own shape.
-            config.speculative_config = copy.copy(config.speculative_config)
-            config.speculative_config.draft_model_config = self.model_config
+            drafts.with_draft_config(config, self.model_config)
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
         if self.reads_features:
-            share_ends(self.model, target_model)
+            drafts.share_ends(self.model, target_model)
             gc.collect()  # its own ends refer to themselves, and vLLM exempts from collection what is there later
         if self.token_ids is not None:
             head, size = self.model.lm_head, self.model_config.get_vocab_size()
             self.head = TrimmedHead(lambda ids: head_rows(head, ids), size, self.token_ids, self.device)
             # What it does after the LM head (scale, soft cap) is the model's own business still.
-            self.model.logits_processor.logits_as_input = True
+            drafts.take_logits(self.model)
 
     def bind_attention(self, attention_groups) -> None:
         """Remember the metadata builder of the draft's layers once the KV cache exists."""
@@ -164,7 +162,7 @@ class DraftModel:
             hidden states [n, hidden].
         """
         metadata = TreeRowsOnly()
-        setattr(metadata, TREE_ROWS, tree)
+        wire.attach_tree_rows(metadata, tree)
         return self._run(tokens, tree.positions, slots, metadata, features)
 
     def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features=None) -> torch.Tensor:
@@ -179,7 +177,7 @@ class DraftModel:
             hidden states [n, hidden].
         """
         metadata = TreeRowsOnly()
-        setattr(metadata, TREE_ROWS, tree)
+        wire.attach_tree_rows(metadata, tree)
         return self._forward(tokens, tree.positions, slots, metadata, features)
 
     def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, metadata, features) -> torch.Tensor:
@@ -238,22 +236,10 @@ def _parallel_group(size: int):
         [[rank] for rank in range(parallel_state.get_world_group().world_size)],
         parallel_state.get_world_group().local_rank,
         torch.distributed.get_backend(target.device_group),
-        group_name="gsd_draft",
+        group_name=wire.DRAFT_GROUP,
     )
-    parallel_state._TP = alone
-    try:
+    with drafts.tensor_parallel_group(alone):
         yield
-    finally:
-        parallel_state._TP = target
-
-
-def share_ends(draft: Any, target: Any) -> None:
-    """Give a draft of EAGLE's kind the target's embedding and LM head where it has none."""
-    if not getattr(draft, "has_own_embed_tokens", False):
-        embedding = target.model.embed_tokens
-        draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without adapters
-    if not getattr(draft, "has_own_lm_head", False):
-        draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
 
 
 def head_rows(lm_head: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -9,16 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_gsd.compat.structured import fill_mask, next_request_row
 from vllm_gsd.core.graph import NONE
+from vllm_gsd.upstream import structured
 
-# Attribute of DraftTokenIds: graphs of requests with structured output, ``{request: ProposedTree}``. They don't travel
-# in the list of draft tokens, which upstream would take for a chain.
-PROPOSED_ATTRIBUTE = "gsd_trees"
-# The same where nodes have their rows already, ``{request: places of the parents}``: none can be added or moved up.
-PARENTS_ATTRIBUTE = "gsd_parents"
-# Attribute of SchedulerOutput: what of those graphs is scheduled, ``{request: KeptTree}``.
-KEPT_ATTRIBUTE = "gsd_kept"
 # Where a grammar allows more tokens than that, no look is taken at how many of them go furthest.
 MOST_ALLOWED = 256
 # So many choices are worth verifying unasked.
@@ -211,10 +204,7 @@ def tree_bitmask(manager, requests, request_ids: list[str], scheduled: dict[str,
     Returns:
         int32 [rows, vocabulary / 32].
     """
-    if manager._grammar_bitmask is None:
-        config = manager.vllm_config
-        rows = config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens)
-        manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
+    structured.reserve_masks(manager)
     row = 0
     for request_id in request_ids:
         first = row
@@ -225,16 +215,16 @@ def tree_bitmask(manager, requests, request_ids: list[str], scheduled: dict[str,
         paths = tree.paths if tree_fits(tree, tokens) else []
         for path in [[], *paths[: len(tokens)], *[None] * (len(tokens) - len(paths))]:
             if path is None:
-                manager._grammar_bitmask[row] = -1
+                structured.allow_all(manager, row)
                 row += 1
                 continue
             grammar_start, constraint_start = manager._get_constraint_bounds(request, path)
             advance = path[grammar_start:]
             if advance:
                 grammar.accept_tokens(request_id, advance)
-            fill_mask(manager, request, row, constraint_start <= len(path))
+            structured.fill_mask(manager, request, row, constraint_start <= len(path))
             if advance:
                 grammar.rollback(len(advance))
             row += 1
-        row = next_request_row(manager, first, row)
-    return manager._grammar_bitmask[:row].numpy()
+        row = structured.next_request_row(manager, first, row)
+    return structured.masks(manager, row).numpy()

@@ -5,9 +5,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-# Key under which our numbers travel in ``SchedulerStats.kv_connector_stats``, the one field that is an open dict
-# on the wire. KV connectors are refused beside gsd, so nobody else uses it then.
-STATS_KEY = "gsd"
+from vllm_gsd.upstream import wire
 
 COUNTERS = {
     "target_steps": "Target steps of requests that emitted tokens, steps without drafts counted too.",
@@ -86,7 +84,8 @@ class GraphPrometheus:
 
     def observe(self, data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's changes, as made by ``GraphStats.take``."""
-        stats = data[STATS_KEY]
+        stats = wire.metrics_of(data)
+        assert stats is not None  # no KV connector is beside gsd
         for name, amount in stats["counts"].items():
             self.counters[name][engine_idx].inc(amount)
         for name, value in stats["state"].items():
@@ -103,9 +102,7 @@ class GraphKVConnectorProm(KVConnectorProm):
 
     def __init__(self, vllm_config, labelnames, per_engine_labelvalues):
         super().__init__(vllm_config, labelnames, per_engine_labelvalues)
-        from vllm_gsd.compat.hooks import gsd_config
-
-        if gsd_config(vllm_config) is not None:
+        if wire.options_of(vllm_config) is not None:
             self.prom_metrics = GraphPrometheus(self, labelnames, per_engine_labelvalues)
 
 
@@ -114,5 +111,5 @@ class GraphKVConnectorLogging(KVConnectorLogging):
 
     def observe(self, transfer_stats_data: dict[str, Any]) -> None:
         """Log KV-transfer numbers; ours are not among them."""
-        if STATS_KEY not in transfer_stats_data:
+        if wire.metrics_of(transfer_stats_data) is None:
             super().observe(transfer_stats_data)

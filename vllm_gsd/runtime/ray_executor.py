@@ -3,21 +3,18 @@
 Upstream's asks the platform for the name of its devices in Ray, and vLLM's CPU platform has none. Goes when it has.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import ray
 import torch
 from vllm.distributed import parallel_state
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_utils import initialize_ray_cluster
 
 import vllm_gsd
 from vllm_gsd.runtime.ray_nodes import check_nodes
+from vllm_gsd.upstream import ray_ranks
 
 
 class CPURayWorkerProc(ray_executor_v2.RayWorkerProc):
@@ -38,7 +35,7 @@ class CPURayWorkerProc(ray_executor_v2.RayWorkerProc):
         # Ray has set OMP_NUM_THREADS to 1 in this process; what counts is whether the engine's process has it.
         driver_env_vars = args[3]
         torch.set_num_threads(int(driver_env_vars.get("OMP_NUM_THREADS", 0)) or max(1, len(cores) // ranks_here))
-        _keep_shared_memory_to_nodes()
+        ray_ranks.keep_shared_memory_to_nodes(ray.get_runtime_context().get_node_id()[:8])
         super().initialize_worker(*args, **kwargs)
 
     def worker_busy_loop(self, *args, **kwargs) -> None:
@@ -48,10 +45,7 @@ class CPURayWorkerProc(ray_executor_v2.RayWorkerProc):
         """
         groups = [group() for group in parallel_state._groups.values()]
         for queue in (self.worker_response_mq, *(getattr(group, "mq_broadcaster", None) for group in groups)):
-            buffer = getattr(queue, "buffer", None)
-            if buffer is not None and buffer.is_creator:
-                buffer.shared_memory.unlink()
-                buffer.is_creator = False  # or it is removed again
+            ray_ranks.forget_name(queue)
         super().worker_busy_loop(*args, **kwargs)
 
 
@@ -63,10 +57,10 @@ class CPURayExecutor(ray_executor_v2.RayExecutorV2):
         return {}  # the placement group's bundle holds the CPU
 
     def _init_executor(self) -> None:
-        with _replaced(current_platform, "ray_device_key", "CPU"):
+        with ray_ranks.devices_are_cpus():
             initialize_ray_cluster(self.parallel_config, require_gpu_on_driver=False)
             check_nodes(self.parallel_config.placement_group)
-            with _replaced(ray_executor_v2, "RayWorkerProc", CPURayWorkerProc):
+            with ray_ranks.ranks_on_cpus(CPURayWorkerProc):
                 super()._init_executor()
 
     def shutdown(self) -> None:
@@ -74,26 +68,3 @@ class CPURayExecutor(ray_executor_v2.RayExecutorV2):
         if not ray.is_initialized():  # asking it to kill them would start it again
             self.ray_worker_handles: list[ray_executor_v2.RayWorkerHandle] = []
         super().shutdown()
-
-
-def _keep_shared_memory_to_nodes() -> None:
-    """Have ranks on several nodes talk over the network.
-
-    Upstream's CPU communicator takes shared memory if all ranks agree on its name, which comes from the port of their
-    rendezvous: over TCP it is the same on every node, and they would wait for one another forever. Goes when upstream
-    asks for the node.
-    """
-    upstream = _CPUSHMDistributed.make_group_name
-    node = ray.get_runtime_context().get_node_id()[:8]
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{upstream(communicator)}-{node}")
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` within; upstream reads it from there and has no hook."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -1,7 +1,6 @@
 """Which requests go on the graph."""
 
-# Requests opt out with ``SamplingParams(extra_args={"gsd": False})`` (``vllm_xargs`` over HTTP).
-OPT_OUT = "gsd"
+from vllm_gsd.upstream import wire
 
 
 def fallback_reason(request) -> str | None:
@@ -13,7 +12,7 @@ def fallback_reason(request) -> str | None:
     params = request.sampling_params
     if params is None:
         return "no_sampling_params"
-    if params.extra_args and params.extra_args.get(OPT_OUT) == 0:  # over HTTP vLLM makes a number of false
+    if wire.opts_out(params):
         return "opt_out"
     if request.prompt_embeds is not None:
         return "prompt_embeds"

@@ -10,24 +10,19 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_gsd.runtime.grammar import (
-    KEPT_ATTRIBUTE,
-    PARENTS_ATTRIBUTE,
-    PROPOSED_ATTRIBUTE,
     GrammarTokens,
     JudgedTree,
     KeptTree,
-    ProposedTree,
     allowed_nodes,
     judged_tree,
     tree_bitmask,
     tree_fits,
 )
-from vllm_gsd.runtime.metrics import STATS_KEY
-from vllm_gsd.runtime.stats import OUTPUT_ATTRIBUTE
+from vllm_gsd.upstream import structured, wire
+from vllm_gsd.upstream.instances import count_draft_tokens
 
-# Attribute of SchedulerOutput: cache salts of requests that are new to the workers and have one.
-SALTS_ATTRIBUTE = "gsd_cache_salts"
-# What of them goes to the front end, and seconds between two times: some thirty metrics a step take as long as a walk.
+# What of a step's statistics goes to the front end, and seconds between two times: some thirty metrics a step take as
+# long as a walk.
 COUNTED = ("counts", "fallbacks", "accepted_lengths")
 TELL_EVERY = 0.25
 
@@ -51,8 +46,7 @@ class GraphScheduling(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """See upstream; graphs of requests with structured output are cut to what their grammars allow."""
         super().update_draft_token_ids(draft_token_ids)
-        trees: dict[str, ProposedTree] = getattr(draft_token_ids, PROPOSED_ATTRIBUTE, {})
-        for request_id, tree in trees.items():
+        for request_id, tree in wire.proposed_of(draft_token_ids).items():
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
@@ -60,24 +54,24 @@ class GraphScheduling(Scheduler):
                 self.structured_output_manager, request, tree, self.grammar_tokens.after
             )
             self.nodes_invalid += max(0, min(tree.budget, len(tree.tokens)) - len(kept.places))
-            request.spec_token_ids = kept.tokens
+            structured.set_drafts(request, kept.tokens)
         drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
-        for request_id, parents in getattr(draft_token_ids, PARENTS_ATTRIBUTE, {}).items():
+        for request_id, parents in wire.parents_of(draft_token_ids).items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
-                request.spec_token_ids = self._judge(request, list(drafts[request_id]), parents)
+                structured.set_drafts(request, self._judge(request, list(drafts[request_id]), parents))
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output) -> None:
         """See upstream: the same, for a step that has its rows already."""
         drafts = dict(zip(draft_token_ids.req_ids, map(list, draft_token_ids.draft_token_ids), strict=True))
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        for request_id, parents in getattr(draft_token_ids, PARENTS_ATTRIBUTE, {}).items():
+        for request_id, parents in wire.parents_of(draft_token_ids).items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished() and scheduled.get(request_id):
                 tokens = drafts[request_id][: len(scheduled[request_id])]
-                scheduled[request_id] = self._judge(request, tokens, parents)
-                scheduler_output.num_invalid_spec_tokens.pop(request_id, None)
+                tokens = self._judge(request, tokens, parents)
+                structured.set_scheduled_drafts(scheduler_output, request_id, tokens)
 
     def _judge(self, request, tokens: list[int], parents: list[int]) -> list[int]:
         """Remember what the grammar of ``request`` allows; upstream has taken its nodes for a chain and cut them."""
@@ -92,9 +86,9 @@ class GraphScheduling(Scheduler):
         for request_id in output.finished_req_ids:
             self.kept.pop(request_id, None)
         scheduled = output.scheduled_spec_decode_tokens
-        setattr(output, KEPT_ATTRIBUTE, {i: self.kept[i] for i in scheduled if i in self.kept})
+        wire.attach_kept(output, {i: self.kept[i] for i in scheduled if i in self.kept})
         new = [request.req_id for request in output.scheduled_new_reqs]
-        setattr(output, SALTS_ATTRIBUTE, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
+        wire.attach_salts(output, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
         return output
 
     def get_grammar_bitmask(self, scheduler_output) -> GrammarOutput | None:
@@ -122,7 +116,7 @@ class GraphScheduling(Scheduler):
 
     def update_from_output(self, scheduler_output, model_runner_output):
         """See upstream; keeps the step's graph statistics for ``make_stats``."""
-        self.graph_stats = getattr(model_runner_output, OUTPUT_ATTRIBUTE, None)
+        self.graph_stats = wire.stats_of(model_runner_output)
         if self.graph_stats is not None and self.nodes_invalid:
             self.graph_stats["counts"]["nodes_invalid"] = self.nodes_invalid
             self.nodes_invalid = 0
@@ -141,7 +135,7 @@ class GraphScheduling(Scheduler):
         if spec_decoding_stats is None:
             spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
         spec_decoding_stats.observe_draft(depth, num_accepted_tokens)
-        spec_decoding_stats.num_draft_tokens += num_draft_tokens - depth
+        count_draft_tokens(spec_decoding_stats, num_draft_tokens - depth)
         return spec_decoding_stats
 
     def make_stats(self, *args, **kwargs):
@@ -159,7 +153,7 @@ class GraphScheduling(Scheduler):
         changed = any(self.untold.values()) or self.state != self.told_state
         if changed and (now - self.told >= TELL_EVERY or self._may_be_last()):
             told = {name: dict(counts) for name, counts in self.untold.items()}
-            stats.kv_connector_stats = {STATS_KEY: {**told, "state": self.state}}
+            wire.attach_metrics(stats, {**told, "state": self.state})
             for counter in self.untold.values():
                 counter.clear()
             self.told, self.told_state = now, self.state

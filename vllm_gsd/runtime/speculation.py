@@ -31,6 +31,7 @@ from vllm_gsd.runtime.requests import fallback_reason
 from vllm_gsd.runtime.shared_suffixes import SharedSuffixes
 from vllm_gsd.runtime.stats import GraphStats
 from vllm_gsd.runtime.step import VerifyStep
+from vllm_gsd.upstream import wire
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
@@ -66,14 +67,16 @@ class Speculation:
     """Grows graphs for the requests of a batch, and learns from what the target accepted.
 
     Args:
-        vllm_config: the engine's configuration; ours is in ``additional_config["gsd"]``.
+        vllm_config: the engine's configuration; ours is in it.
     """
 
     # Whether a grammar chooses among nodes before they have rows, and may add some.
     asks_grammar = True
 
     def __init__(self, vllm_config):
-        self.config = GSDConfig.model_validate(vllm_config.additional_config["gsd"], strict=False)
+        config = wire.options_of(vllm_config)
+        assert config is not None
+        self.config: GSDConfig = config
         self.stats = GraphStats()
         self.draft_kv: DraftKVTracker | None = None
         self.trees: dict[str, DraftTree] = {}  # proposed, not verified yet

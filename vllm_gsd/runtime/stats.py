@@ -4,14 +4,9 @@ The worker sends what changed with every step's output, the scheduler hands it o
 ``metrics`` turns it into Prometheus metrics in the front end.
 """
 
-import copy
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
-
-# Attribute of ModelRunnerOutput under which the worker sends Speculation.take_stats().
-OUTPUT_ATTRIBUTE = "gsd_stats"
 
 
 @dataclass
@@ -37,16 +32,6 @@ class GraphStats:
         taken = {name: dict(getattr(self, name)) for name in self.__dataclass_fields__}
         self.__init__()  # type: ignore[misc]
         return taken
-
-
-def with_stats(output: Any, stats: dict[str, dict]) -> Any:
-    """A copy of a ``ModelRunnerOutput`` with a step's statistics.
-
-    A step without tokens tells the runner which requests have ended, and its output is one object for all such steps.
-    """
-    output = copy.copy(output)
-    setattr(output, OUTPUT_ATTRIBUTE, stats)
-    return output
 
 
 class _Timed:

@@ -12,7 +12,8 @@ from vllm_gsd.core.flatten import ancestor_masks, batch_masks, lay_tree
 from vllm_gsd.core.graph import NONE
 from vllm_gsd.core.verify import is_chain
 from vllm_gsd.runtime.draft_tree import FOREIGN, SOURCE_OF, DraftTree, WalkTrees
-from vllm_gsd.runtime.tree_rows import TREE_ROWS, TreeRows
+from vllm_gsd.runtime.tree_rows import TreeRows
+from vllm_gsd.upstream import wire
 
 
 @dataclass
@@ -194,7 +195,7 @@ def _attach_to(tree_rows: TreeRows, groups, draft_layers: set[str], attn_metadat
     for group in groups:
         layer = next((name for name in group.layer_names if name not in draft_layers), None)
         if layer is not None:
-            setattr(attn_metadata[layer], TREE_ROWS, tree_rows)
+            wire.attach_tree_rows(attn_metadata[layer], tree_rows)
 
 
 def _masks(parent: np.ndarray, starts: np.ndarray) -> torch.Tensor:

@@ -8,9 +8,6 @@ from vllm.config import ModelConfig
 
 from vllm_gsd.ops import HAVE_EXTENSION
 
-# Metadata attribute that carries the TreeRows of a forward pass; absent means there are none.
-TREE_ROWS = "gsd_tree_rows"
-
 
 @dataclass(frozen=True)
 class TreeRows:

@@ -5,6 +5,7 @@ positions by depth; ``_build_attention_metadata`` adds the tree mask; the target
 ``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
 """
 
+import copy
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -18,15 +19,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilat
 
 from vllm_gsd.core.outcome import kv_moves
 from vllm_gsd.runtime.cpu_attention import no_rows_left
-from vllm_gsd.runtime.grammar import PROPOSED_ATTRIBUTE
-from vllm_gsd.runtime.scheduler import SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
-from vllm_gsd.runtime.stats import OUTPUT_ATTRIBUTE, with_stats
 from vllm_gsd.runtime.step import VerifyStep
 from vllm_gsd.runtime.target_kv import target_kv_of
 from vllm_gsd.runtime.tree_rows import serves_chains
 from vllm_gsd.runtime.v1.plan import plan_step
 from vllm_gsd.runtime.v1.walk import walk
+from vllm_gsd.upstream import wire
 
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 
@@ -92,7 +91,7 @@ class GraphModelRunner(CPUModelRunner):
         assert self.drafter.draft_kv is not None
         self.drafter.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
-        self.drafter.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
+        self.drafter.remember(wire.salts_of(scheduler_output))
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):
@@ -134,7 +133,10 @@ class GraphModelRunner(CPUModelRunner):
         """See upstream; timed. A step without tokens has its output at once, with our statistics."""
         with self.drafter.stats.timed("verify_seconds"):
             output = super().execute_model(*args, **kwargs)
-        return with_stats(output, self.drafter.take_stats()) if isinstance(output, ModelRunnerOutput) else output
+        if isinstance(output, ModelRunnerOutput):
+            output = copy.copy(output)  # vLLM's is one object for all such steps
+            wire.attach_stats(output, self.drafter.take_stats())
+        return output
 
     def sample_tokens(self, grammar_output):
         """See upstream; keeps hidden states for the draft, and sends the step's statistics along with its output."""
@@ -144,7 +146,7 @@ class GraphModelRunner(CPUModelRunner):
             slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
             features.write(slots.long(), state.hidden_states[:count])
         output = super().sample_tokens(grammar_output)
-        setattr(output, OUTPUT_ATTRIBUTE, self.drafter.take_stats())
+        wire.attach_stats(output, self.drafter.take_stats())
         return output
 
     def propose_draft_token_ids(self, scheduler_output, *args: Any, **kwargs: Any):
@@ -162,7 +164,7 @@ class GraphModelRunner(CPUModelRunner):
         trees = self.drafter.take_grammar_trees()
         if trees:
             drafts = drafts or DraftTokenIds([], [])
-            setattr(drafts, PROPOSED_ATTRIBUTE, trees)
+            wire.attach_proposed(drafts, trees)
         return drafts
 
     def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:

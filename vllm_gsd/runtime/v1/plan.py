@@ -3,8 +3,8 @@
 import numpy as np
 
 from vllm_gsd.runtime.draft_tree import DraftTree
-from vllm_gsd.runtime.grammar import KEPT_ATTRIBUTE
 from vllm_gsd.runtime.step import VerifyStep, lay_out
+from vllm_gsd.upstream import wire
 
 
 def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep:
@@ -14,7 +14,7 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     resumes). A list that is not a prefix of the request's graph is verified as nothing: only its root is sampled.
     """
     scheduled = scheduler_output.scheduled_spec_decode_tokens
-    kept = getattr(scheduler_output, KEPT_ATTRIBUTE, {})
+    kept = wire.kept_of(scheduler_output)
     request_ids = runner.input_batch.req_ids
     num_requests = len(request_ids)
     sizes = np.ones(num_requests, np.int64)

@@ -16,6 +16,7 @@ from vllm_gsd.core.verify import follow, step_into
 from vllm_gsd.ops.topk_softmax import argmax_of_walks
 from vllm_gsd.runtime.draft_tree import WalkTrees
 from vllm_gsd.runtime.ranks import from_first_rank
+from vllm_gsd.upstream.instances import count_thinking_as_without_speculation
 
 PLACEHOLDER = -1  # vLLM's mark for "no token" in a padded row of sampled tokens
 
@@ -42,8 +43,8 @@ def walk(sampler, logits, metadata: SamplingMetadata, trees: WalkTrees, outputs:
     starts = trees.starts[:-1]
     thinking = metadata.thinking_budget_state_holder
     if thinking is not None and thinking.has_tracked_requests():
-        # Its rows are one per request here, as without speculation, not drafts as in upstream's rejection sampler.
-        thinking.in_spec_mode = False
+        # Rows are one per request here, not drafts as in upstream's rejection sampler.
+        count_thinking_as_without_speculation(thinking)
         metadata = replace(metadata, spec_token_ids=None)
     if not stateful and _takes_the_best(metadata):
         rows = (torch.from_numpy(part) for part in trees)

@@ -1,31 +1,16 @@
 """The CPU worker with our model runner and attention backend."""
 
-import copy
-import functools
-
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.worker import cpu_worker, gpu_model_runner
+from vllm.v1.worker import cpu_worker
 
 from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.runtime.packed_weights import PacksWeights
 from vllm_gsd.runtime.ranks import forget_shared_memory
 from vllm_gsd.runtime.v1.model_runner import GraphModelRunner
 from vllm_gsd.runtime.worker_memory import SharesMemory
+from vllm_gsd.upstream import wire, workers
 
 logger = init_logger("vllm.gsd")
-
-
-def _with_all_processors(upstream):
-    """Upstream's ``build_logitsprocs`` as without speculation: with min_p, logit_bias and custom processors."""
-
-    @functools.wraps(upstream)
-    def build_logitsprocs(vllm_config, *args, **kwargs):
-        vllm_config = copy.copy(vllm_config)
-        vllm_config.speculative_config = None
-        return upstream(vllm_config, *args, **kwargs)
-
-    return build_logitsprocs
 
 
 class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
@@ -38,13 +23,7 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
                 "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd beside "
                 "torch and a compiler, with pip's --no-build-isolation."
             )
-        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_gsd.runtime.cpu_attention.TreeCPUAttentionBackend")
-        # Upstream names the class and the function it calls; there is no hook to choose others.
-        runner, build = cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs
-        cpu_worker.CPUModelRunner = GraphModelRunner
-        gpu_model_runner.build_logitsprocs = _with_all_processors(build)
-        try:
+        workers.take_over_attention({"CPU_ATTN": wire.CPU_ATTENTION})
+        with workers.building_v1_runner(GraphModelRunner):
             super().init_device()
-        finally:
-            cpu_worker.CPUModelRunner, gpu_model_runner.build_logitsprocs = runner, build
         forget_shared_memory()

@@ -4,10 +4,11 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from vllm_gsd.compat.hooks import gsd_config
 from vllm_gsd.runtime import cuda_attention
-from vllm_gsd.runtime.v2.model_runner import GraphModelRunner, with_graph_speculator
+from vllm_gsd.runtime.v2.model_runner import GraphModelRunner
+from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.worker_memory import SharesMemory
+from vllm_gsd.upstream import wire, workers
 
 
 class GraphGPUWorker(SharesMemory, gpu_worker.Worker):
@@ -15,8 +16,8 @@ class GraphGPUWorker(SharesMemory, gpu_worker.Worker):
 
     def _make_model_runner(self) -> Any:
         """See upstream; our backends are chosen by the layers, which are made later."""
-        config = gsd_config(self.vllm_config)
+        config = wire.options_of(self.vllm_config)
         assert config is not None
         cuda_attention.register(config.tree_attention)
-        with with_graph_speculator():
+        with workers.building_speculator(GraphSpeculator):
             return GraphModelRunner(self.vllm_config, self.device)

@@ -6,27 +6,23 @@ target runs once over everything; ``sample`` walks the accepted paths and moves 
 it asks the device what was accepted. Then the speculator drafts again.
 """
 
+import copy
 import functools
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_gsd.runtime.grammar import PARENTS_ATTRIBUTE
-from vllm_gsd.runtime.scheduler import SALTS_ATTRIBUTE
 from vllm_gsd.runtime.speculation import Speculation, check_kv_groups
-from vllm_gsd.runtime.stats import OUTPUT_ATTRIBUTE, with_stats
 from vllm_gsd.runtime.target_kv import target_kv_of
-from vllm_gsd.runtime.tree_rows import TREE_ROWS
 from vllm_gsd.runtime.v2.device_step import DeviceStep
 from vllm_gsd.runtime.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.runtime.v2.speculator import GraphSpeculator
 from vllm_gsd.runtime.v2.walk import GraphSampler
+from vllm_gsd.upstream import instances, wire
 
 
 class GraphModelRunner(GPUModelRunner):
@@ -48,7 +44,7 @@ class GraphModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
-        self.model_state.prepare_attn = self._with_tree_rows(self.model_state.prepare_attn)
+        instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
 
     def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache; then prepare what reads and moves it."""
@@ -59,7 +55,7 @@ class GraphModelRunner(GPUModelRunner):
         self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
         self.padded_rows = PaddedTreeRows(self.max_num_reqs, self.decode_query_len, self.device)
         assert self.cudagraph_manager is not None
-        self.cudagraph_manager.dispatch = self._counted(self.cudagraph_manager.dispatch)
+        instances.wrap_dispatch(self.cudagraph_manager, self._counted)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
         self.speculator.bind(self.req_states, self.block_tables)
 
@@ -73,7 +69,7 @@ class GraphModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output) -> None:
         """See upstream."""
-        self.speculator.remember(getattr(scheduler_output, SALTS_ATTRIBUTE, {}))
+        self.speculator.remember(wire.salts_of(scheduler_output))
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
@@ -90,7 +86,8 @@ class GraphModelRunner(GPUModelRunner):
         with self.speculation.stats.timed("verify_seconds"):
             output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
         if isinstance(output, ModelRunnerOutput) and not dummy_run:
-            return with_stats(output, self.speculator.take_stats())
+            output = copy.copy(output)  # vLLM's is one object for all such steps
+            wire.attach_stats(output, self.speculator.take_stats())
         return output
 
     def prepare_inputs(self, *args: Any, **kwargs: Any):
@@ -129,7 +126,7 @@ class GraphModelRunner(GPUModelRunner):
                 num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
                 buffers = input_batch.query_start_loc, input_batch.positions, block_tables[0]
                 for name in set(attn_groups[0][0].layer_names) - set(self.speculation.layer_names):
-                    setattr(metadata[name], TREE_ROWS, self.padded_rows.rows(num_requests, *buffers))
+                    wire.attach_tree_rows(metadata[name], self.padded_rows.rows(num_requests, *buffers))
             return metadata
 
         return prepare_attn
@@ -188,26 +185,15 @@ class GraphModelRunner(GPUModelRunner):
         """See upstream; sends the step's statistics along with its output."""
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            setattr(getattr(output, "model_runner_output", output), OUTPUT_ATTRIBUTE, self.speculator.take_stats())
+            wire.attach_stats(output, self.speculator.take_stats())
         return output
 
     def take_draft_token_ids(self):
         """See upstream; where nodes hang goes along for requests with structured output."""
         drafts = super().take_draft_token_ids()
         if drafts is not None and self.speculator.parents:
-            setattr(drafts, PARENTS_ATTRIBUTE, self.speculator.parents)
+            wire.attach_parents(drafts, self.speculator.parents)
         return drafts
-
-
-@contextmanager
-def with_graph_speculator():
-    """Let upstream's model runner build our speculator: it names the function, there is no hook to choose another."""
-    upstream = model_runner.init_speculator
-    model_runner.init_speculator = lambda vllm_config, device, req_states: GraphSpeculator(vllm_config, device)
-    try:
-        yield
-    finally:
-        model_runner.init_speculator = upstream
 
 
 def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:

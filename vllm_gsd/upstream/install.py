@@ -1,0 +1,65 @@
+"""Puts the wraps of the inventory in, all of them or none."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.upstream import refusal
+from vllm_gsd.upstream.inventory import SUPPORTED_VLLM, Patch, When, patches
+from vllm_gsd.upstream.patching import Replacement, installed_vllm, prepare, refusal_of
+from vllm_gsd.upstream.symbols import problem_with
+
+logger = logging.getLogger("vllm.gsd")
+
+
+def install() -> None:
+    """Teach vLLM ``"method": "gsd"``, or to refuse it where the installed vLLM lacks a symbol that we wrap."""
+    replacements: list[Replacement] = []
+    for patch in patches("load"):
+        problem = problem_with(patch)
+        if problem is None:
+            try:
+                replacements.append(prepare(patch, _maker(patch)))
+            except Exception as error:  # a symbol that our replacement is made of is missing
+                problem = f"has a {patch.dotted} that cannot be replaced ({type(error).__name__}: {error})"
+        if problem is not None:
+            _stay_out(problem)
+            return
+    for replacement in replacements:
+        replacement.apply()
+
+
+def check_engine_symbols(*when: When) -> None:
+    """See that what an engine with gsd replaces later is there, before anything is loaded.
+
+    Args:
+        when: of the inventory.
+
+    Raises:
+        GSDConfigError: naming the symbol that is missing, the installed vLLM and the supported ones.
+    """
+    for patch in patches("engine", *when):
+        if (problem := problem_with(patch, load=False)) is not None:
+            raise GSDConfigError(refusal_of(problem))
+
+
+def _stay_out(problem: str) -> None:
+    if multiprocessing.parent_process() is None:  # it is enough that one process tells it
+        logger.warning(
+            "gsd is off, because %s %s; this vllm-gsd supports vLLM %s, and everything else works as without it.",
+            installed_vllm(),
+            problem,
+            SUPPORTED_VLLM,
+        )
+    refusal.install(refusal_of(problem))
+
+
+def _maker(patch: Patch) -> Callable[[Any], Any]:
+    module, _, name = patch.by.split()[0].partition(".")
+    maker: Callable[[Any], Any] = getattr(importlib.import_module(f"vllm_gsd.upstream.{module}"), name)
+    return maker
