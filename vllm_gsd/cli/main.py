@@ -11,12 +11,14 @@ import typer
 from rich.table import Table
 
 from vllm_gsd.cli.bench import bench
+from vllm_gsd.cli.check import check
 from vllm_gsd.cli.console import fail
 from vllm_gsd.cli.console import out as console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 app.command()(bench)
+app.command()(check)
 
 
 # With a callback typer keeps "models" a subcommand even while it is the only one.
