@@ -63,12 +63,14 @@ def vllm(question: dict[str, Any]) -> list[Finding]:
 
 def _missing_symbols() -> tuple[list[str], int]:
     """Problems with what is wrapped for this machine's platform, and how many symbols were looked at."""
-    from vllm.platforms import current_platform
-
     from vllm_gsd.upstream.inventory import When, patches
     from vllm_gsd.upstream.symbols import problem_with
 
     cases: list[When] = ["load", "engine", "v2"]
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        return [f"has no platforms ({_first_line(error)})"], 0
     if current_platform.is_cpu():
         cases += ["v1", "CPU", "v2 on a CPU"]
     looked_at = patches(*cases)

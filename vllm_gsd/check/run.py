@@ -9,7 +9,7 @@ from vllm_gsd.check.findings import Finding, passed
 from vllm_gsd.check.pair import check_pair
 from vllm_gsd.check.probes import ask
 from vllm_gsd.config import GSDConfig, GSDConfigError
-from vllm_gsd.config_source import read
+from vllm_gsd.config_source import origin_of, read
 
 
 def check(
@@ -55,7 +55,7 @@ def _config(draft: str | None, gsd: str | None) -> GSDConfig:
     keys: dict[str, Any] = {"method": "gsd", "model": None} if gsd is None else read(gsd)
     if draft is not None:
         keys = {**keys, "model": draft}
-    return GSDConfig.load(keys)
+    return GSDConfig.load(keys, None if gsd is None else origin_of(gsd))
 
 
 def _engine(target: str, config: GSDConfig, engine_args: dict[str, Any], timeout: float, usable: bool) -> list[Finding]:

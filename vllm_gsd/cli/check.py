@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from vllm_gsd.cli.console import json_object, out
 
@@ -29,7 +29,7 @@ def check(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        table = Table("checked", "", "found")
+        table = Table("checked", "", Column("found", overflow="fold"))
         for finding in report["findings"]:
             status = finding["status"]
             table.add_row(finding["topic"], f"[{COLOURS[status]}]{status}[/]", escape(finding["detail"]))
