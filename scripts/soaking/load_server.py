@@ -54,7 +54,14 @@ class Soak:
         """Load the server, let it come to rest, and say what of ``watch.IDLE`` is not 0 then."""
         start = time.monotonic()
         async with (
-            openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=None) as client,
+            openai.AsyncOpenAI(
+                base_url=f"{self.url}/v1",
+                api_key="none",
+                max_retries=0,
+                timeout=None,
+                # The server closes idle connections, and a request that is just being sent on one is lost.
+                default_headers={"Connection": "close"},
+            ) as client,
             httpx.AsyncClient(base_url=self.url, timeout=self.patience) as http,
         ):
             watching = asyncio.create_task(self._watch(http, start, progress))

@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], Keys], bool | None]] = {
     "grammar": (_grammar, None),
     "named tokens": (_tokens, None),
     "bad words": (lambda rng, longest: {"bad_words": rng.sample(["w7", "w8", "w9", "a b"], 2)}, None),
-    "several": (lambda rng, longest: {"n": rng.randint(2, 4)}, None),
+    "several": (lambda rng, longest: {"n": rng.randint(2, 4), "temperature": 1.0}, None),
     "chat logprobs": (lambda rng, longest: {"logprobs": True, "top_logprobs": rng.randint(0, 5)}, True),
     "logprobs": (lambda rng, longest: {"logprobs": rng.randint(1, 5)}, False),
     "echo": (lambda rng, longest: {"logprobs": rng.randint(1, 5), "echo": True}, False),
