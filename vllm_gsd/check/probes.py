@@ -23,7 +23,7 @@ def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:
         question: its arguments.
         timeout: seconds that it may take.
     """
-    command = [sys.executable, "-m", "vllm_gsd.check.probe", topic, json.dumps(question)]
+    command = [sys.executable, "-m", f"{__package__}.probe", topic, json.dumps(question)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
