@@ -15,6 +15,10 @@ from .server import NAME
 from .watch import memory_mib, not_idle, read_metrics
 
 
+# After so many a server is beyond help, and more of them say nothing new.
+MOST_SERVER_ERRORS = 100
+
+
 @dataclass
 class Outcome:
     """What became of one request."""
@@ -48,6 +52,7 @@ class Soak:
     outcomes: list[Outcome] = field(default_factory=list)
     series: list[dict[str, float]] = field(default_factory=list)
     numbers: int = 0  # requests so far
+    server_errors: int = 0
     usual: float = 1.0  # seconds of an answer, lately
 
     async def run(self, progress: Any = lambda soak, seconds: None) -> dict[str, float | None]:
@@ -71,7 +76,7 @@ class Soak:
             return await self._rest(http)
 
     async def _keep_asking(self, client: openai.AsyncOpenAI, until: float) -> None:
-        while time.monotonic() < until:
+        while time.monotonic() < until and self.server_errors < MOST_SERVER_ERRORS:
             self.numbers += 1
             load = draw_load(self.seed, self.numbers, NAME, self.adapters, self.longest)
             start = time.perf_counter()
@@ -79,6 +84,7 @@ class Soak:
             outcome.seconds = time.perf_counter() - start
             if outcome.ended == "answered":
                 self.usual += 0.05 * (outcome.seconds - self.usual)
+            self.server_errors += outcome.ended == "server error"
             self.outcomes.append(outcome)
 
     async def _ask(self, client: openai.AsyncOpenAI, load: Load) -> Outcome:

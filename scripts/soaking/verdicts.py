@@ -10,8 +10,8 @@ from .loads import kinds
 # Growth of memory over the last quarter of a soak that allocators and caches explain: this, and a share of all.
 SLACK_MIB = 8.0
 SLACK_SHARE = 0.01
-# Readings that tell growth from noise.
-LEAST_READINGS = 40
+# Shorter soaks are all warm-up.
+LEAST_SECONDS = 180
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ def judge(
 
 def _memory(series: list[dict[str, float]]) -> Verdict:
     name = "memory does not grow in the second half"
-    if len(series) < LEAST_READINGS:
-        return Verdict(name, None, f"{len(series)} readings are too few to tell")
+    took = series[-1]["seconds"] - series[0]["seconds"] if series else 0
+    if took < LEAST_SECONDS:
+        return Verdict(name, None, f"{took:.0f} seconds are too few to tell")
     quarter = len(series) // 4
     third, last = (
         statistics.median(one["mib"] for one in part) for part in (series[-2 * quarter : -quarter], series[-quarter:])

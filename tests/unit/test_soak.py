@@ -81,7 +81,7 @@ def test_faults_are_found(name):
 
 
 METRICS = {"vllm:num_preemptions_total": 3.0, "vllm:spec_decode_num_accepted_tokens_total": 9.0}
-STEADY = [{"seconds": float(t), "mib": 500.0} for t in range(60)]
+STEADY = [{"seconds": 5.0 * t, "mib": 500.0} for t in range(60)]
 
 
 def outcomes(**changes) -> list[Outcome]:
@@ -112,7 +112,10 @@ def test_everything_held():
         ({"busy": {"vllm:gsd_tracked_requests": 1.0}}, "tables by request empty"),
         ({"busy": {"vllm:gsd_tracked_requests": None}}, "tables by request empty"),
         ({"busy": {"vllm:num_requests_running": 1.0}}, "no request left"),
-        ({"series": [{"mib": 500.0 + t} for t in range(60)]}, "memory does not grow in the second half"),
+        (
+            {"series": [{**one, "mib": 500.0 + t} for t, one in enumerate(STEADY)]},
+            "memory does not grow in the second half",
+        ),
         ({"metrics": {**METRICS, "vllm:num_preemptions_total": 0.0}}, "some requests were preempted"),
         ({"metrics": {"vllm:num_preemptions_total": 1.0}}, "drafts were accepted"),
     ],
@@ -122,7 +125,7 @@ def test_each_verdict(found, check):
 
 
 def test_short_soaks_do_not_judge_memory():
-    assert broken(series=[{"mib": 100.0 * t} for t in range(30)]) == []
+    assert broken(series=[{"seconds": t, "mib": 100.0 * t} for t in range(30)]) == []
 
 
 def test_loads_are_drawn_alike_and_of_all_kinds():
