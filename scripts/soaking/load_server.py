@@ -14,7 +14,6 @@ from .loads import Load, draw_load
 from .server import NAME
 from .watch import memory_mib, not_idle, read_metrics
 
-
 # After so many a server is beyond help, and more of them say nothing new.
 MOST_SERVER_ERRORS = 100
 
