@@ -14,6 +14,8 @@ from .loads import Load, draw_load
 from .server import NAME
 from .watch import memory_mib, not_idle, read_metrics
 
+# The server closes idle connections, and a request that is just being sent on one is lost.
+CLOSING = {"Connection": "close"}
 # After so many a server is beyond help, and more of them say nothing new.
 MOST_SERVER_ERRORS = 100
 
@@ -55,7 +57,11 @@ class Soak:
     usual: float = 1.0  # seconds of an answer, lately
 
     async def run(self, progress: Any = lambda soak, seconds: None) -> dict[str, float | None]:
-        """Load the server, let it come to rest, and say what of ``watch.IDLE`` is not 0 then."""
+        """Load the server, let it come to rest, and say what of ``watch.IDLE`` is not 0 then.
+
+        Raises:
+            httpx.HTTPError: the server did not tell its metrics.
+        """
         start = time.monotonic()
         async with (
             openai.AsyncOpenAI(
@@ -63,15 +69,15 @@ class Soak:
                 api_key="none",
                 max_retries=0,
                 timeout=None,
-                # The server closes idle connections, and a request that is just being sent on one is lost.
-                default_headers={"Connection": "close"},
+                default_headers=CLOSING,
             ) as client,
-            httpx.AsyncClient(base_url=self.url, timeout=self.patience) as http,
+            httpx.AsyncClient(base_url=self.url, timeout=self.patience, headers=CLOSING) as http,
         ):
             watching = asyncio.create_task(self._watch(http, start, progress))
             await asyncio.gather(*[self._keep_asking(client, start + self.seconds) for _ in range(self.concurrency)])
+            if watching.done():
+                watching.result()  # it never ends but by an error
             watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
             return await self._rest(http)
 
     async def _keep_asking(self, client: openai.AsyncOpenAI, until: float) -> None:

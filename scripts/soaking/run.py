@@ -42,9 +42,9 @@ def soak(setting: Setting, seconds: float, seed: int, folder: Path, progress: An
         try:
             busy = asyncio.run(load.run(progress))
             metrics = asyncio.run(_metrics(server.url))
-        except httpx.HTTPError:  # nobody answers any more
-            busy, metrics = {}, {}
-        alive = server.process.poll() is None and bool(metrics)
+            lost = None if server.process.poll() is None else "the server ended"
+        except httpx.HTTPError as error:
+            busy, metrics, lost = {}, {}, f"no metrics: {type(error).__name__} {error}"
     settings = {
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(setting).items()},
         "kv_blocks": setting.kv_blocks,
@@ -52,7 +52,7 @@ def soak(setting: Setting, seconds: float, seed: int, folder: Path, progress: An
         "seed": seed,
         "started_after_s": round(started, 1),
     }
-    verdicts = judge(load.outcomes, load.series, metrics, busy, alive, bool(adapters))
+    verdicts = judge(load.outcomes, load.series, metrics, busy, lost, bool(adapters))
     return make_report(settings, load.outcomes, load.series, metrics, verdicts)
 
 

@@ -28,7 +28,7 @@ def judge(
     series: list[dict[str, float]],
     metrics: dict[str, float],
     busy: dict[str, float | None],
-    alive: bool,
+    lost: str | None,
     lora: bool,
 ) -> list[Verdict]:
     """All verdicts.
@@ -36,7 +36,7 @@ def judge(
     Args:
         series: readings in the order of time, with their memory in "mib".
         metrics: the last of all; busy: what of them should be 0 then and is not.
-        alive: whether the server still ran in the end; lora: whether it had adapters.
+        lost: how the server was lost, None if it was not; lora: whether it had adapters.
     """
     ended = {name: sum(one.ended == name for one in outcomes) for name in ("server error", "refused", "hung")}
     wrong = [one for one in outcomes if one.ended == "answered" and one.faults]
@@ -47,7 +47,8 @@ def judge(
     kv, tables = busy.get("vllm:kv_cache_usage_perc", 0), busy.get("vllm:gsd_tracked_requests", 0)
     others = {name: value for name, value in busy.items() if name.startswith("vllm:num_requests")}
     return [
-        Verdict("no server errors", not ended["server error"] and alive, f"{ended['server error']} of {len(outcomes)}"),
+        Verdict("no server errors", not ended["server error"], f"{ended['server error']} of {len(outcomes)}"),
+        Verdict("the server ran to the end", lost is None, lost or "yes"),
         Verdict("no refusals", not ended["refused"], f"{ended['refused']} of {len(outcomes)}"),
         Verdict("no hangs", not ended["hung"], f"{ended['hung']} of {len(outcomes)}"),
         Verdict("answers keep to their requests", not wrong, f"{len(wrong)} do not"),

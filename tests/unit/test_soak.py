@@ -89,8 +89,8 @@ def outcomes(**changes) -> list[Outcome]:
     return [*good, Outcome(load(), changes.get("ended", "answered"), 1.0, None, changes.get("faults", []))]
 
 
-def broken(series=STEADY, metrics=METRICS, busy=None, alive=True, **changes) -> list[str]:
-    verdicts = judge(outcomes(**changes), series, metrics, busy or {}, alive, lora=True)
+def broken(series=STEADY, metrics=METRICS, busy=None, lost=None, **changes) -> list[str]:
+    verdicts = judge(outcomes(**changes), series, metrics, busy or {}, lost, lora=True)
     report = make_report({}, outcomes(**changes), series, metrics, verdicts)
     assert report["passed"] == all(verdict.held is not False for verdict in verdicts)
     return [verdict.check for verdict in verdicts if verdict.held is False]
@@ -104,7 +104,7 @@ def test_everything_held():
     ("found", "check"),
     [
         ({"ended": "server error"}, "no server errors"),
-        ({"alive": False}, "no server errors"),
+        ({"lost": "no metrics"}, "the server ran to the end"),
         ({"ended": "refused"}, "no refusals"),
         ({"ended": "hung"}, "no hangs"),
         ({"faults": ["a token too many"]}, "answers keep to their requests"),
