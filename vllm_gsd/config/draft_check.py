@@ -32,7 +32,7 @@ def check_draft(
     Raises:
         GSDConfigError: the draft is missing, incomplete, or of another vocabulary, or cannot be trimmed as asked.
     """
-    draft = _local_folder(model)
+    draft = local_folder(model)
     if draft is None and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return  # vLLM fetches it from a hub that we have no client for, and reports what is missing
     draft = draft or _from_hub(model)
@@ -42,7 +42,7 @@ def check_draft(
     size = _vocab_size(model, draft)
     if size != target_vocab_size:
         _refuse(model, f"has {size} tokens in its vocabulary, but must have the target's {target_vocab_size}")
-    target_folder = _local_folder(target) if target is not None else None
+    target_folder = local_folder(target) if target is not None else None
     if target_folder is not None and is_eagle(draft):
         own, wanted = _hidden_size(draft), _hidden_size(target_folder)
         if own != wanted:
@@ -54,7 +54,7 @@ def check_draft(
 
 def reads_features(model: str) -> bool:
     """Whether a draft, by path or hub id, is of EAGLE's kind: one that reads the target's hidden states."""
-    folder = _local_folder(model)
+    folder = local_folder(model)
     return folder is not None and is_eagle(folder)
 
 
@@ -69,7 +69,7 @@ def _refuse(model: str, clause: str) -> NoReturn:
     fail(f'"model" is {shown(model, limit=200)}, which {clause}')
 
 
-def _local_folder(name: str | os.PathLike[str]) -> Path | None:
+def local_folder(name: str | os.PathLike[str]) -> Path | None:
     """The folder of a model on this machine: the path itself or a snapshot in the hub's cache."""
     name = os.fspath(name)
     if os.path.exists(name):

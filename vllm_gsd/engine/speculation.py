@@ -1,5 +1,6 @@
 """One engine's speculation, whatever its model runner: growing graphs, and learning what became of them."""
 
+from collections.abc import Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -210,10 +211,24 @@ class Speculation:
             self.trust.observe(with_tree, tree, source, chance, accepted)
             self.planner.calibration.observe(source, depth, survival, accepted)
 
-    def take_stats(self) -> dict[str, dict]:
-        """What happened since the last call, and the state now, for the scheduler."""
+    def request_tables(self) -> list[Sized]:
+        """Every table by request. Each must be empty once all requests have ended and the runner was told so."""
+        tables: list[Sized] = [self.trees, self.grammar_trees, self.known, self.trust.seen]
+        if self.draft_kv is not None:
+            tables += [self.draft_kv.blocks, self.draft_kv.length]
+        if self.shared is not None:
+            tables.append(self.shared.salts)
+        return tables
+
+    def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
+        """What happened since the last call, and the state now, for the scheduler.
+
+        Args:
+            more_tables: the runner's own tables by request.
+        """
         drafting = self.drafter is not None and self.planner.drafting
-        return {**self.stats.take(), "state": {"drafting": float(drafting)}}
+        tracked = max(map(len, [*self.request_tables(), *more_tables]))
+        return {**self.stats.take(), "state": {"drafting": float(drafting), "tracked_requests": tracked}}
 
     # --- drafting ---------------------------------------------------------------------------------
 

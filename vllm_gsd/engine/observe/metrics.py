@@ -40,6 +40,7 @@ COUNTERS = {
 
 GAUGES = {
     "drafting": "1 while drafts of the draft model pay, 0 while they do not or there is none.",
+    "tracked_requests": "Most requests that any table of gsd holds; 0 when no request is left.",
 }
 
 # Counted by the label "reason".

@@ -36,6 +36,7 @@ class GraphScheduling(Scheduler):
         self.untold: dict[str, Counter] = {name: Counter() for name in COUNTED}  # of steps that nobody heard of yet
         self.told = 0.0  # when somebody did
         self.state: dict[str, float] = {}  # the latest
+        self.told_state: dict[str, float] = {}
         self.kept: dict[str, KeptTree | JudgedTree] = {}  # of requests with structured output
         self.nodes_invalid = 0  # not told yet
         self.grammar_tokens = GrammarTokens(self.structured_output_manager)
@@ -146,14 +147,16 @@ class GraphScheduling(Scheduler):
         if news is not None:
             for name, counter in self.untold.items():
                 counter.update(news[name])
-            self.state = news["state"]
+            tracked = max(news["state"]["tracked_requests"], len(self.kept))
+            self.state = {**news["state"], "tracked_requests": tracked}
         now = time.monotonic()
-        if any(self.untold.values()) and (now - self.told >= TELL_EVERY or self._may_be_last()):
+        changed = any(self.untold.values()) or self.state != self.told_state
+        if changed and (now - self.told >= TELL_EVERY or self._may_be_last()):
             told = {name: dict(counts) for name, counts in self.untold.items()}
             wire.attach_metrics(stats, {**told, "state": self.state})
             for counter in self.untold.values():
                 counter.clear()
-            self.told = now
+            self.told, self.told_state = now, self.state
         return stats
 
     def _may_be_last(self) -> bool:

@@ -5,12 +5,13 @@ positions by depth; ``_build_attention_metadata`` adds the tree mask; the target
 ``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
 """
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
-from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
@@ -127,9 +128,13 @@ class GraphModelRunner(CPUModelRunner):
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any):
-        """See upstream; timed."""
+        """See upstream; timed. A step without tokens has its output at once, with our statistics."""
         with self.drafter.stats.timed("verify_seconds"):
-            return super().execute_model(*args, **kwargs)
+            output = super().execute_model(*args, **kwargs)
+        if isinstance(output, ModelRunnerOutput):
+            output = copy.copy(output)  # vLLM's is one object for all such steps
+            wire.attach_stats(output, self.drafter.take_stats())
+        return output
 
     def sample_tokens(self, grammar_output):
         """See upstream; keeps hidden states for the draft, and sends the step's statistics along with its output."""

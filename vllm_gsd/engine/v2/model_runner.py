@@ -6,12 +6,14 @@ target runs once over everything; ``sample`` walks the accepted paths and moves 
 it asks the device what was accepted. Then the speculator drafts again.
 """
 
+import copy
 import functools
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
@@ -108,10 +110,14 @@ class GraphModelRunner(GPUModelRunner):
         self.speculation.draft_kv.update(scheduler_output)
 
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run: bool = False, **kwargs: Any):
-        """See upstream; timed."""
+        """See upstream; timed. A step without tokens has its output at once, with our statistics."""
         self.step = None
         with self.speculation.stats.timed("verify_seconds"):
-            return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+            output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+        if isinstance(output, ModelRunnerOutput) and not dummy_run:
+            output = copy.copy(output)  # vLLM's is one object for all such steps
+            wire.attach_stats(output, self.speculator.take_stats())
+        return output
 
     def prepare_inputs(self, *args: Any, **kwargs: Any):
         """See upstream; lays out the graphs over their rows."""
@@ -210,7 +216,7 @@ class GraphModelRunner(GPUModelRunner):
         """See upstream; sends the step's statistics along with its output."""
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            wire.attach_stats(output, self.speculation.take_stats())
+            wire.attach_stats(output, self.speculator.take_stats())
         return output
 
     def take_draft_token_ids(self):

@@ -151,6 +151,7 @@ class GraphSpeculator(BaseSpeculator):
                 shared.finished(request_id, record.lora_request, self.texts.output(slot))
             elif shared is not None:
                 shared.forget(request_id)  # preempted and aborted: the text went with its slot
+            self.parents.pop(request_id, None)
         self.speculation.forget(request_ids)
 
     def preempt(self, request_ids) -> None:
@@ -354,6 +355,10 @@ class GraphSpeculator(BaseSpeculator):
                 self._advance(label.request_ids[request], int(draft_length[request]))
             for request_id in set(label.request_ids) - self.requests.keys():
                 self.speculation.trust.forget(request_id)
+
+    def take_stats(self) -> dict[str, dict]:
+        """See ``Speculation.take_stats``."""
+        return self.speculation.take_stats(self.requests, self.slots, self.parents)
 
     def _advance(self, request_id: str, draft_length: int) -> None:
         tracker = self.speculation.draft_kv

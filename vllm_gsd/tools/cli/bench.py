@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.tools.cli.console import err, fail
+from vllm_gsd.tools.cli.console import err, fail, json_object
 
 
 def bench(
@@ -81,7 +81,7 @@ def bench(
         "max_model_len": max_model_len,
         "kv_cache_memory_bytes": 1 << 30,
         "enable_prefix_caching": False,
-        **_object(engine_args, "--engine-args"),
+        **json_object(engine_args, "--engine-args"),
     }
     try:
         work = Work(
@@ -99,7 +99,7 @@ def bench(
             modes=chosen_modes,
             lengths=_numbers(chain_lengths, "--chain-lengths"),
             drafts=Drafts.of(pair[1], pair[2]),
-            gsd=_object(gsd, "--gsd"),
+            gsd=json_object(gsd, "--gsd"),
             contexts=_numbers(contexts, "--contexts") if contexts else [],
             forms=forms,
             analyses=analyses,
@@ -145,13 +145,3 @@ def _numbers(text: str, option: str) -> list[int]:
     if not numbers or numbers[0] < 1:
         fail(f'{option} is "{text}", but must be whole numbers above 0 separated by commas.')
     return numbers
-
-
-def _object(text: str, option: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        fail(f"{option} is '{text}', but must be a JSON object.")
-    return value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import json
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,3 +16,14 @@ def fail(sentence: str) -> NoReturn:
     """End the command with one sentence on stderr and exit code 1."""
     err.print(sentence, style="red", soft_wrap=True, highlight=False, markup=False)
     raise typer.Exit(1)
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """The JSON object that an option holds; the command ends where it holds none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        fail(f"{option} is '{text}', but must be a JSON object.")
+    return value

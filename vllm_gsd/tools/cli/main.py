@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from vllm_gsd.tools.cli.bench import bench
+from vllm_gsd.tools.cli.check import check
 from vllm_gsd.tools.cli.console import fail
 from vllm_gsd.tools.cli.console import out as console
 from vllm_gsd.tools.cli.options import takes
@@ -19,6 +20,7 @@ from vllm_gsd.tools.distill.options import DistillError, Options
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 app.command()(bench)
+app.command()(check)
 
 
 # With a callback typer keeps "models" a subcommand even while it is the only one.

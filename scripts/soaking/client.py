@@ -1,0 +1,63 @@
+"""Clients: one that takes its answer, and one that is gone before it has it."""
+
+import asyncio
+import json
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from openai import AsyncOpenAI
+
+from .answers import Answer
+from .loads import Load
+
+
+async def ask(client: AsyncOpenAI, load: Load) -> Answer:
+    """Send a request and take the whole answer.
+
+    Raises:
+        openai.APIError: the server refused it or failed.
+    """
+    body = dict(load.body)
+    given = {name: body.pop(name) for name in ("model", "messages", "prompt", "stream") if name in body}
+    create: Any = client.chat.completions.create if load.chat else client.completions.create
+    answer, start = Answer(), time.perf_counter()
+    came = await create(**given, extra_body=body)
+    if not load.stream:
+        _take(answer, came, load.chat)
+        return answer
+    async for piece in came:
+        if answer.first_after is None:
+            answer.first_after = time.perf_counter() - start
+        _take(answer, piece, load.chat)
+    return answer
+
+
+def _take(answer: Answer, piece: Any, chat: bool) -> None:
+    if piece.usage is not None:
+        answer.prompt_tokens, answer.tokens = piece.usage.prompt_tokens, piece.usage.completion_tokens
+    for came in piece.choices:
+        choice = answer.choice(came.index)
+        if chat:
+            message = getattr(came, "delta", None) or came.message
+            choice.text += message.content or ""
+            if came.logprobs is not None:
+                choice.logprobs += [token.logprob for token in came.logprobs.content or ()]
+        else:
+            choice.text += came.text
+            if came.logprobs is not None:
+                choice.logprobs += came.logprobs.token_logprobs or ()
+        choice.tokens += (came.model_extra or {}).get("token_ids") or []
+        choice.finish_reason = came.finish_reason or choice.finish_reason
+
+
+async def vanish(url: str, load: Load, after: float) -> None:
+    """Send a request and, some seconds later, reset the connection, whatever has come by then."""
+    address = urlsplit(url)
+    _, writer = await asyncio.open_connection(address.hostname, address.port)
+    body = json.dumps(load.body).encode()
+    path = "/v1/chat/completions" if load.chat else "/v1/completions"
+    lines = f"POST {path} HTTP/1.1", "Host: soak", "Content-Type: application/json", f"Content-Length: {len(body)}"
+    writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+    await asyncio.sleep(after)
+    writer.transport.abort()

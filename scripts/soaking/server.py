@@ -1,0 +1,102 @@
+"""The server that a soak loads: ``vllm serve`` with gsd, with a KV cache that is too small for all requests at once."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+TESTS = Path(__file__).resolve().parents[2] / "tests" / "e2e"
+sys.path[:0] = [str(path) for path in (TESTS, TESTS / "v2") if str(path) not in sys.path]
+
+from adapters import RANK, build_adapter  # noqa: E402
+from serve_process import FORKING, VLLM, Server, serving  # noqa: E402
+from text_pair import build_text_pair  # noqa: E402
+
+NAME = "target"
+BLOCK_SIZE = 32  # the least on CPUs
+# Model Runner V2 is interpreted on CPUs: what it could hold costs time.
+LENGTHS = {"v1": 512, "v2": 256}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A server to start.
+
+    Args:
+        runner: "v1" or "v2".
+        concurrency: requests it may run at once.
+        target, draft: folders; None for the tiny pair, which comes with LoRA adapters.
+        gsd: further keys of gsd.json.
+        lora: whether the tiny pair has its adapters; never with V2, where gsd refuses them.
+    """
+
+    runner: str
+    concurrency: int
+    target: Path | None = None
+    draft: Path | None = None
+    gsd: dict = field(default_factory=dict)
+    lora: bool = True
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of the KV cache: one request of full length fits, but not all requests of the load at once."""
+        return LENGTHS[self.runner] // BLOCK_SIZE + 2 * self.concurrency + 1
+
+
+@contextlib.contextmanager
+def soaked_server(setting: Setting, folder: Path) -> Iterator[tuple[Server, list[str], set[int]]]:
+    """A server that answers, the names of its LoRA adapters and the target's end-of-text tokens."""
+    target, draft, adapters = setting.target, setting.draft, {}
+    if target is None:
+        pair = build_text_pair(folder)
+        target, draft = pair.target, draft or pair.draft
+        if setting.runner == "v1" and setting.lora:
+            adapters = {f"adapter{seed}": build_adapter(folder / f"adapter{seed}", target, seed) for seed in (1, 2)}
+    config = folder / "gsd.json"
+    config.write_text(json.dumps({"method": "gsd", "model": draft and str(draft), **setting.gsd}))
+    flags = ["--enable-prefix-caching"]
+    if adapters:
+        flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK), "--lora-modules"]
+        flags += [f"{name}={path}" for name, path in adapters.items()]
+    options = {
+        "served_model_name": NAME,
+        "max_model_len": LENGTHS[setting.runner],
+        "max_num_seqs": setting.concurrency,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": setting.kv_blocks,
+        "structured_outputs_config": '{"backend": "xgrammar", "disable_any_whitespace": true}',
+        "speculative_config": config,
+    }
+    command = [sys.executable, str(FORKING), str(VLLM)]
+    if setting.runner == "v2":
+        options["max_num_batched_tokens"] = 256
+        command = [sys.executable, str(Path(__file__).with_name("serve_v2.py")), str(VLLM)]
+    with _paths_of(setting.runner), serving(target, folder, *flags, command=command, **options) as server:
+        server.wait()
+        yield server, list(adapters), _ends(target)
+
+
+@contextlib.contextmanager
+def _paths_of(runner: str) -> Iterator[None]:
+    if runner == "v1":
+        yield
+        return
+    import interpreter
+    from v2_engine import TRITON
+
+    paths = [str(TESTS), str(TESTS / "v2"), str(TRITON), os.environ.get("PYTHONPATH", "")]
+    with mock.patch.dict(os.environ, {**interpreter.SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, paths))}):
+        yield
+
+
+def _ends(target: Path) -> set[int]:
+    ends: set[int] = set()
+    for file in ("config.json", "generation_config.json"):
+        if (target / file).is_file():
+            given = json.loads((target / file).read_text("utf-8")).get("eos_token_id")
+            ends |= set(given if isinstance(given, list) else [] if given is None else [given])
+    return ends

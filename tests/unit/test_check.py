@@ -1,0 +1,244 @@
+"""``vllm-gsd check``: made-up folders of models, and installations where vLLM does not start."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.tools.check import run as check_run
+from vllm_gsd.tools.check.findings import Finding
+from vllm_gsd.tools.check.model_files import ModelFileError, weight_bytes
+from vllm_gsd.tools.check.pair import check_pair
+from vllm_gsd.tools.check.probes import ask
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "dtype": "bfloat16",
+}
+WEIGHTS = {"a": np.zeros((8, 4), np.float32), "b": np.zeros(6, np.float16)}
+BYTES = 8 * 4 * 4 + 6 * 2
+
+
+@pytest.fixture
+def model(tmp_path):
+    """``model(name, **config)``: a folder with a configuration and weights."""
+
+    def make(name: str, **config):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
+        save_file(WEIGHTS, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def without_probes(monkeypatch):
+    """Nothing is installed or started; every question to a process has a good answer."""
+    monkeypatch.setattr(check_run, "ask", lambda topic, question, timeout: [Finding(topic, "ok", "")])
+
+
+def statuses(findings) -> dict[str, str]:
+    return {one.topic: one.status for one in findings}
+
+
+def pair(target, draft, **keys):
+    return check_pair(str(target), GSDConfig.load({"method": "gsd", "model": draft and str(draft), **keys}))
+
+
+def test_pair_that_fits(model):
+    findings, memory = pair(model("target"), model("draft", num_hidden_layers=1))
+    assert set(statuses(findings).values()) == {"ok"}
+    assert memory == {
+        "dtype": "bfloat16",
+        "weight_bytes": BYTES,
+        "kv_bytes_per_token": 2 * 1 * 2 * 8 * 2,
+        "feature_bytes_per_token": 0,
+    }
+
+
+def test_draft_that_reads_hidden_states(model):
+    findings, memory = pair(model("target", dtype="float32"), model("draft", architectures=["EagleLlamaForCausalLM"]))
+    assert statuses(findings)["features of the draft"] == "ok"
+    assert memory["feature_bytes_per_token"] == 32 * 4
+    assert memory["kv_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
+
+
+def test_no_draft(model):
+    findings, memory = pair(model("target"), None)
+    assert statuses(findings)["draft"] == "note" and memory == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"vocab_size": 65}, ["65", "64", "vocabulary"]),
+        ({"architectures": ["EagleLlamaForCausalLM"], "hidden_size": 16}, ["16", "32", "hidden states"]),
+    ],
+)
+def test_draft_that_does_not_fit(model, config, words):
+    findings, memory = pair(model("target"), model("draft", **config))
+    (failed,) = [one for one in findings if one.status == "failed"]
+    assert failed.topic == "draft" and all(word in failed.detail for word in words) and memory == {}
+
+
+def test_folder_that_is_no_draft(model, tmp_path):
+    findings, _ = pair(model("target"), tmp_path)
+    (failed,) = [one for one in findings if one.status == "failed"]
+    assert "without config.json" in failed.detail
+
+
+@pytest.mark.parametrize("damage", ["missing", "shard", "cut", "no header"])
+def test_weights_that_are_missing_or_damaged(model, damage):
+    draft = model("draft")
+    weights = draft / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "shard":
+        index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
+        (draft / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        weights.write_bytes(weights.read_bytes()[:-4] if damage == "cut" else b"no weights")
+    findings, memory = pair(model("target"), draft)
+    (failed,) = [one for one in findings if one.status == "failed"]
+    assert failed.topic == "weights of the draft" and str(draft) in failed.detail and memory == {}
+
+
+def test_weights_in_shards(model):
+    folder = model("target")
+    save_file(WEIGHTS, folder / "other.safetensors")
+    index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors", "c": "other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(folder) == 2 * BYTES
+
+
+@pytest.mark.parametrize("target", ["nowhere/at-all", "empty", "no json"])
+def test_target_that_is_no_model(model, tmp_path, target):
+    folder = tmp_path / target
+    if "/" not in target:
+        folder.mkdir()
+        if target == "no json":
+            (folder / "config.json").write_text("{")
+    findings, _ = pair(folder if folder.exists() else target, model("draft"))
+    assert statuses(findings) == {"target": "failed"}
+
+
+def test_empty_folder_has_no_weights(tmp_path):
+    with pytest.raises(ModelFileError, match="no safetensors"):
+        weight_bytes(tmp_path)
+
+
+def test_report_of_a_pair(model, without_probes):
+    report = check_run.check(str(model("target")), str(model("draft")), None, {}, 1)
+    assert report["ok"] and report["memory"]["weight_bytes"] == BYTES
+    topics = [one["topic"] for one in report["findings"]]
+    assert topics[:3] == ["vLLM", "kernels", "gsd.json"] and topics[-1] == "engine"
+
+
+def test_wrong_gsd_json(model, tmp_path, without_probes):
+    file = tmp_path / "gsd.json"
+    file.write_text('{"method": "gsd", "model": null, "budjet": 3}')
+    report = check_run.check(str(model("target")), None, str(file), {}, 1)
+    failed = [one for one in report["findings"] if one["status"] == "failed"]
+    assert not report["ok"] and [one["topic"] for one in failed] == ["gsd.json"]
+    assert "budjet" in failed[0]["detail"] and str(file) in failed[0]["detail"]
+
+
+def test_engine_is_not_asked_after_a_failure(model, without_probes):
+    report = check_run.check(str(model("target")), str(model("draft", vocab_size=65)), None, {}, 1)
+    assert report["findings"][-1]["topic"] == "engine" and report["findings"][-1]["status"] == "unknown"
+
+
+def test_draft_option_goes_before_the_file(model, without_probes):
+    gsd = json.dumps({"method": "gsd", "model": "nowhere", "budget": 3})
+    assert check_run.check(str(model("target")), str(model("draft")), gsd, {}, 1)["ok"]
+
+
+def test_process_that_does_not_answer():
+    (finding,) = ask("kernels", {}, 0.01)
+    assert finding.status == "failed" and "--timeout" in finding.detail
+
+
+def test_process_that_fails():
+    (finding,) = ask("no such topic", {}, 60)
+    assert finding.status == "failed" and "KeyError" in finding.detail
+
+
+# --- the command --------------------------------------------------------------------------------------
+
+
+def command(*arguments, vllm: str, folder) -> subprocess.CompletedProcess:
+    """The command where ``import vllm`` runs this program."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm" / "__init__.py").write_text(vllm)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_gsd.tools.cli.main", "check", *arguments],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300"}, check=False,
+    )  # fmt: skip
+
+
+def test_vllm_that_cannot_be_imported(model, tmp_path):
+    options = ["--target", model("target"), "--draft", model("draft"), "--json"]
+    done = command(*options, vllm="raise ImportError('libcudart.so: no such file')", folder=tmp_path)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and done.stderr == "" and list(report) == ["ok", "findings", "memory"]
+    assert not report["ok"] and all(list(one) == ["topic", "status", "detail"] for one in report["findings"])
+    found = {one["topic"]: one for one in report["findings"]}
+    assert found["vLLM"]["status"] == "failed" and "libcudart.so" in found["vLLM"]["detail"]
+    assert found["draft"]["status"] == "ok" and found["engine"]["status"] == "unknown"
+    assert report["memory"]["weight_bytes"] == BYTES
+
+
+def test_vllm_that_is_too_old(tmp_path):
+    done = command(vllm="__version__ = '0.9.1'", folder=tmp_path)
+    assert done.returncode == 1 and "0.9.1" in done.stdout and "failed" in done.stdout
+    assert "has no platforms" in done.stdout and "Traceback" not in done.stdout + done.stderr
+
+
+# --- what vLLM says, in this process ------------------------------------------------------------------
+
+
+def engine(target, draft, **arguments):
+    from vllm_gsd.tools.check.probe import engine as probe
+
+    gsd = {"method": "gsd", "model": str(draft)}
+    arguments = {"model": str(target), "skip_tokenizer_init": True, "speculative_config": gsd, **arguments}
+    return {one.topic: one for one in probe({"engine_args": arguments})}
+
+
+def test_engine_that_would_start(model):
+    found = engine(model("target"), model("draft"))
+    assert {one.status for one in found.values()} == {"ok"}, found
+    assert found["model runner"].detail in ("V1", "V2") and "Tree" in found["attention"].detail
+
+
+def test_engine_that_gsd_refuses(model):
+    (finding,) = engine(model("target"), model("draft"), enable_prompt_embeds=True).values()
+    assert finding.status == "failed" and "prompt embeddings" in finding.detail
+
+
+def test_engine_that_vllm_refuses(model):
+    (finding,) = engine(model("target"), model("draft"), max_model_len=10**6).values()
+    assert finding.status == "failed" and "vLLM makes no configuration" in finding.detail
+
+
+def test_every_symbol_is_there():
+    from vllm_gsd.tools.check.probe import vllm
+
+    assert {one.topic: one.status for one in vllm({})}["vLLM's symbols"] == "ok"

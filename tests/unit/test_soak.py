@@ -1,0 +1,136 @@
+"""What a soak holds answers and servers to: each fault is found, and nothing else is taken for one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from soaking.answers import Answer, Choice, faults
+from soaking.load_server import Outcome
+from soaking.loads import KINDS, WEATHER, Load, draw_load, kinds
+from soaking.report import make_report
+from soaking.verdicts import judge
+
+EOS = 2
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}}
+JSON = '{"city": "Rome", "days": 1, "hourly": true}'
+
+
+def load(**body) -> Load:
+    return Load("plain", "answered", False, {"max_tokens": 4, "prompt": "", **body}, 0.5)
+
+
+def answer(*choices: Choice, tokens: int | None = None) -> Answer:
+    counted = sum(len(choice.tokens) for choice in choices) if tokens is None else tokens
+    return Answer(dict(enumerate(choices)), tokens=counted)
+
+
+def choice(text="abcd", tokens=(5, 6, 7, 8), logprobs=(), reason="length") -> Choice:
+    return Choice(text, list(tokens), list(logprobs), reason)
+
+
+GOOD = {
+    "length": (load(), answer(choice())),
+    "end of text": (load(), answer(choice("a", (5, EOS), reason="stop"))),
+    "end of text ignored": (load(ignore_eos=True), answer(choice(tokens=(5, EOS, 6, 7)))),
+    "stop left out": (load(stop=["e"]), answer(choice("abc", reason="stop"))),
+    "stop included": (load(stop=["cd"], include_stop_str_in_output=True), answer(choice(reason="stop"))),
+    "JSON": (load(**SCHEMA), answer(choice(JSON, reason="stop"))),
+    "JSON cut": (load(**SCHEMA), answer(choice(JSON[:9]))),
+    "two": (load(n=2), answer(choice(), choice())),
+    "logprobs": (load(logprobs=1), answer(choice(logprobs=[-1.0, 0.0, -2.0, -3.0]))),
+    "echo": (load(logprobs=1, echo=True), answer(choice(logprobs=[None, -1.0, 0.0, -2.0, -3.0]))),
+}
+BAD = {
+    "too many tokens": (load(), answer(choice(tokens=range(5, 10))), "5 tokens, but max_tokens is 4"),
+    "miscounted": (load(), answer(choice(), tokens=3), "counts 3 tokens"),
+    "too few tokens": (load(min_tokens=3), answer(choice(tokens=(5, 6), reason="stop")), "min_tokens is 3"),
+    "cut too early": (load(), answer(choice(tokens=(5, 6))), "finish_reason is length after 2 tokens"),
+    "no end": (load(), answer(choice(reason=None)), "finish_reason is None"),
+    "after the end": (load(), answer(choice(tokens=(5, EOS, 6), reason="stop")), "go on after one of [2]"),
+    "after a stop token": (load(stop_token_ids=[6]), answer(choice()), "go on after"),
+    "after a stop": (load(stop=["b"]), answer(choice(reason="stop")), "goes on after the stop 'b'"),
+    "after an included stop": (
+        load(stop=["b"], include_stop_str_in_output=True),
+        answer(choice(reason="stop")),
+        "goes on after the stop 'b'",
+    ),
+    "not JSON": (load(**SCHEMA), answer(choice(JSON[:9], reason="stop")), "is not of the schema"),
+    "other JSON": (load(**SCHEMA), answer(choice('{"city": "Rome"}', reason="stop")), "is not of the schema"),
+    "no choice": (load(structured_outputs={"choice": ["a"]}), answer(choice("b", reason="stop")), "is not of"),
+    "no match": (load(structured_outputs={"regex": "a+"}), answer(choice("aab", reason="stop")), "is not of"),
+    "forbidden token": (load(allowed_token_ids=[5, 6, 7]), answer(choice()), "allowed_token_ids"),
+    "one of two": (load(n=2), answer(choice()), "n = 2"),
+    "logprob missing": (load(logprobs=1), answer(choice(logprobs=[-1.0])), "1 logprobs of 4 tokens"),
+    "logprob not finite": (load(logprobs=1), answer(choice(logprobs=[-1.0, float("nan"), -1, -1])), "finite"),
+    "logprob above 0": (load(logprobs=1), answer(choice(logprobs=[-1.0, 1.0, -1, -1])), "finite"),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_answers(name):
+    assert faults(*GOOD[name], {EOS}) == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_faults_are_found(name):
+    asked, answered, words = BAD[name]
+    assert any(words in fault for fault in faults(asked, answered, {EOS}))
+
+
+METRICS = {"vllm:num_preemptions_total": 3.0, "vllm:spec_decode_num_accepted_tokens_total": 9.0}
+STEADY = [{"seconds": 5.0 * t, "mib": 500.0} for t in range(60)]
+
+
+def outcomes(**changes) -> list[Outcome]:
+    good = [Outcome(Load(kind, "answered", True, {}, 0.5), "answered", 1.0, answer(choice())) for kind in KINDS]
+    return [*good, Outcome(load(), changes.get("ended", "answered"), 1.0, None, changes.get("faults", []))]
+
+
+def broken(series=STEADY, metrics=METRICS, busy=None, lost=None, **changes) -> list[str]:
+    verdicts = judge(outcomes(**changes), series, metrics, busy or {}, lost, lora=True)
+    report = make_report({}, outcomes(**changes), series, metrics, verdicts)
+    assert report["passed"] == all(verdict.held is not False for verdict in verdicts)
+    return [verdict.check for verdict in verdicts if verdict.held is False]
+
+
+def test_everything_held():
+    assert broken() == []
+
+
+@pytest.mark.parametrize(
+    ("found", "check"),
+    [
+        ({"ended": "server error"}, "no server errors"),
+        ({"lost": "no metrics"}, "the server ran to the end"),
+        ({"ended": "refused"}, "no refusals"),
+        ({"ended": "hung"}, "no hangs"),
+        ({"faults": ["a token too many"]}, "answers keep to their requests"),
+        ({"busy": {"vllm:kv_cache_usage_perc": 0.1}}, "all KV blocks free"),
+        ({"busy": {"vllm:gsd_tracked_requests": 1.0}}, "tables by request empty"),
+        ({"busy": {"vllm:gsd_tracked_requests": None}}, "tables by request empty"),
+        ({"busy": {"vllm:num_requests_running": 1.0}}, "no request left"),
+        (
+            {"series": [{**one, "mib": 500.0 + t} for t, one in enumerate(STEADY)]},
+            "memory does not grow in the second half",
+        ),
+        ({"metrics": {**METRICS, "vllm:num_preemptions_total": 0.0}}, "some requests were preempted"),
+        ({"metrics": {"vllm:num_preemptions_total": 1.0}}, "drafts were accepted"),
+    ],
+)
+def test_each_verdict(found, check):
+    assert broken(**found) == [check]
+
+
+def test_short_soaks_do_not_judge_memory():
+    assert broken(series=[{"seconds": t, "mib": 100.0 * t} for t in range(30)]) == []
+
+
+def test_loads_are_drawn_alike_and_of_all_kinds():
+    drawn = [draw_load(1, number, "target", ["one"], 16) for number in range(400)]
+    assert drawn == [draw_load(1, number, "target", ["one"], 16) for number in range(400)]
+    assert {one.kind for one in drawn} == set(kinds(lora=True))
+    assert {one.fate for one in drawn} == {"answered", "aborted", "vanished"}
+    assert "LoRA" not in kinds(lora=False) and set(kinds(lora=False)) | set(kinds(lora=True)) == set(KINDS)

@@ -1,0 +1,97 @@
+"""Sizes of a model, from its config.json and the headers of its weights; no weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Longer headers are those of no model.
+MOST_HEADER_BYTES = 100 << 20
+
+
+class ModelFileError(ValueError):
+    """A file of a model is missing or damaged; the message is one sentence that names it."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model, the text model's part of it.
+
+    Raises:
+        ModelFileError: there is none, or it is no JSON object.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ModelFileError(
+            f"{file} cannot be read ({error.strerror}), but must be a model's configuration."
+        ) from None
+    except ValueError:
+        raise ModelFileError(f"{file} is not JSON, but must be a model's configuration.") from None
+    if not isinstance(config, dict):
+        raise ModelFileError(f"{file} holds no JSON object, but must be a model's configuration.")
+    return config.get("text_config") or config
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a model's weights as they are stored.
+
+    Raises:
+        ModelFileError: there are no safetensors files, one that the index names is missing, or one is damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            raise ModelFileError(f"{index} is damaged, but must name the files of all weights.") from None
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelFileError(f"{folder} has no safetensors files, but must hold the model's weights.")
+    return sum(map(_tensor_bytes, files))
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Bytes of all tensors of a safetensors file: its header is a length of 8 bytes and JSON."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= MOST_HEADER_BYTES:
+                raise ValueError
+            header = json.loads(stream.read(length))
+        spans = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+        end = max((span[1] for span in spans), default=0)
+        if file.stat().st_size < 8 + length + end:
+            raise ModelFileError(f"{file} is cut short, but must hold {end} bytes of weights.")
+        return sum(span[1] - span[0] for span in spans)
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read ({error.strerror}), but must hold weights.") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(f"{file} is damaged, but must be a safetensors file.") from None
+
+
+def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
+    """Bytes of keys and values of one token in all layers.
+
+    Raises:
+        ModelFileError: the configuration does not say how large the layers are.
+    """
+    try:
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
+        return 2 * int(config["num_hidden_layers"]) * kv_heads * head_size * DTYPE_BYTES[dtype]
+    except (LookupError, TypeError, ValueError, ZeroDivisionError):
+        raise ModelFileError("A config.json does not say how many layers and attention heads the model has.") from None
+
+
+def stored_dtype(config: dict[str, Any]) -> str:
+    """The data type that a model is stored in; "bfloat16" where its configuration says none that vLLM computes in."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return dtype if dtype in DTYPE_BYTES else "bfloat16"

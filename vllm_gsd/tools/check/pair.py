@@ -1,0 +1,98 @@
+"""Whether a draft fits a target, and what memory it will take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
+from vllm_gsd.config.draft_check import local_folder, reads_features
+from vllm_gsd.tools.check.findings import Finding
+from vllm_gsd.tools.check.model_files import (
+    DTYPE_BYTES,
+    ModelFileError,
+    kv_bytes_per_token,
+    read_config,
+    stored_dtype,
+    weight_bytes,
+)
+
+
+def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str, Any]]:
+    """Compare a draft with a target by their small files.
+
+    Args:
+        target: its path or hub id.
+        config: its ``model`` is the draft; None for none.
+
+    Returns:
+        findings, and the memory that the draft takes (empty where that is not known).
+    """
+    try:
+        vocab_size, target_config = _target(target)
+    except ModelFileError as error:
+        return [Finding("target", "failed", str(error))], {}
+    found = [Finding("target", "ok", f"{target}, {vocab_size} tokens in its vocabulary")]
+    if config.model is None:
+        return [*found, Finding("draft", "note", 'none ("model" is null): graphs are made of copied text')], {}
+    try:
+        check_draft_model(config, vocab_size, target)
+    except GSDConfigError as error:
+        return [*found, Finding("draft", "failed", str(error))], {}
+    features = reads_features(config.model)
+    kind = "one layer on the target's hidden states, as EAGLE's" if features else "a language model"
+    found.append(Finding("draft", "ok", f"{config.model}, {kind}; the vocabularies are the same"))
+    draft = local_folder(config.model)
+    if draft is None:
+        return [*found, Finding("memory of the draft", "unknown", "it does not lie on this machine")], {}
+    try:
+        memory = draft_memory(draft, stored_dtype(target_config), features)
+    except ModelFileError as error:
+        return [*found, Finding("weights of the draft", "failed", str(error))], {}
+    return [*found, *_memory_findings(memory)], memory
+
+
+def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
+    """What a draft adds to an engine.
+
+    Args:
+        dtype: the target's, in which keys, values and features are kept.
+        features: whether the draft reads the target's hidden states, which are kept for it.
+
+    Raises:
+        ModelFileError: its files do not say.
+    """
+    config = read_config(draft)
+    feature_bytes = 0
+    if features:
+        try:
+            feature_bytes = int(config["hidden_size"]) * DTYPE_BYTES[dtype]
+        except (LookupError, TypeError, ValueError):
+            raise ModelFileError(f"{draft / 'config.json'} does not say hidden_size.") from None
+    return {
+        "dtype": dtype,
+        "weight_bytes": weight_bytes(draft),
+        "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
+        "feature_bytes_per_token": feature_bytes,
+    }
+
+
+def _target(target: str) -> tuple[int, dict[str, Any]]:
+    folder = local_folder(target)
+    if folder is None:
+        raise ModelFileError(f"The target {target} is no folder and no model in the hub's cache on this machine.")
+    config = read_config(folder)
+    try:
+        return int(config["vocab_size"]), config
+    except (LookupError, TypeError, ValueError):
+        raise ModelFileError(f"{folder / 'config.json'} does not say vocab_size.") from None
+
+
+def _memory_findings(memory: dict[str, Any]) -> list[Finding]:
+    weights = f"{memory['weight_bytes'] / 2**20:.1f} MiB as stored"
+    kv = f"{memory['kv_bytes_per_token']} bytes a token of the KV cache ({memory['dtype']})"
+    found = [Finding("weights of the draft", "ok", weights), Finding("KV of the draft", "ok", kv)]
+    if memory["feature_bytes_per_token"]:
+        kept = f"{memory['feature_bytes_per_token']} bytes a token of the KV cache, for the target's hidden states"
+        found.append(Finding("features of the draft", "ok", kept))
+    return found

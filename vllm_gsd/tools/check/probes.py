@@ -1,0 +1,37 @@
+"""Asks what needs torch or vLLM, each in a process of its own: ``probe`` answers there.
+
+An import that fails, crashes or hangs is a finding.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from vllm_gsd.tools.check.findings import Finding
+
+MARK = "vllm-gsd check: "  # begins the line with the answer, among whatever else is printed
+
+
+def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:
+    """Findings of a probe.
+
+    Args:
+        topic: of ``probe.PROBES``; named where there is no answer.
+        question: its arguments.
+        timeout: seconds that it may take.
+    """
+    command = [sys.executable, "-m", f"{__package__}.probe", topic, json.dumps(question)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return [Finding(topic, "failed", f"no answer within {timeout:g} seconds; try --timeout {2 * timeout:g}")]
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return [Finding(*one) for one in json.loads(line.removeprefix(MARK))]
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return [
+        Finding(topic, "failed", f"it ended with code {done.returncode}: {said[-1] if said else 'it said nothing'}")
+    ]

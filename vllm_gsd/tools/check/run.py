@@ -1,0 +1,65 @@
+"""All checks, in the order in which a failure explains what comes after it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vllm_gsd.config import GSDConfig, GSDConfigError
+from vllm_gsd.config.source import origin_of, read
+from vllm_gsd.tools.check.findings import Finding, passed
+from vllm_gsd.tools.check.pair import check_pair
+from vllm_gsd.tools.check.probes import ask
+
+
+def check(
+    target: str | None, draft: str | None, gsd: str | None, engine_args: dict[str, Any], timeout: float
+) -> dict[str, Any]:
+    """Everything that ``vllm-gsd check`` tells.
+
+    Args:
+        target: path or hub id; None: models are not looked at.
+        draft: path or hub id in place of the ``model`` of ``gsd``; None: that one, or none.
+        gsd: path of a gsd.json or its JSON; None for the defaults.
+        engine_args: more of vLLM's ``EngineArgs``.
+        timeout: seconds for each process that imports torch or vLLM.
+
+    Returns:
+        "ok", "findings" (topic, status, detail) and "memory" of the draft in bytes, empty where it is not known.
+    """
+    with ThreadPoolExecutor() as pool:
+        probes = [pool.submit(ask, topic, {}, timeout) for topic in ("vLLM", "kernels")]
+        found: list[Finding] = []
+        memory: dict[str, Any] = {}
+        config: GSDConfig | None = None
+        try:
+            config = _config(draft, gsd)
+            found.append(
+                Finding("gsd.json", "ok", f"{config.num_speculative_tokens} nodes, {', '.join(config.sources)}")
+            )
+        except GSDConfigError as error:
+            found.append(Finding("gsd.json", "failed", str(error)))
+        if target is None:
+            found.append(Finding("models", "note", "not looked at; name --target, and --draft or --gsd"))
+        elif config is not None:
+            about_pair, memory = check_pair(target, config)
+            found += about_pair
+        installed = [finding for probe in probes for finding in probe.result()]
+    if target is not None and config is not None:
+        found += _engine(target, config, engine_args, timeout, usable=passed([*installed, *found]))
+    findings = [*installed, *found]
+    return {"ok": passed(findings), "findings": [one._asdict() for one in findings], "memory": memory}
+
+
+def _config(draft: str | None, gsd: str | None) -> GSDConfig:
+    keys: dict[str, Any] = {"method": "gsd", "model": None} if gsd is None else read(gsd)
+    if draft is not None:
+        keys = {**keys, "model": draft}
+    return GSDConfig.load(keys, None if gsd is None else origin_of(gsd))
+
+
+def _engine(target: str, config: GSDConfig, engine_args: dict[str, Any], timeout: float, usable: bool) -> list[Finding]:
+    if not usable:
+        return [Finding("engine", "unknown", "not looked at, because of what failed above")]
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return ask("engine", {"engine_args": {**engine_args, "model": target, "speculative_config": given}}, timeout)

@@ -1,0 +1,37 @@
+"""``vllm-gsd check``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
+
+from vllm_gsd.tools.cli.console import json_object, out
+
+COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"}
+
+
+def check(
+    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(help='Folder or hub id of the draft; "model" of --gsd without.')] = None,
+    gsd: Annotated[str | None, typer.Option(help="Path of a gsd.json, or its keys as JSON.")] = None,
+    engine_args: Annotated[str, typer.Option(help="More arguments of vLLM's EngineArgs, as JSON.")] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each process that imports vLLM.")] = 120,
+) -> None:
+    """Say whether this installation, and this pair of models, can serve gsd; exit code 1 if not."""
+    from vllm_gsd.tools.check.run import check as run
+
+    report = run(target, draft, gsd, json_object(engine_args, "--engine-args"), timeout)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        table = Table("checked", "", Column("found", overflow="fold"))
+        for finding in report["findings"]:
+            status = finding["status"]
+            table.add_row(finding["topic"], f"[{COLOURS[status]}]{status}[/]", escape(finding["detail"]))
+        out.print(table)
+    raise typer.Exit(0 if report["ok"] else 1)
