@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import vllm_gsd.method
-from vllm_gsd import host
+from vllm_gsd import host, method, planner
 from vllm_gsd.method import constants
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_SHARED
 from vllm_gsd.method.draft_level import new_draft_slots
@@ -32,13 +31,13 @@ NAMES = [name for name, value in vars(COMPILED).items() if callable(value)]
 def specified(name):
     """The one function of the specification with that name."""
     modules = [
-        importlib.import_module(f"vllm_gsd.method.{m.name}") for m in pkgutil.iter_modules(vllm_gsd.method.__path__)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for package in (method, planner)
+        for module in pkgutil.iter_modules(package.__path__)
     ]
-    (found,) = {
-        getattr(module, name)
-        for module in modules
-        if getattr(vars(module).get(name), "__module__", "") == module.__name__ and module is not host
-    }
+    # A module may import a function of another, which is not its own then.
+    own = (module for module in modules if getattr(vars(module).get(name), "__module__", "") == module.__name__)
+    (found,) = (vars(module)[name] for module in own)
     return found
 
 
@@ -294,6 +293,8 @@ def plan(core, random):
     target, draft = (np.sort(random.uniform(0.5, 30, len(rows))) for _ in range(2))
     costs = Costs(rows, target, draft, float(random.uniform(0, 1e-4)))
     tables = *costs.tables, float(random.uniform(0, 0.5)), float(random.uniform(0, 1))
+    for number in (0, 1, 1.5, 63.2, 64, 200, 200.7):
+        told.append(float(core.read(tables[0], number)))
     levels = int(random.integers(0, 7))
     num_requests, context, spent = int(random.integers(1, 40)), int(random.integers(0, 10**6)), float(random.random())
     batch = tables, num_requests, context

@@ -5,7 +5,7 @@ extension exports what it was built with, and is refused where that differs from
 """
 
 # Raised when an operation of the extension comes, goes, or takes or returns something else.
-INTERFACE = 4
+INTERFACE = 5
 
 # --- token graphs -----------------------------------------------------------------------------------
 

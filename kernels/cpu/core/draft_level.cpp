@@ -3,7 +3,7 @@
 #include <numeric>
 #include <vector>
 
-#include "calibration.h"
+#include "cells.h"
 #include "functions.h"
 #include "graph.h"
 

@@ -56,13 +56,14 @@ py::tuple kv_moves(py::handle parents, py::handle starts, py::handle places, py:
 py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::handle counted, py::handle depth,
                 py::handle source, py::handle survival);
 
-// calibration.cpp
+// cells.cpp
 py::array_t<float> chances(py::handle factor, py::handle source, py::handle depth, py::handle survival);
 void learn(py::handle factor, py::handle promised, py::handle taken, py::handle source, py::handle depth,
            py::handle survival, py::handle accepted);
 void learn_of_requests(py::handle seen, py::handle row, py::handle source, py::handle chance, py::handle accepted);
 
 // rates.cpp
+double read(py::handle table, double rows);
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances);
 double drafts_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle found, double left,
                    int64_t num_drafted, py::handle worth, py::handle levels, py::handle share);
@@ -74,7 +75,7 @@ int64_t level_size(py::handle tables, int64_t num_requests, double context, doub
 py::array_t<int32_t> best_nodes(py::handle tables, int64_t num_requests, double total, py::handle values,
                                 py::handle size, py::handle context, double spent, double graph);
 
-// overhead.cpp
+// regression.cpp
 void follow_clock(py::handle squares, py::handle products, py::handle belief_squares, py::handle belief_products,
                   py::handle weights, py::handle parts, double took, double most);
 

@@ -34,6 +34,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("chances", &gsd::chances);
   module.def("learn", &gsd::learn);
   module.def("learn_of_requests", &gsd::learn_of_requests);
+  module.def("read", &gsd::read);
   module.def("best_rate", &gsd::best_rate);
   module.def("drafts_rate", &gsd::drafts_rate);
   module.def("follow_children", &gsd::follow_children);

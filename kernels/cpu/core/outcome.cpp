@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "calibration.h"
+#include "cells.h"
 #include "functions.h"
 #include "trees.h"
 

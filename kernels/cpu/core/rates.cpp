@@ -80,6 +80,8 @@ double levels_ms(const Tables& tables, const Table& rows, const Table& share, do
 
 }  // namespace
 
+double read(py::handle table, double rows) { return read_table(table_of(table, "table"), rows); }
+
 double best_rate(py::handle tables, int64_t num_requests, double context, double spent, py::handle chances) {
   const Tables table(tables);
   return either<double, float, 1>(chances, "chances", [&](const auto& given) {

@@ -1,4 +1,4 @@
-// Calibrated chances, vllm_gsd/method/calibration.py.
+// Calibrated chances, vllm_gsd/method/cells.py.
 #pragma once
 
 #include <algorithm>

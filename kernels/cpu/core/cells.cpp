@@ -1,4 +1,5 @@
-#include "calibration.h"
+// What calibration learns, vllm_gsd/method/cells.py.
+#include "cells.h"
 
 #include "functions.h"
 

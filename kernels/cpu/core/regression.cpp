@@ -1,4 +1,4 @@
-// What steps take beyond their forwards, vllm_gsd/planner/overhead.py.
+// Least squares over the latest observations, vllm_gsd/planner/regression.py.
 #include <algorithm>
 #include <vector>
 
