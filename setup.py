@@ -92,6 +92,7 @@ setup(
         "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "tqdm"],
         "bench": ["matplotlib>=3.9", "jinja2"],
         "shared": ["arctic-inference>=0.3"],
+        "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
         "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),

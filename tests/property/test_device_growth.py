@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from reference_graph import can_reach, read_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_gsd.method.calibration import Calibration
 from vllm_gsd.method.cells import calibrated
 from vllm_gsd.method.constants import (
     MAX_CONTEXT,
@@ -35,6 +34,7 @@ from vllm_gsd.ops.flatten import api as graph_flatten
 from vllm_gsd.ops.growth import api as graph_growth
 from vllm_gsd.ops.growth import state as graph_state
 from vllm_gsd.ops.ngram import api as graph_ngram
+from vllm_gsd.planner.calibration import Calibration
 
 MANY = settings(derandomize=True, deadline=None, max_examples=150)
 SEEDS = st.integers(0, 2**32).map(lambda seed: np.random.default_rng([seed, 11]))

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_gsd import method
-from vllm_gsd.method import constants, host
+from vllm_gsd import host, method, planner
+from vllm_gsd.method import constants
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_SHARED
 from vllm_gsd.method.draft_level import new_draft_slots
 from vllm_gsd.method.graph import GraphBatch, new_graphs, reset
@@ -31,13 +31,13 @@ NAMES = [name for name, value in vars(COMPILED).items() if callable(value)]
 def specified(name):
     """The one function of the specification with that name."""
     modules = [
-        importlib.import_module(f"vllm_gsd.method.{each.name}") for each in pkgutil.iter_modules(method.__path__)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for package in (method, planner)
+        for module in pkgutil.iter_modules(package.__path__)
     ]
-    (found,) = (
-        vars(module)[name]
-        for module in modules
-        if module is not host and getattr(vars(module).get(name), "__module__", "") == module.__name__
-    )
+    # A module may import a function of another, which is not its own then.
+    own = (module for module in modules if getattr(vars(module).get(name), "__module__", "") == module.__name__)
+    (found,) = (vars(module)[name] for module in own)
     return found
 
 
@@ -335,7 +335,7 @@ def test_planning(seed):
 # --- which of them serves ---------------------------------------------------------------------------
 
 LOADED = """
-import sys, vllm_gsd.method.host as host
+import sys, vllm_gsd.host as host
 print(type(host.reset_all).__name__, sorted({"numba", "torch", "vllm"} & sys.modules.keys()))
 """
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from vllm_gsd.method.calibration import Calibration
 from vllm_gsd.method.constants import NATIVE, NUM_SOURCES, ORIGIN_DRAFT
 from vllm_gsd.method.draft_level import frontier_chances, keep_best, parent_lines
 from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.planner.calibration import Calibration
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gsd.method.calibration import Calibration, SourceTrust
 from vllm_gsd.method.constants import MERGED, NATIVE, NGRAM, NUM_SOURCES, OFF_BELOW, ORIGIN_DRAFT, ORIGIN_NGRAM
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.planner.calibration import Calibration, SourceTrust
 from vllm_gsd.planner.costs import Costs, convex
 from vllm_gsd.planner.overhead import Overhead
 from vllm_gsd.planner.planner import DECAY, FIRST_CHANCE, PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner

@@ -10,7 +10,9 @@ import difflib
 import importlib.util
 import json
 import os
-from typing import Any, Literal
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -26,25 +28,21 @@ from vllm_gsd.config.source import (
     with_underscores,
 )
 
-__all__ = ["GSDConfig", "GSDConfigError", "check_draft_model", "is_gsd", "read"]
+__all__ = ["GSDConfig", "GSDConfigError", "allowed", "check_draft_model", "extra_of", "is_gsd", "read"]
 
 METHOD = "gsd"
 # Keys that vLLM's own SpeculativeConfig has too, so that they do not tell whose a config is.
 _SHARED_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
 _PAPER = {"top_k": 4, "theta_prob": 0.2, "theta_sib": 0.3}
-# What a key may be, where its type and bounds do not say it.
-_ALLOWED = {
-    "method": '"gsd"',
-    "model": "a path or hub id of a draft model, or null for none",
-    "sources": 'a list with some of "draft", "ngram" and "shared"',
-    "budget": '"auto" or a whole number from 1 to "num_speculative_tokens"',
-    "draft_tensor_parallel_size": "a whole number of at least 1, or null for the target's",
-    "draft_vocab_size": "a whole number of at least 32, or null for the draft's own",
-    "preset": '"paper" or null',
-    "tree_attention": '"kernel", "flash_prefix" or "xformers"',
-}
+_PAPER_SHOWN = ", ".join(f"{key} {value}" for key, value in _PAPER.items())
 
 Source = Literal["draft", "ngram", "shared"]
+
+
+def _either(values: Iterable[Any], last: str = "or") -> str:
+    """Values as JSON, in a sentence: '"a", "b" or null'."""
+    *some, end = (json.dumps(value) for value in values)
+    return f"{', '.join(some)} {last} {end}" if some else end
 
 
 def _default_sources(earlier: dict[str, Any]) -> tuple[Source, ...]:
@@ -56,21 +54,67 @@ class GSDConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: Literal["gsd"]
-    model: str | None = Field(pattern=r"\S")
-    num_speculative_tokens: int = Field(16, ge=1, le=256)
-    max_depth: int = Field(6, ge=1, le=32)
-    top_k: int = Field(8, ge=1, le=32)
-    theta_prob: float = Field(0.02, ge=0, le=1)
-    theta_sib: float = Field(0.03, ge=0, le=1)
-    merge_ngram: int = Field(2, ge=0, le=16)
-    sources: tuple[Source, ...] = Field(default_factory=_default_sources)
-    shared_responses: int = Field(1000, ge=1, le=1_000_000)
-    budget: int | Literal["auto"] = "auto"
-    draft_tensor_parallel_size: int | None = Field(None, ge=1)
-    draft_vocab_size: int | None = Field(None, ge=32)
-    preset: Literal["paper"] | None = None
-    tree_attention: Literal["kernel", "flash_prefix", "xformers"] = "kernel"
+    # Everything about a key is said here: messages, the command's help and the documentation are made from it. Of
+    # json_schema_extra, "allowed" and "default" say what types and bounds do not, "null" what null stands for.
+    method: Literal["gsd"] = Field(description="Selects graph-structured speculative decoding.")
+    model: str | None = Field(
+        pattern=r"\S",
+        description="The draft: a language model with the target's vocabulary, or an EAGLE head made for the target.",
+        json_schema_extra={"allowed": "a path or hub id of a draft model, or null for none"},
+    )
+    num_speculative_tokens: int = Field(
+        16, ge=1, le=256, description="Most nodes of the flattened graph that the target verifies per request and step."
+    )
+    max_depth: int = Field(6, ge=1, le=32, description="Most draft levels, and so the longest path of a graph.")
+    top_k: int = Field(8, ge=1, le=32, description="Out-degree of a node: how many candidates the draft gives it.")
+    theta_prob: float = Field(
+        0.02, ge=0, le=1, description="A node is not expanded if it is reached with a lower probability than this."
+    )
+    theta_sib: float = Field(
+        0.03, ge=0, le=1, description="A sibling is dropped if it has less than this share of its best sibling."
+    )
+    merge_ngram: int = Field(
+        2, ge=0, le=16, description="Tokens that must agree for two nodes to be merged; 0 turns merging off."
+    )
+    sources: tuple[Source, ...] = Field(
+        default_factory=_default_sources,
+        description="Where hypotheses come from: the draft model, n-gram matches of the request's own text, or "
+        "finished responses to other requests.",
+        json_schema_extra={
+            "allowed": f"a list with some of {_either(get_args(Source), 'and')}",
+            "default": '["draft", "ngram"], or ["ngram"] without a model',
+        },
+    )
+    shared_responses: int = Field(
+        1000, ge=1, le=1_000_000, description='Most finished responses that the source "shared" keeps.'
+    )
+    budget: int | Literal["auto"] = Field(
+        "auto",
+        description='"auto" drafts and verifies in each step as much as pays; a number runs every level and verifies '
+        "that many nodes.",
+        json_schema_extra={"allowed": '"auto" or a whole number from 1 to "num_speculative_tokens"'},
+    )
+    draft_tensor_parallel_size: int | None = Field(
+        None,
+        ge=1,
+        description="Tensor-parallel size of the draft: the target's, or 1 for a copy on every rank.",
+        json_schema_extra={"null": "the target's"},
+    )
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=32,
+        description="How many tokens the draft's LM head computes: the first of draft_vocab.json in its folder, else "
+        "the lowest ids.",
+        json_schema_extra={"null": "the draft's own"},
+    )
+    preset: Literal["paper"] | None = Field(
+        None, description=f'"paper" sets the thresholds of the paper ({_PAPER_SHOWN}) where the config has none.'
+    )
+    tree_attention: Literal["kernel", "flash_prefix", "xformers"] = Field(
+        "kernel",
+        description="On GPUs, what attends along a graph: our kernel, vLLM's FlashAttention for the prefix merged with "
+        "our kernel for the tree, or xformers.",
+    )
 
     @classmethod
     def load(cls, value: Any, origin: str | None = None) -> GSDConfig:
@@ -106,9 +150,8 @@ class GSDConfig(BaseModel):
     @field_validator("sources")
     @classmethod
     def _check_sources(cls, value: tuple[Source, ...]) -> tuple[Source, ...]:
-        allowed = _ALLOWED["sources"]
         if not value:
-            raise ValueError(f'"sources" is empty, but must be {allowed}')
+            raise ValueError(f'"sources" is empty, but must be {allowed("sources")}')
         if len(set(value)) < len(value):
             raise ValueError(f'"sources" is {shown(value)}, but must name each source once')
         if "shared" in value and importlib.util.find_spec("arctic_inference") is None:
@@ -130,8 +173,31 @@ class GSDConfig(BaseModel):
             raise ValueError(f'"draft_vocab_size" is {self.draft_vocab_size} while "model" is null; name a model')
         most = self.num_speculative_tokens
         if self.budget != "auto" and not 1 <= self.budget <= most:
-            raise ValueError(f'"budget" is {shown(self.budget)}, but must be {_ALLOWED["budget"]}, here {most}')
+            raise ValueError(f'"budget" is {shown(self.budget)}, but must be {allowed("budget")}, here {most}')
         return self
+
+
+def allowed(key: str) -> str:
+    """What a key of ``gsd.json`` may be, as messages and the documentation say it."""
+    field = GSDConfig.model_fields[key]
+    extra = extra_of(key)
+    if "allowed" in extra:
+        return extra["allowed"]
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    if names := [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]:
+        return _either([*names, None] if NoneType in kinds else names)
+    low, high = (
+        next((getattr(bound, name) for bound in field.metadata if hasattr(bound, name)), None) for name in ("ge", "le")
+    )
+    number = f"a {'whole ' if int in kinds else ''}number "
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+    return number + bounds + (f", or null for {extra['null']}" if NoneType in kinds else "")
+
+
+def extra_of(key: str) -> dict[str, str]:
+    """What a key's type and bounds do not say of it: "allowed", "default", "null"; see ``GSDConfig``."""
+    extra = GSDConfig.model_fields[key].json_schema_extra
+    return {name: str(said) for name, said in extra.items()} if isinstance(extra, dict) else {}
 
 
 def is_gsd(value: Any) -> bool:
@@ -192,7 +258,7 @@ def _means_gsd(keys: dict[str, Any]) -> bool:
 def _check_keys(keys: dict[str, Any], origin: str) -> None:
     known = list(GSDConfig.model_fields)
     if "method" in keys and keys["method"] != METHOD:
-        fail(f'"method" is {shown(keys["method"])}, but must be {_ALLOWED["method"]}', origin)
+        fail(f'"method" is {shown(keys["method"])}, but must be {allowed("method")}', origin)
     for key in keys:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -200,7 +266,7 @@ def _check_keys(keys: dict[str, Any], origin: str) -> None:
             fail(f'{shown(key)} is not one of the keys of method "gsd"; {hint}', origin)
     for key in ("method", "model"):
         if key not in keys:
-            fail(f'"{key}" is missing, but must be {_ALLOWED[key]}', origin)
+            fail(f'"{key}" is missing, but must be {allowed(key)}', origin)
 
 
 def _clause(error: ValidationError, keys: dict[str, Any]) -> str:
@@ -208,13 +274,4 @@ def _clause(error: ValidationError, keys: dict[str, Any]) -> str:
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     key = str(first["loc"][0])
-    return f'"{key}" is {shown(keys[key])}, but must be {_allowed(key)}'
-
-
-def _allowed(key: str) -> str:
-    if key in _ALLOWED:
-        return _ALLOWED[key]
-    field = GSDConfig.model_fields[key]
-    low = next(bound.ge for bound in field.metadata if hasattr(bound, "ge"))
-    high = next(bound.le for bound in field.metadata if hasattr(bound, "le"))
-    return f"a {'whole ' if field.annotation is int else ''}number from {low} to {high}"
+    return f'"{key}" is {shown(keys[key])}, but must be {allowed(key)}'

@@ -15,7 +15,7 @@ from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.verify.draft_tree import NO_NODES, DraftTree
 from vllm_gsd.engine.verify.step import VerifyStep
-from vllm_gsd.method.calibration import SourceTrust
+from vllm_gsd.host import flatten, graft_all_ngrams, reset_all, tally
 from vllm_gsd.method.constants import (
     ACCEPTED,
     AGREED,
@@ -34,7 +34,7 @@ from vllm_gsd.method.constants import (
 )
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.method.graph import GraphBatch, new_graphs
-from vllm_gsd.method.host import flatten, graft_all_ngrams, reset_all, tally
+from vllm_gsd.planner.calibration import SourceTrust
 from vllm_gsd.planner.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.upstream import wire
 

@@ -1,11 +1,11 @@
 """The numbers that the specification, the C++ of ``kernels/cpu/core`` and the device's kernels must agree on.
 
 ``setup.py`` writes them into ``kernels/cpu/core/constants.h``; the device's operations import them. The compiled
-extension exports what it was built with, and is refused where that differs from this file (``method.host``).
+extension exports what it was built with, and is refused where that differs from this file (``host``).
 """
 
 # Raised when an operation of the extension comes, goes, or takes or returns something else.
-INTERFACE = 4
+INTERFACE = 5
 
 # --- token graphs -----------------------------------------------------------------------------------
 
@@ -28,8 +28,8 @@ MAX_CONTEXT = 16
 # Longest suffix of the text that is compared; beyond it a match is as sure as it gets.
 MAX_MATCH = 16
 # Chance that a copied token is right, by the number of tokens that matched before it: measured on answers of
-# SmolLM2-135M (docs/LOG.md); only the ranking of hypotheses depends on it, never what is accepted. The last one is that
-# of all longer matches together.
+# SmolLM2-135M (docs/experiments, 2026-11-22-07). Only the ranking of hypotheses depends on it, never what is accepted.
+# The last one is that of all longer matches together.
 MATCH_PROB = (
     *(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84),
     *(0.87, 0.88, 0.89, 0.9, 0.91, 0.92, 0.93, 0.97),

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_gsd.method.host import read
+from vllm_gsd.host import read
 
 
 @dataclass(frozen=True)

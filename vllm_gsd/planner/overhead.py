@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_gsd.method.host import follow_clock
+from vllm_gsd.host import follow_clock
 
 
 class Overhead:

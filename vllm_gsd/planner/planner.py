@@ -8,8 +8,8 @@ are worth is learned from the graphs themselves. What the present plan leaves ou
 
 import numpy as np
 
-from vllm_gsd.method import host
-from vllm_gsd.method.calibration import Calibration
+from vllm_gsd import host
+from vllm_gsd.planner.calibration import Calibration
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.planner.overhead import Overhead
 

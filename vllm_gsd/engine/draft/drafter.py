@@ -11,10 +11,7 @@ from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.method.constants import MERGED, OFF_BELOW
-from vllm_gsd.method.draft_level import DraftSlots, new_draft_slots
-from vllm_gsd.method.graph import GraphBatch
-from vllm_gsd.method.host import (
+from vllm_gsd.host import (
     add_candidates,
     frontier_chances,
     keep_best,
@@ -25,6 +22,9 @@ from vllm_gsd.method.host import (
     parent_lines,
     text_rows,
 )
+from vllm_gsd.method.constants import MERGED, OFF_BELOW
+from vllm_gsd.method.draft_level import DraftSlots, new_draft_slots
+from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.planner.planner import Planner
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_gsd.host import graft_tree
 from vllm_gsd.method.constants import ORIGIN_SHARED
-from vllm_gsd.method.host import graft_tree
 
 # Longest context compared plus continuation; memory grows with it.
 TREE_DEPTH = 48

@@ -41,6 +41,15 @@ GAUGES = {
     "drafting": "1 while drafts of the draft model pay, 0 while they do not or there is none.",
 }
 
+# Counted by the label "reason".
+BY_REASON = {
+    "fallbacks": "Requests decoded without a graph, by reason.",
+}
+
+HISTOGRAMS = {
+    "accepted_length": "Accepted nodes per request and target step.",
+}
+
 
 class GraphPrometheus:
     """Registers our metrics once per engine front end and records each step's changes."""
@@ -68,13 +77,13 @@ class GraphPrometheus:
         self.per_engine = per_engine
         self.fallbacks = prom._counter_cls(
             name="vllm:gsd_fallbacks",
-            documentation="Requests decoded without a graph, by reason.",
+            documentation=BY_REASON["fallbacks"],
             labelnames=[*labelnames, "reason"],
         )
         self.accepted_length = create_metric_per_engine(
             prom._histogram_cls(
                 name="vllm:gsd_accepted_length",
-                documentation="Accepted nodes per request and target step.",
+                documentation=HISTOGRAMS["accepted_length"],
                 buckets=[0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64],
                 labelnames=labelnames,
             ),

@@ -23,7 +23,7 @@ from vllm_gsd.engine.v1.plan import plan_step
 from vllm_gsd.engine.v1.walk import walk
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.engine.verify.target_kv import target_kv_of
-from vllm_gsd.method.host import kv_moves
+from vllm_gsd.host import kv_moves
 from vllm_gsd.upstream import wire
 
 NO_ROWS = torch.empty(0, dtype=torch.int32)

@@ -14,7 +14,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.engine.verify.draft_tree import WalkTrees
-from vllm_gsd.method.host import follow, step_into
+from vllm_gsd.host import follow, step_into
 from vllm_gsd.ops.topk.api import argmax_of_walks
 from vllm_gsd.upstream.instances import count_thinking_as_without_speculation
 

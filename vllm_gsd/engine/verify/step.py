@@ -10,8 +10,8 @@ import torch
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, SOURCE_OF, DraftTree, WalkTrees
+from vllm_gsd.host import ancestor_masks, batch_masks, is_chain, lay_tree
 from vllm_gsd.method.constants import NONE
-from vllm_gsd.method.host import ancestor_masks, batch_masks, is_chain, lay_tree
 from vllm_gsd.upstream import wire
 
 
@@ -22,7 +22,7 @@ class VerifyStep:
     trees: WalkTrees
     depth: np.ndarray  # int32 [num_rows], 0 for roots
     has_tree: np.ndarray  # bool [num_requests]
-    source: np.ndarray  # int8 [num_rows], who proposed it (of ``method.calibration``); NONE: a grammar, or no node
+    source: np.ndarray  # int8 [num_rows], who proposed it (of ``planner.calibration``); NONE: a grammar, or no node
     survival: np.ndarray  # float32 [num_rows], as promised by its source
     first_rows: np.ndarray  # int64 [num_requests], row of each root in the batch
     chains: np.ndarray  # bool [num_requests], whether its graph is a chain

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from vllm_gsd.config import GSDConfig
 from vllm_gsd.tools.cli.console import err, fail
 
 
@@ -33,7 +34,12 @@ def bench(
         str, typer.Option(help="eager, compiled, or both: then the better one counts.")
     ] = "eager,compiled",
     chain_lengths: Annotated[str, typer.Option(help="Numbers of tokens that vLLM's chains may draft.")] = "1,2,3,4,5,6",
-    gsd: Annotated[str, typer.Option(help="Keys of gsd.json for all forms of the graph, as JSON.")] = "{}",
+    gsd: Annotated[
+        str,
+        typer.Option(
+            help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(GSDConfig.model_fields)}."
+        ),
+    ] = "{}",
     batch_sizes: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1",
     limit: Annotated[int | None, typer.Option(min=1, help="So many prompts, evenly over the file.")] = 12,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 96,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,6 +13,8 @@ from rich.table import Table
 from vllm_gsd.tools.cli.bench import bench
 from vllm_gsd.tools.cli.console import fail
 from vllm_gsd.tools.cli.console import out as console
+from vllm_gsd.tools.cli.options import takes
+from vllm_gsd.tools.distill.options import DistillError, Options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -52,76 +54,21 @@ def models(
 
 
 @app.command()
+@takes(Options)
 def distill(
-    target: Annotated[Path, typer.Option(help="Folder of the target model, Llama-like.")],
     out: Annotated[Path, typer.Option(help="Folder to write the draft to.")],
-    prompts: Annotated[
-        Path | None, typer.Option(help='Requests, one JSON object a line with "prompt", "turns" or "messages".')
-    ] = None,
-    answers: Annotated[int, typer.Option(min=1, help="Answers of the target to learn from.")] = 8192,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 160,
-    longest: Annotated[
-        int, typer.Option(min=16, help="Longest request with its answer; longer ones are left out.")
-    ] = 640,
-    minutes: Annotated[
-        float | None, typer.Option(help="Time for all of it; fewer answers and steps where short.")
-    ] = None,
-    params: Annotated[int | None, typer.Option(help="Make a language model of at most so many parameters.")] = None,
-    cost: Annotated[float | None, typer.Option(help="Most it may read a level, as a share of the target.")] = None,
-    layers: Annotated[str, typer.Option(help='Make it of the target\'s own layers instead, such as "0,1,29".')] = "",
-    init: Annotated[Path | None, typer.Option(help="Go on training this draft instead of a new one.")] = None,
-    eagle: Annotated[
-        bool | None,
-        typer.Option(help="One layer on the target's hidden states. [default without --params, --cost, --layers]"),
-    ] = None,
-    vocab_size: Annotated[int, typer.Option(min=256, help="Tokens that its LM head computes.")] = 12288,
-    epochs: Annotated[float, typer.Option(help="Passes over the answers.")] = 6.0,
-    learning_rate: float = 1e-3,
-    batch: Annotated[int, typer.Option(min=1, help="Requests that the target answers at once.")] = 96,
-    seed: int = 0,
-    engine: Annotated[bool, typer.Option(help="Measure the draft in the real engine at the end.")] = True,
-    eager: Annotated[
-        bool, typer.Option("--eager", help="Engines without torch.compile: they start sooner and run slower.")
-    ] = False,
     work: Annotated[
         Path | None, typer.Option(help="Where a run keeps what it has done, to go on later. [OUT.work]")
     ] = None,
+    **given: Any,
 ) -> None:
     """Distil a draft from a target. Started again with the same options, it goes on where it stopped."""
-    from vllm_gsd.config.eagle_folder import is_eagle
-    from vllm_gsd.tools.distill.run import DistillError, Options
     from vllm_gsd.tools.distill.run import distill as run
     from vllm_gsd.tools.distill.student import StudentError
     from vllm_gsd.tools.prompt_file import PromptsError
 
     try:
-        chosen = tuple(int(layer) for layer in layers.split(",")) if layers else ()
-    except ValueError:
-        fail(f'--layers is "{layers}", but must be layers of the target separated by commas.')
-    if eagle is None:
-        eagle = is_eagle(init) if init is not None else not (params or cost or layers)
-    options = Options(
-        target=str(target),
-        prompts=None if prompts is None else str(prompts),
-        answers=answers,
-        max_tokens=max_tokens,
-        longest=longest,
-        minutes=minutes,
-        params=params,
-        cost=cost,
-        layers=chosen,
-        init=None if init is None else str(init),
-        eagle=eagle,
-        vocab_size=vocab_size,
-        epochs=epochs,
-        learning_rate=learning_rate,
-        batch=batch,
-        seed=seed,
-        engine=engine,
-        eager=eager,
-    )
-    try:
-        results = run(options, out, work or out.with_name(out.name + ".work"))
+        results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
     except (DistillError, PromptsError, StudentError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from vllm_gsd.config.eagle_folder import is_eagle
 from vllm_gsd.tools.distill import generate, prompts, student
 from vllm_gsd.tools.distill.card import write_card
+from vllm_gsd.tools.distill.options import DistillError, Options
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,34 +42,6 @@ DEFAULT_COST = 0.04
 KV_CACHE_GIB = 3.0
 
 
-class DistillError(ValueError):
-    """The run cannot be done as asked; the message is one sentence."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What ``vllm-gsd distill`` was asked for; see its help."""
-
-    target: str
-    prompts: str | None = None
-    answers: int = 8192
-    max_tokens: int = 160
-    longest: int = 640
-    minutes: float | None = None
-    params: int | None = None
-    cost: float | None = None
-    layers: tuple[int, ...] = ()
-    init: str | None = None
-    eagle: bool = False
-    vocab_size: int = 12288
-    epochs: float = 6.0
-    learning_rate: float = 1e-3
-    batch: int = 96
-    seed: int = 0
-    engine: bool = True
-    eager: bool = False
-
-
 def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     """Make the draft in ``out``, going on where an earlier run with the same options stopped in ``work``.
 
@@ -78,6 +51,8 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     Raises:
         DistillError, PromptsError, StudentError: with one sentence.
     """
+    if options.eagle is None:
+        options = replace(options, eagle=_eagle_by_default(options))
     _check(options, out, work)
     config = student.target_config(Path(options.target))
     # Refused before anything is generated.
@@ -109,7 +84,14 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     return results
 
 
+def _eagle_by_default(options: Options) -> bool:
+    if options.init is not None:
+        return is_eagle(Path(options.init))
+    return not (options.params or options.cost or options.layers)
+
+
 def _check(options: Options, out: Path, work: Path) -> None:
+    _ = options.own_layers
     if out.exists() and any(out.iterdir()):
         raise DistillError(f"--out {str(out)!r} is not empty; give a new folder.")
     if (options.params is None) + (options.cost is None) + (not options.layers) + (options.init is None) < 3:
@@ -130,7 +112,7 @@ def _check(options: Options, out: Path, work: Path) -> None:
 
 def _shape(options: Options, config: dict[str, Any]) -> student.Shape:
     if options.layers:
-        return student.layers_shape(config, options.layers, options.vocab_size)
+        return student.layers_shape(config, options.own_layers, options.vocab_size)
     cost = DEFAULT_COST if options.params is None and options.cost is None else options.cost
     return student.choose_shape(config, options.params, cost, options.vocab_size)
 
@@ -293,7 +275,7 @@ def _finish(options: Options, work: Path, out: Path, training: Dataset, results:
     elif options.init is None and not options.layers:
         made_of += ", on the target's projected embedding"
     if options.layers:
-        made_of = f"the target's layers {', '.join(map(str, options.layers))}"
+        made_of = f"the target's layers {', '.join(map(str, options.own_layers))}"
     elif options.init is not None:
         made_of = f"the draft {Path(options.init).name}, trained on"
     facts = {

@@ -6,8 +6,8 @@ source, depth and survival; a cell's factor is what was accepted in it over what
 
 import numpy as np
 
+from vllm_gsd.host import chances, learn, learn_of_requests
 from vllm_gsd.method.constants import NATIVE, NUM_BINS, NUM_DEPTHS, NUM_SOURCES, OWN_PRIOR, PRIOR
-from vllm_gsd.method.host import chances, learn, learn_of_requests
 
 
 class Calibration:

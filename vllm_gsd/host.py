@@ -1,9 +1,9 @@
 """The operations as the engine runs them on the host: in C++ where that is built, else as they are specified.
 
-The specification in Python (the other modules of this package) and the extension ``vllm_gsd._core`` (from
-``kernels/cpu/core``) give the same bits, so that ranks with and without a compiler grow the same graphs; Python takes
-some hundred times as long. Callers import operations from here; ``VLLM_GSD_NO_EXTENSION=1`` makes them the
-specification.
+The specification in Python (``method`` and, of ``planner``, ``rates`` and ``regression``) and the extension
+``vllm_gsd._core`` (from ``kernels/cpu/core``) give the same bits, so that ranks with and without a compiler grow the
+same graphs; Python takes some hundred times as long. Callers import operations from here.
+``VLLM_GSD_NO_EXTENSION=1`` makes them the specification.
 """
 
 import importlib
@@ -16,23 +16,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_gsd.method import (
-    cells,
-    constants,
-    draft_level,
-    graph,
-    growth,
-    lay_out,
-    ngram,
-    outcome,
-    rates,
-    regression,
-    verify,
-)
+from vllm_gsd.method import cells, constants, draft_level, graph, growth, lay_out, ngram, outcome, verify
 from vllm_gsd.method import flatten as flattening
 from vllm_gsd.method import text_rows as texts
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.method.graph import GraphBatch
+from vllm_gsd.planner import rates, regression
 
 _EXTENSION = "vllm_gsd._core"
 Operation = TypeVar("Operation", bound=Callable[..., Any])

@@ -1,0 +1,138 @@
+"""Every row of the table of refusals: what it rejects, on which runner and platform, and that vLLM has what it asks."""
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.refusals import REFUSALS, Engine
+
+# Feature: (runner, platform, what an engine has then, a part of the sentence).
+USED = {
+    "other platforms than vLLM's CPU and CUDA platforms": ("V1", "", {}, "this platform yet"),
+    "pooling models": ("V1", "CPU", {"model.runner_type": "pooling"}, "text-generation"),
+    "encoder-decoder models": ("V1", "CPU", {"model.is_encoder_decoder": True}, "decoder-only"),
+    "M-RoPE positions": ("V1", "CPU", {"model.uses_mrope": True}, "M-RoPE"),
+    "multimodal models": ("V1", "CPU", {"model.is_multimodal_model": True}, "multimodal"),
+    "multi-head latent attention (MLA)": ("V2", "GPU", {"model.use_mla": True}, "MLA"),
+    "Mamba, hybrid and attention-free models": ("V1", "CPU", {"model.is_hybrid": True}, "hybrid"),
+    "diffusion language models": ("V1", "CPU", {"vllm_config.diffusion_config": 1}, "diffusion"),
+    'sliding windows of at most "num_speculative_tokens" tokens': (
+        *("V1", "CPU", {"model.get_sliding_window": lambda: 16}),
+        '(window 16) with "num_speculative_tokens" 16; set it below the window.',
+    ),
+    "pipeline parallelism": ("V1", "CPU", {"parallel.pipeline_parallel_size": 2}, "(size 2)"),
+    "context parallelism": ("V1", "CPU", {"parallel.decode_context_parallel_size": 2}, "context-parallel sizes"),
+    "data parallelism of mixture-of-experts models": (
+        *("V1", "CPU", {"parallel.data_parallel_size": 2, "model.is_moe": True}),
+        "load balancer",
+    ),
+    "data parallelism over Ray": (
+        *("V1", "CPU", {"parallel.data_parallel_size": 2, "parallel.data_parallel_backend": "ray"}),
+        'leave it at "mp"',
+    ),
+    "micro-batching (DBO)": ("V2", "GPU", {"parallel.use_ubatching": True}, "--enable-dbo"),
+    "KV connectors": ("V1", "CPU", {"vllm_config.kv_transfer_config": 1}, "--kv-transfer-config"),
+    "encoder-cache connectors": ("V1", "CPU", {"vllm_config.ec_transfer_config": 1}, "--ec-transfer-config"),
+    "quantised KV caches (fp8 is supported on GPUs)": ("V1", "CPU", {"cache.cache_dtype": "fp8"}, "(fp8)"),
+    "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
+    '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
+    "a draft's tensor-parallel size that is neither 1 nor the target's": (
+        *("V1", "CPU", {"config.draft_tensor_parallel_size": 2}),
+        '"draft_tensor_parallel_size" 2; set it to 1 or to the target\'s size 1',
+    ),
+    "Model Runner V1 on GPUs": ("V1", "GPU", {}, "VLLM_USE_V2_MODEL_RUNNER unset"),
+    "watermarking": ("V2", "GPU", {"vllm_config.watermark_config": 1}, "leave it off"),
+    "trace replay": ("V2", "GPU", {"model.enable_trace_replay": True}, "--enable-trace-replay"),
+    "sampling masks": ("V2", "GPU", {"model.return_sampling_mask": True}, "--return-sampling-mask"),
+    "batch-sharded sampling": ("V2", "GPU", {"parallel.enable_batch_sharded_sampling": True}, "leave it off"),
+    "sliding-window attention": ("V2", "GPU", {"model.get_sliding_window": lambda: 512}, "full attention"),
+    "LoRA adapters": ("V2", "CPU", {"vllm_config.lora_config": 1}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+}
+
+
+def engine(runner: str, platform: str, **of: dict) -> Engine:
+    """An engine of supported features, but for those given by config."""
+    model = {
+        "runner_type": "generate",
+        "get_sliding_window": lambda: None,
+        **dict.fromkeys(("is_encoder_decoder", "uses_mrope", "is_multimodal_model", "use_mla", "is_hybrid"), False),
+        **dict.fromkeys(("is_attention_free", "is_moe", "enable_prompt_embeds", "enable_trace_replay"), False),
+        "return_sampling_mask": False,
+    }
+    sizes = ("pipeline", "decode_context", "prefill_context", "data", "tensor")
+    parallel = {
+        **{f"{size}_parallel_size": 1 for size in sizes},
+        "data_parallel_backend": "mp",
+        "use_ubatching": False,
+        "enable_batch_sharded_sampling": False,
+    }
+    configs = ("diffusion", "kv_transfer", "ec_transfer", "watermark", "lora")
+    vllm_config = {
+        **{f"{name}_config": None for name in configs},
+        "model_config": SimpleNamespace(**model | of.get("model", {})),
+        "parallel_config": SimpleNamespace(**parallel | of.get("parallel", {})),
+        "cache_config": SimpleNamespace(**{"cache_dtype": "auto"} | of.get("cache", {})),
+    }
+    config = GSDConfig.load({"method": "gsd", "model": None, **of.get("config", {})})
+    return Engine(SimpleNamespace(**vllm_config | of.get("vllm_config", {})), config, runner, platform)
+
+
+def split(changes: dict) -> dict[str, dict]:
+    by_config: dict[str, dict] = {}
+    for path, value in changes.items():
+        name, key = path.split(".")
+        by_config.setdefault(name, {})[key] = value
+    return by_config
+
+
+def messages(of: Engine) -> list[str]:
+    return [message for refusal in REFUSALS if (message := refusal.message(of))]
+
+
+def test_every_refusal_is_here():
+    assert {refusal.feature for refusal in REFUSALS} == USED.keys()
+
+
+@pytest.mark.parametrize("feature", USED)
+def test_refused(feature):
+    runner, platform, changes, part = USED[feature]
+    told = messages(engine(runner, platform, **split(changes)))
+    assert any(part in message for message in told)
+    for message in told:
+        assert message.startswith("gsd does not support ")
+        assert message.endswith(".")
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(("runner", "platform"), [("V1", "CPU"), ("V2", "CPU"), ("V2", "GPU")])
+def test_nothing_else_is_refused(runner, platform):
+    assert messages(engine(runner, platform)) == []
+
+
+@pytest.mark.parametrize(
+    ("runner", "platform", "changes"),
+    [
+        ("V1", "CPU", {"vllm_config.lora_config": 1}),
+        ("V1", "CPU", {"model.get_sliding_window": lambda: 17}),
+        ("V1", "CPU", {"vllm_config.watermark_config": 1}),
+        ("V2", "GPU", {"cache.cache_dtype": "fp8"}),
+        ("V2", "GPU", {"config.tree_attention": "xformers"}),
+        ("V1", "CPU", {"parallel.data_parallel_size": 2}),
+    ],
+)
+def test_what_is_refused_elsewhere_only(runner, platform, changes):
+    assert messages(engine(runner, platform, **split(changes))) == []
+
+
+def test_vllm_has_what_is_asked():
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+
+    classes = {"model": ModelConfig, "parallel": ParallelConfig, "cache": CacheConfig, "vllm_config": VllmConfig}
+    asked = {path for _, _, changes, _ in USED.values() for path in changes if not path.startswith("config.")}
+    for name, key in (path.split(".") for path in asked | {"model.is_attention_free"}):
+        fields = {field.name for field in dataclasses.fields(classes[name])}
+        made = f"self.{key}" in inspect.getsource(classes[name])
+        assert key in fields or hasattr(classes[name], key) or made, f"{name}.{key}"

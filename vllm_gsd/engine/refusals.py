@@ -1,0 +1,230 @@
+"""What gsd does not support, as a table: start-up rejects by it, and the documentation lists it. Imports no vLLM."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_gsd.config import GSDConfig
+
+RUNNERS = ("V1", "V2")
+PLATFORMS = ("CPU", "GPU")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a refusal may ask about an engine before it starts."""
+
+    vllm_config: Any
+    config: GSDConfig
+    runner: str  # of RUNNERS
+    platform: str  # of PLATFORMS, "" for any other
+
+    @property
+    def model(self) -> Any:
+        """The target's ModelConfig."""
+        return self.vllm_config.model_config
+
+    @property
+    def parallel(self) -> Any:
+        """The ParallelConfig."""
+        return self.vllm_config.parallel_config
+
+    @property
+    def cache_dtype(self) -> str:
+        """The KV cache's type, as given."""
+        return self.vllm_config.cache_config.cache_dtype
+
+    @property
+    def window(self) -> int | None:
+        """The target's sliding window."""
+        return self.model.get_sliding_window()
+
+
+class Refusal(NamedTuple):
+    """One unsupported feature. ``name`` and ``instead`` are format strings over ``e``, the Engine."""
+
+    feature: str  # in the documentation
+    name: str  # in the message
+    used: Callable[[Engine], bool]
+    instead: str  # what the user can do
+    runners: tuple[str, ...] = RUNNERS
+    platforms: tuple[str, ...] = (*PLATFORMS, "")
+
+    def message(self, engine: Engine) -> str | None:
+        """The sentence for the user, None where the engine does not use the feature."""
+        concerned = engine.runner in self.runners and engine.platform in self.platforms
+        if not concerned or not self.used(engine):
+            return None
+        return f"gsd does not support {self.name.format(e=engine)}; {self.instead.format(e=engine)}."
+
+
+def _bad_draft_parallel_size(e: Engine) -> bool:
+    return e.config.draft_tensor_parallel_size not in (None, 1, e.parallel.tensor_parallel_size)
+
+
+def _quantised_cache(e: Engine) -> bool:
+    fp8 = ("fp8", "fp8_e4m3") if e.platform == "GPU" else ()
+    return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *fp8)
+
+
+_OTHER_TARGET = "use a decoder-only text model with attention layers alone"
+_V1_INSTEAD = "set VLLM_USE_V2_MODEL_RUNNER=0"
+
+# The first refusal that applies is told.
+REFUSALS = (
+    Refusal(
+        "other platforms than vLLM's CPU and CUDA platforms",
+        "this platform yet",
+        lambda e: True,
+        "run on vLLM's CPU or CUDA platform",
+        platforms=("",),
+    ),
+    Refusal(
+        "pooling models", "pooling models", lambda e: e.model.runner_type != "generate", "use a text-generation model"
+    ),
+    Refusal("encoder-decoder models", "encoder-decoder models", lambda e: e.model.is_encoder_decoder, _OTHER_TARGET),
+    Refusal("M-RoPE positions", "models with M-RoPE positions", lambda e: e.model.uses_mrope, _OTHER_TARGET),
+    Refusal("multimodal models", "multimodal models", lambda e: e.model.is_multimodal_model, _OTHER_TARGET),
+    Refusal(
+        "multi-head latent attention (MLA)",
+        "models with multi-head latent attention (MLA)",
+        lambda e: e.model.use_mla,
+        _OTHER_TARGET,
+    ),
+    Refusal(
+        "Mamba, hybrid and attention-free models",
+        "Mamba, hybrid or attention-free models",
+        lambda e: e.model.is_hybrid or e.model.is_attention_free,
+        _OTHER_TARGET,
+    ),
+    Refusal(
+        "diffusion language models",
+        "diffusion language models",
+        lambda e: e.vllm_config.diffusion_config is not None,
+        _OTHER_TARGET,
+    ),
+    Refusal(
+        'sliding windows of at most "num_speculative_tokens" tokens',
+        'sliding-window attention (window {e.window}) with "num_speculative_tokens" {e.config.num_speculative_tokens}',
+        lambda e: e.window is not None and e.window <= e.config.num_speculative_tokens,
+        "set it below the window",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        "pipeline parallelism (size {e.parallel.pipeline_parallel_size})",
+        lambda e: e.parallel.pipeline_parallel_size > 1,
+        "set --pipeline-parallel-size to 1",
+    ),
+    Refusal(
+        "context parallelism",
+        "context parallelism",
+        lambda e: e.parallel.decode_context_parallel_size > 1 or e.parallel.prefill_context_parallel_size > 1,
+        "set the context-parallel sizes to 1",
+    ),
+    Refusal(
+        "data parallelism of mixture-of-experts models",
+        "data parallelism (size {e.parallel.data_parallel_size}) of mixture-of-experts models",
+        lambda e: e.parallel.data_parallel_size > 1 and e.model.is_moe,
+        "set --data-parallel-size to 1 and put a load balancer in front of several servers",
+    ),
+    Refusal(
+        "data parallelism over Ray",
+        '--data-parallel-backend "ray"',
+        lambda e: e.parallel.data_parallel_size > 1 and e.parallel.data_parallel_backend == "ray",
+        'leave it at "mp"',
+    ),
+    Refusal(
+        "micro-batching (DBO)", "micro-batching (DBO)", lambda e: e.parallel.use_ubatching, "leave --enable-dbo off"
+    ),
+    Refusal(
+        "KV connectors",
+        "KV connectors",
+        lambda e: e.vllm_config.kv_transfer_config is not None,
+        "leave --kv-transfer-config out",
+    ),
+    Refusal(
+        "encoder-cache connectors",
+        "encoder-cache connectors",
+        lambda e: e.vllm_config.ec_transfer_config is not None,
+        "leave --ec-transfer-config out",
+    ),
+    Refusal(
+        "quantised KV caches (fp8 is supported on GPUs)",
+        "a quantised KV cache ({e.cache_dtype})",
+        _quantised_cache,
+        'set --kv-cache-dtype to "auto"',
+    ),
+    Refusal(
+        "an engine with prompt embeddings enabled",
+        "prompt embeddings",
+        lambda e: e.model.enable_prompt_embeds,
+        "leave --enable-prompt-embeds off",
+    ),
+    Refusal(
+        '"tree_attention" other than "kernel"',
+        '"tree_attention" "{e.config.tree_attention}" on the CPU',
+        lambda e: e.config.tree_attention != "kernel",
+        "leave it out: the choice is for GPUs",
+        platforms=("CPU",),
+    ),
+    Refusal(
+        "a draft's tensor-parallel size that is neither 1 nor the target's",
+        '"draft_tensor_parallel_size" {e.config.draft_tensor_parallel_size}',
+        _bad_draft_parallel_size,
+        "set it to 1 or to the target's size {e.parallel.tensor_parallel_size}",
+    ),
+    Refusal(
+        "Model Runner V1 on GPUs",
+        "Model Runner V1 on GPUs",
+        lambda e: True,
+        "leave VLLM_USE_V2_MODEL_RUNNER unset",
+        ("V1",),
+        ("GPU",),
+    ),
+    Refusal(
+        "watermarking", "watermarking", lambda e: e.vllm_config.watermark_config is not None, "leave it off", ("V2",)
+    ),
+    Refusal(
+        "trace replay",
+        "trace replay",
+        lambda e: e.model.enable_trace_replay,
+        "leave --enable-trace-replay off",
+        ("V2",),
+    ),
+    Refusal(
+        "sampling masks",
+        "sampling masks",
+        lambda e: e.model.return_sampling_mask,
+        "leave --return-sampling-mask off",
+        ("V2",),
+    ),
+    Refusal(
+        "batch-sharded sampling",
+        "batch-sharded sampling",
+        lambda e: e.parallel.enable_batch_sharded_sampling,
+        "leave it off",
+        ("V2",),
+    ),
+    *(
+        Refusal(
+            "sliding-window attention",
+            "sliding-window attention (window {e.window}) with Model Runner V2 yet",
+            lambda e: e.window is not None,
+            instead,
+            ("V2",),
+            (platform,),
+        )
+        for platform, instead in (("GPU", "use a model with full attention"), ("CPU", _V1_INSTEAD))
+    ),
+    *(
+        Refusal(
+            "LoRA adapters",
+            "LoRA with Model Runner V2 yet",
+            lambda e: e.vllm_config.lora_config is not None,
+            instead,
+            ("V2",),
+            (platform,),
+        )
+        for platform, instead in (("GPU", "leave --enable-lora off"), ("CPU", _V1_INSTEAD))
+    ),
+)

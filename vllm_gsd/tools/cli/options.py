@@ -1,0 +1,43 @@
+"""Commands that take their options from a dataclass, so that each option is said once."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+
+def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as options; they come as keywords, beside the command's own.
+
+    Args:
+        options: a dataclass; ``Annotated[..., typer.Option(...)]`` in a field's type is its help.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(options, include_extras=True)
+        fields: list[Any] = list(dataclasses.fields(options))
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [
+            *(one.replace(kind=one.KEYWORD_ONLY) for one in own if one.kind is not one.VAR_KEYWORD),
+            *(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    annotation=hints[field.name],
+                    default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+                )
+                for field in fields
+            ),
+        ]
+
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            command(**given)
+
+        # Typer asks for both.
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+        return with_options
+
+    return decorate
