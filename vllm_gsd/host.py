@@ -16,23 +16,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_gsd.method import (
-    cells,
-    constants,
-    draft_level,
-    graph,
-    growth,
-    lay_out,
-    ngram,
-    outcome,
-    rates,
-    regression,
-    verify,
-)
+from vllm_gsd.method import cells, constants, draft_level, graph, growth, lay_out, ngram, outcome, verify
 from vllm_gsd.method import flatten as flattening
 from vllm_gsd.method import text_rows as texts
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.method.graph import GraphBatch
+from vllm_gsd.planner import rates, regression
 
 _EXTENSION = "vllm_gsd._core"
 Operation = TypeVar("Operation", bound=Callable[..., Any])

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_gsd import host, method
+from vllm_gsd import host, method, planner
 from vllm_gsd.method import constants
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_SHARED
 from vllm_gsd.method.draft_level import new_draft_slots
@@ -31,13 +31,13 @@ NAMES = [name for name, value in vars(COMPILED).items() if callable(value)]
 def specified(name):
     """The one function of the specification with that name."""
     modules = [
-        importlib.import_module(f"vllm_gsd.method.{each.name}") for each in pkgutil.iter_modules(method.__path__)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for package in (method, planner)
+        for module in pkgutil.iter_modules(package.__path__)
     ]
-    (found,) = (
-        vars(module)[name]
-        for module in modules
-        if module is not host and getattr(vars(module).get(name), "__module__", "") == module.__name__
-    )
+    # A module may import a function of another, which is not its own then.
+    own = (module for module in modules if getattr(vars(module).get(name), "__module__", "") == module.__name__)
+    (found,) = (vars(module)[name] for module in own)
     return found
 
 

@@ -1,11 +1,11 @@
 """The numbers that the specification, the C++ of ``kernels/cpu/core`` and the device's kernels must agree on.
 
 ``setup.py`` writes them into ``kernels/cpu/core/constants.h``; the device's operations import them. The compiled
-extension exports what it was built with, and is refused where that differs from this file (``method.host``).
+extension exports what it was built with, and is refused where that differs from this file (``host``).
 """
 
 # Raised when an operation of the extension comes, goes, or takes or returns something else.
-INTERFACE = 4
+INTERFACE = 5
 
 # --- token graphs -----------------------------------------------------------------------------------
 

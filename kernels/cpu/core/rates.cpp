@@ -1,4 +1,4 @@
-// The planner's sums, vllm_gsd/method/rates.py.
+// The planner's sums, vllm_gsd/planner/rates.py.
 #include <algorithm>
 #include <functional>
 #include <numeric>

@@ -1,4 +1,4 @@
-// Least squares over the latest observations, vllm_gsd/method/regression.py.
+// Least squares over the latest observations, vllm_gsd/planner/regression.py.
 #include <algorithm>
 #include <vector>
 

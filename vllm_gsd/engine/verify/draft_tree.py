@@ -23,7 +23,7 @@ from vllm_gsd.method.constants import (
 # Parent of a row that belongs to no tree of ours: no walk ever steps into it.
 FOREIGN = -2
 
-# Source of nodes (``method.constants``; NONE: a grammar) by whether they lie behind a merged edge, and by origin.
+# Source of nodes (NONE for those of a grammar), by whether they lie behind a merged edge and by origin.
 SOURCE_OF = np.full((2, NUM_ORIGINS), NATIVE, np.int8)
 SOURCE_OF[1] = MERGED
 SOURCE_OF[:, [ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]] = NGRAM, SHARED, AGREED, NONE

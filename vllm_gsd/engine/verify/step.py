@@ -22,7 +22,7 @@ class VerifyStep:
     trees: WalkTrees
     depth: np.ndarray  # int32 [num_rows], 0 for roots
     has_tree: np.ndarray  # bool [num_requests]
-    source: np.ndarray  # int8 [num_rows], who proposed it (of ``method.calibration``); NONE: a grammar, or no node
+    source: np.ndarray  # int8 [num_rows], who proposed it (of ``planner.calibration``); NONE: a grammar, or no node
     survival: np.ndarray  # float32 [num_rows], as promised by its source
     first_rows: np.ndarray  # int64 [num_requests], row of each root in the batch
     chains: np.ndarray  # bool [num_requests], whether its graph is a chain

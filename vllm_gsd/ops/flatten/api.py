@@ -55,7 +55,7 @@ def flatten_graphs(
     Args:
         num_places: places to fill at most; num_nodes: int64 ``[num_graphs]``, of each graph, at most that.
         max_depth: int64 ``[num_graphs]``, deepest place allowed.
-        factor: of ``method.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
+        factor: of ``planner.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
         trust: of ``SourceTrust``, float32 ``[num_graphs, sources]``.
 
     Raises:

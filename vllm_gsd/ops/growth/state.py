@@ -1,8 +1,8 @@
 """Token graphs of a batch as tensors of one device: what ``method.graph`` keeps in arrays, for growth without the host.
 
 Capture-safe, as everything in ``graph_*``: shapes depend on shapes and numbers alone, nothing is read back, and no
-branch is taken on what a tensor holds. What ``method`` does with loops over lists of children is done by comparing all
-nodes at once; nodes are numbered in the order in which ``method`` would have added them, so that ties fall alike.
+branch is taken on what a tensor holds. What ``core`` does with loops over lists of children is done by comparing all
+nodes at once; nodes are numbered in the order in which ``core`` would have added them, so that ties fall alike.
 """
 
 from __future__ import annotations
