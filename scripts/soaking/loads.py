@@ -83,8 +83,8 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], Keys], bool | None]] = {
     "LoRA": (lambda rng, longest: {}, None),
 }
 
-# On CPUs vLLM 0.32's logits layer with LoRA takes as many rows as are sampled from; logprobs of prompts need others, and
-# the engine dies.
+# On CPUs vLLM 0.32's logits layer with LoRA takes as many rows as are sampled from. Logprobs of prompts need others, and
+# an engine dies of them.
 NOT_BESIDE_LORA = ("prompt logprobs", "echo")
 
 
