@@ -86,11 +86,15 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
 
         Keys and values go into the cache first.
         """
+        tree = wire.tree_rows_of(attn_metadata)
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:
+                if tree is not None:
+                    # A drafted token may be one that the target makes NaN of (Gemma 3n of its padding token). Kernels
+                    # multiply what a row does not attend by 0, so it would spoil the rows beside it, and later ones.
+                    key, value = torch.nan_to_num(key), torch.nan_to_num(value)
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-        tree = wire.tree_rows_of(attn_metadata)
         if tree is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
