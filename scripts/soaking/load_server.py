@@ -37,7 +37,7 @@ class Soak:
 
     Args:
         seconds: how long new requests are sent; patience: after how many an unanswered request counts as hung.
-        longest: most tokens of an answer.
+        longest: most tokens of an answer; words: most words of a prompt.
         adapters, ends: see ``server.soaked_server``.
     """
 
@@ -47,6 +47,7 @@ class Soak:
     concurrency: int
     patience: float
     longest: int
+    words: int
     seed: int
     adapters: list[str]
     ends: set[int]
@@ -83,7 +84,7 @@ class Soak:
     async def _keep_asking(self, client: openai.AsyncOpenAI, until: float) -> None:
         while time.monotonic() < until and self.server_errors < MOST_SERVER_ERRORS:
             self.numbers += 1
-            load = draw_load(self.seed, self.numbers, NAME, self.adapters, self.longest)
+            load = draw_load(self.seed, self.numbers, NAME, self.adapters, self.longest, self.words)
             start = time.perf_counter()
             outcome = await self._ask(client, load)
             outcome.seconds = time.perf_counter() - start

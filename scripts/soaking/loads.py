@@ -83,8 +83,13 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], Keys], bool | None]] = {
     "LoRA": (lambda rng, longest: {}, None),
 }
 
+<<<<<<< ours
 # On CPUs the logits layer with LoRA of vLLM 0.32 takes as many rows as are sampled from. Logprobs of prompts need other
 # rows, and the engine crashes.
+=======
+# On CPUs vLLM 0.32's logits layer with LoRA takes as many rows as are sampled from. Logprobs of prompts need others,
+# and an engine dies of them.
+>>>>>>> theirs
 NOT_BESIDE_LORA = ("prompt logprobs", "echo")
 
 
@@ -93,12 +98,12 @@ def kinds(lora: bool) -> list[str]:
     return [kind for kind in KINDS if (kind not in NOT_BESIDE_LORA if lora else kind != "LoRA")]
 
 
-def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: int) -> Load:
+def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: int, words: int = 64) -> Load:
     """Request ``number`` of a soak.
 
     Args:
         adapters: names of LoRA adapters; without any there is no such kind.
-        longest: most tokens of an answer that needs no particular number.
+        longest: most tokens of an answer that needs no particular number; words: most words of a prompt.
     """
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(kinds(bool(adapters)))
@@ -107,18 +112,22 @@ def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: 
     chat = rng.random() < 0.5 if chat is None else chat
     if keys["stream"]:
         keys["stream_options"] = {"include_usage": True}
-    prompt = _prompt(rng)
+    prompt = _prompt(rng, words)
     keys |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     keys |= {"model": rng.choice(adapters) if kind == "LoRA" else model, "return_token_ids": True}
     fate = rng.choices(list(FATES), list(FATES.values()))[0]
     return Load(kind, fate, chat, {**_sampling(rng), **keys}, rng.random())
 
 
-def _prompt(rng: random.Random) -> str:
+def _prompt(rng: random.Random, most: int) -> str:
     """Some words; most prompts begin like others, of blocks or of a part of one."""
     shared = random.Random(rng.randrange(6))
-    words = [f"w{shared.randrange(200, 400)}" for _ in range(shared.randint(10, 40))] if rng.random() < 0.7 else []
-    return " ".join([*words, *(f"w{rng.randrange(200, 400)}" for _ in range(rng.randint(2, 24)))])
+    words = (
+        [f"w{shared.randrange(200, 400)}" for _ in range(shared.randint(most // 6, most * 5 // 8))]
+        if rng.random() < 0.7
+        else []
+    )
+    return " ".join([*words, *(f"w{rng.randrange(200, 400)}" for _ in range(rng.randint(2, most * 3 // 8)))])
 
 
 def _sampling(rng: random.Random) -> Keys:

@@ -15,6 +15,7 @@ from .watch import read_metrics
 
 # Most tokens of an answer, and seconds after which a request counts as hung.
 LONGEST = {"v1": 96, "v2": 10}
+WORDS = {"v1": 64, "v2": 24}  # of a prompt, some five tokens each
 PATIENCE = {"v1": 180.0, "v2": 1200.0}
 
 
@@ -35,6 +36,7 @@ def soak(setting: Setting, seconds: float, seed: int, folder: Path, progress: An
             concurrency=setting.concurrency,
             patience=PATIENCE[setting.runner],
             longest=LONGEST[setting.runner],
+            words=WORDS[setting.runner],
             seed=seed,
             adapters=adapters,
             ends=ends,
