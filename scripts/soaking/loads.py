@@ -83,13 +83,8 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], Keys], bool | None]] = {
     "LoRA": (lambda rng, longest: {}, None),
 }
 
-<<<<<<< ours
 # On CPUs the logits layer with LoRA of vLLM 0.32 takes as many rows as are sampled from. Logprobs of prompts need other
 # rows, and the engine crashes.
-=======
-# On CPUs vLLM 0.32's logits layer with LoRA takes as many rows as are sampled from. Logprobs of prompts need others,
-# and an engine dies of them.
->>>>>>> theirs
 NOT_BESIDE_LORA = ("prompt logprobs", "echo")
 
 
