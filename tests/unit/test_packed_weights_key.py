@@ -30,7 +30,7 @@ def load(monkeypatch, isa_and_threads):
         worker = Worker()
         worker.vllm_config = VllmConfig(additional_config={"gsd": {}})
         # No head is tied here, and what the model is does not matter.
-        monkeypatch.setattr(packed_weights, "_pack_lm_heads", lambda embeddings: None)
+        monkeypatch.setattr(packed_weights.weights, "pack_lm_heads", lambda embeddings: None)
         monkeypatch.setattr(worker.vllm_config, "model_config", type("Model", (), {"head_dtype": 0, "dtype": 0}))
         worker.load_model()
         key = worker.vllm_config.additional_config[_PACKED_KEY]
