@@ -1,7 +1,8 @@
 """int8 weights for drafting on a CPU: a draft level is memory-bound, and int8 halves the bytes of bfloat16.
 
 Each weight row is scaled by its largest absolute value, and each input row by its own at run time (W8A8, like
-LLM.int8() without outlier columns, Dettmers et al. 2022). Quantization affects only the candidates; the target verifies them.
+LLM.int8() without outlier columns, Dettmers et al. 2022). Quantization affects only the candidates, which the target
+verifies.
 """
 
 import torch
