@@ -110,12 +110,12 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         # same arguments twice.
         given = {name: getattr(self, name) for name in ours}
         try:
-            for name, of_ours in ours.items():
-                setattr(self, name, of_ours)
+            for name, value in ours.items():
+                setattr(self, name, value)
             vllm_config = upstream(self, *args, **kwargs)
         finally:
-            for name, of_theirs in given.items():
-                setattr(self, name, of_theirs)
+            for name, value in given.items():
+                setattr(self, name, value)
         check_engine(vllm_config, config, v2)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = wire.scheduler_class(asynchronous=True)

@@ -13,7 +13,7 @@ RUNNER = {
     "_model_forward": "target forward",
     "propose_draft_token_ids": "draft",
     "_sample": "walk",
-    "_compact": "compaction",  # ours
+    "_compact": "compaction",  # a method of our model runner
 }
 # Methods of our draft model. Upstream's proposers are timed as a whole, as "draft".
 DRAFT = ("_call", "most_probable")

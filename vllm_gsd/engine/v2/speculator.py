@@ -30,7 +30,7 @@ logger = init_logger("vllm.gsd")
 
 
 class V2Speculation(Speculation):
-    """Without grammars choosing among candidate nodes, because the scheduler may have scheduled the rows already."""
+    """Grammars do not choose among candidates here, because the scheduler may already have scheduled their rows."""
 
     asks_grammar = False
 
@@ -43,7 +43,7 @@ class Verified(NamedTuple):
     tenants: np.ndarray  # int64 [num_requests], the value of ``GraphSpeculator.tenants`` for these slots
     sizes: np.ndarray  # int64 [num_requests], verified rows
     batch_ends: np.ndarray  # int64 [num_requests], the end of each request's rows in the batch
-    drafted: np.ndarray  # bool [num_requests], whether the draft KV has grown; only the device knows how far
+    drafted: np.ndarray  # bool [num_requests], whether a graph was proposed; only the device knows the draft KV then
 
 
 class GraphSpeculator(BaseSpeculator):
@@ -84,7 +84,7 @@ class GraphSpeculator(BaseSpeculator):
         self.drafting: DeviceDrafting | None = None
         self.proposals = Proposals(num_slots, self.num_rows, device)
         self.late = LateCopies(device)
-        # Tensor-parallel ranks must agree on the candidates and on when they learn, which their hosts arrange.
+        # Tensor-parallel ranks must agree on candidates and on what they learn at each step; only their hosts do.
         self.host_only = (
             "shared" in self.speculation.config.sources or vllm_config.parallel_config.tensor_parallel_size > 1
         )
@@ -162,7 +162,7 @@ class GraphSpeculator(BaseSpeculator):
         self.speculation.forget(request_ids)
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Release the slots of preempted requests, which will resume in other slots."""
+        """Release the slots of preempted requests, which may resume in other slots."""
         for request_id in request_ids:
             slot = self.slots.pop(request_id, None)
             if slot is not None:
