@@ -79,7 +79,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
         logger.info("decoding %d prompts with the draft and without", min(ENGINE_PROMPTS, len(held_out)))
         texts = [row["input_ids"][: int(row["prompt_len"])].tolist() for row in held_out]
         chosen = texts[:: max(1, len(texts) // ENGINE_PROMPTS)][:ENGINE_PROMPTS]
-        results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager)
+        results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
     _finish(options, work, out, training, results)
     return results
 
