@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_gsd.tools.bench.run import Plan
     from vllm_gsd.tools.bench.turns import Work
 
-# Target, draft, and a draft that is a language model.
+# Paths of the target, its draft, and a draft that is a language model.
 Pair = tuple[str, str | None, str | None]
 
 
