@@ -38,6 +38,18 @@ def speculative_config(method: str, draft: str) -> dict | None:
     return {**config, "model": draft} if config.get("model") == "draft" else config
 
 
+def answer(llm, chats: list, params, rounds: int) -> tuple[list[float], list[list[int]]]:
+    """Seconds of each round, and the tokens of the first."""
+    seconds: list[float] = []
+    tokens: list[list[int]] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        outputs = llm.chat(chats, params, use_tqdm=sys.stderr.isatty())
+        seconds.append(time.perf_counter() - start)
+        tokens = tokens or [list(output.outputs[0].token_ids) for output in outputs]
+    return seconds, tokens
+
+
 def main(
     prompts: Annotated[Path, typer.Argument(help="Spec-Bench style file")],
     method: Annotated[str, typer.Option(help="plain, gsd, or JSON of a speculative config")] = "plain",
@@ -72,13 +84,7 @@ def main(
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.chat(chats[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     before = metrics_of(llm)
-    seconds: list[float] = []
-    tokens: list[list[int]] = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        outputs = llm.chat(chats, params, use_tqdm=sys.stderr.isatty())
-        seconds.append(time.perf_counter() - start)
-        tokens = tokens or [list(output.outputs[0].token_ids) for output in outputs]
+    seconds, tokens = answer(llm, chats, params, rounds)
     counters = {name: value - before.get(name, 0) for name, value in metrics_of(llm).items()}
     generated = sum(len(t) for t in tokens)
     # Every token is either sampled at the end of a target step or an accepted draft token.
