@@ -1,4 +1,4 @@
-"""Is every kernel right? Errors against float64 beside PyTorch's own in the same dtype, and replays of CUDA graphs."""
+"""Checks every kernel: its error against float64, compared with PyTorch's in the same dtype, and CUDA graph replays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def check_all(device: torch.device) -> list[dict[str, Any]]:
-    """Run every check, print a line for each, and return them: ``{"check", "ok", ...}``."""
+    """Run every check, print a line for each, and return them as ``{"check", "ok", ...}``."""
     checks = []
     for check in _checks(device):
         numbers = "  ".join(f"{name} {value:.2e}" for name, value in check.items() if isinstance(value, float))
@@ -69,7 +69,7 @@ def _checks(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _attention(name: str, case: PagedCase, on_gpu: bool) -> dict[str, Any]:
-    """Our largest error is at most twice PyTorch's, as FlashAttention's own tests ask."""
+    """Our largest error must be at most twice PyTorch's, the criterion of FlashAttention's own tests."""
     exact, exact_lse = case.exact()
     got, lse = case.run()
     error = float((got.double() - exact).abs().max())

@@ -1,4 +1,4 @@
-"""What gsd does not support, as a table: start-up rejects by it, and the documentation lists it. Imports no vLLM."""
+"""The table of unsupported features. Start-up checks it and the documentation lists it. It does not import vLLM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +8,18 @@ from vllm_gsd.config import GSDConfig
 
 RUNNERS = ("V1", "V2")
 PLATFORMS = ("CPU", "GPU")
+# The paged kernel of xformers reads whole pages of this many tokens.
+XFORMERS_PAGE = 64
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What a refusal may ask about an engine before it starts."""
+    """What is known about an engine before it starts."""
 
     vllm_config: Any
     config: GSDConfig
-    runner: str  # of RUNNERS
-    platform: str  # of PLATFORMS, "" for any other
+    runner: str  # one of RUNNERS
+    platform: str  # one of PLATFORMS, or "" for any other
 
     @property
     def model(self) -> Any:
@@ -31,27 +33,32 @@ class Engine:
 
     @property
     def cache_dtype(self) -> str:
-        """The KV cache's type, as given."""
+        """The data type of the KV cache, as given."""
         return self.vllm_config.cache_config.cache_dtype
 
     @property
+    def block_size(self) -> int:
+        """Tokens in a block of the KV cache."""
+        return self.vllm_config.cache_config.block_size
+
+    @property
     def window(self) -> int | None:
-        """The target's sliding window."""
+        """The target's sliding window in tokens, or None."""
         return self.model.get_sliding_window()
 
 
 class Refusal(NamedTuple):
-    """One unsupported feature. ``name`` and ``instead`` are format strings over ``e``, the Engine."""
+    """One unsupported feature. ``name`` and ``instead`` are format strings; ``e`` is the Engine."""
 
-    feature: str  # in the documentation
-    name: str  # in the message
+    feature: str  # its name in the documentation
+    name: str  # its name in the message
     used: Callable[[Engine], bool]
     instead: str  # what the user can do
     runners: tuple[str, ...] = RUNNERS
     platforms: tuple[str, ...] = (*PLATFORMS, "")
 
     def message(self, engine: Engine) -> str | None:
-        """The sentence for the user, None where the engine does not use the feature."""
+        """One sentence for the user, or None if the engine does not use the feature."""
         concerned = engine.runner in self.runners and engine.platform in self.platforms
         if not concerned or not self.used(engine):
             return None
@@ -70,7 +77,7 @@ def _quantised_cache(e: Engine) -> bool:
 _OTHER_TARGET = "use a decoder-only text model with attention layers alone"
 _V1_INSTEAD = "set VLLM_USE_V2_MODEL_RUNNER=0"
 
-# The first refusal that applies is told.
+# Start-up reports the first refusal that applies.
 REFUSALS = (
     Refusal(
         "other platforms than vLLM's CPU and CUDA platforms",
@@ -172,6 +179,13 @@ REFUSALS = (
         lambda e: e.config.tree_attention != "kernel",
         "leave it out: the choice is for GPUs",
         platforms=("CPU",),
+    ),
+    Refusal(
+        f'"tree_attention" "xformers" with KV blocks that are not a multiple of {XFORMERS_PAGE} tokens',
+        '"tree_attention" "xformers" with KV blocks of {e.block_size} tokens',
+        lambda e: e.config.tree_attention == "xformers" and e.block_size % XFORMERS_PAGE != 0,
+        f"set --block-size to a multiple of {XFORMERS_PAGE}",
+        platforms=("GPU",),
     ),
     Refusal(
         "a draft's tensor-parallel size that is neither 1 nor the target's",

@@ -23,8 +23,8 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
         """Set up the device as upstream does, but build ``GraphModelRunner``."""
         if not HAVE_EXTENSION:
             logger.warning(
-                "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd beside "
-                "torch and a compiler, with pip's --no-build-isolation."
+                "gsd: the compiled kernels are missing, so slower PyTorch code runs; reinstall vllm-gsd in this "
+                "environment with a C++ compiler."
             )
         with workers.building_v1_runner(GraphModelRunner):
             super().init_device()
