@@ -62,8 +62,8 @@ class KVLayout:
 
     @classmethod
     def transposed(cls, block_size: int, head_size: int) -> KVLayout:
-        """The layout of vLLM's "vec" and "vec16": keys ``[head_size, block_size]``, values ``[block_size,
-        head_size]``.""" return cls(
+        """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values as in ``plain``."""
+        return cls(
             key_token=_steps(block_size, 1),
             key_dim=_steps(head_size, block_size),
             value_token=_steps(block_size, head_size),
@@ -153,8 +153,8 @@ def _steps(count: int, step: int) -> torch.Tensor:
 def _separate(
     token_at: torch.Tensor, dim_at: torch.Tensor, block_size: int, head_size: int, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a page's order, given as the token and the dimension of each element, into offsets of tokens and
-    dimensions.""" numbers = token_at * head_size + dim_at
+    """Split a page's order, given as the token and the dimension of each element, into their offsets."""
+    numbers = token_at * head_size + dim_at
     expected = torch.arange(block_size * head_size)
     if not torch.equal(numbers.sort().values, expected):
         raise ValueError(f"the {what} page does not hold every dimension of every token of its block once")

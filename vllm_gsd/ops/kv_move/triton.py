@@ -22,8 +22,8 @@ def kv_move_kernel(
     BLOCK_W: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Grid (caches, KV heads x chunks of a row, requests). A program reads all rows of its request, then writes
-    them.""" chunks = tl.cdiv(WIDTH, BLOCK_W)
+    """Grid (caches, KV heads x chunks of a row, requests). A program first reads all its rows, then writes."""
+    chunks = tl.cdiv(WIDTH, BLOCK_W)
     head = (tl.program_id(1) // chunks).to(tl.int64)
     chunk = tl.program_id(1) % chunks
     # ``elements`` only gives the dtype; the table of addresses gives the caches.
