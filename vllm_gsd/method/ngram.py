@@ -1,4 +1,4 @@
-"""Hypotheses from texts: continuations of earlier occurrences of the request's last tokens, in its text or in others."""
+"""Hypotheses from texts: what followed earlier occurrences of the request's last tokens, in its text or in others."""
 
 import numpy as np
 
