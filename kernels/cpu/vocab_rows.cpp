@@ -88,7 +88,7 @@ template <typename T>
 void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_t* ids) {
   const Rows<T> in(logits);
   const Kernels<T> kernels;
-  Found found(in.rows * in.chunks, k), merged(in.rows, k);  // allocated here because an exception must not leave the parallel region
+  Found found(in.rows * in.chunks, k), merged(in.rows, k);  // here, as an exception must not leave the region
 #pragma omp parallel num_threads(at::get_num_threads()) if (in.worth_threads())
   {
 #pragma omp for schedule(static)

@@ -117,5 +117,5 @@ def linear_reference(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
 if HAVE_EXTENSION:
 
     @torch.library.register_fake("vllm_gsd::linear")
-    def _shape_of_linear(x, weight, bias):
+    def _shape_of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0] * weight.shape[2] * COLUMNS)

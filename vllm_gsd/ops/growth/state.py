@@ -66,7 +66,7 @@ def start_graphs(texts: torch.Tensor, length: torch.Tensor, capacity: int, mergi
         raise ValueError(f"capacity is {capacity}, but must be at least 1")
     shape = (count, capacity + 1)
 
-    def filled(value, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def filled(value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
     back = length[:, None] - 1 - torch.arange(1 + MAX_CONTEXT, device=device)
