@@ -34,7 +34,7 @@ def check_draft(
     """
     draft = local_folder(model)
     if draft is None and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return  # vLLM fetches it from a hub that we have no client for, and reports what is missing
+        return  # vLLM downloads it from a hub for which we have no client, and reports what is missing
     draft = draft or _from_hub(model)
     if not (draft / "config.json").is_file():
         what = "is a folder without config.json" if draft.is_dir() else "is no folder"

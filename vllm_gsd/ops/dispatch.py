@@ -25,7 +25,7 @@ def use_triton(tensor: torch.Tensor, node_by_node: bool = False) -> bool:
 
     Args:
         node_by_node: whether the kernel visits the nodes one by one. Such a kernel takes seconds in the interpreter, so
-            only its own tests run it there.
+            only the tests of that kernel run it there.
     """
     if tensor.is_cuda:
         return have_triton()

@@ -17,14 +17,14 @@ from vllm_gsd.planner.overhead import Overhead
 NEWEST = 0.04
 # Weight of graphs that were drafted as a probe, which are the only evidence while drafting is off.
 NEWEST_TRIED = 0.25
-# While speculation does not pay, it is probed every so many steps, since texts change.
+# Steps between probes while speculation does not pay, since texts change.
 PROBE_EVERY = 40
 # Requests that a probe drafts for. It is few because the draft model has missed much of every text by then.
 PROBE_REQUESTS = 2
 # Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more. Estimates
 # are noisy, and a draft model that resumes must first run the text that it has missed.
 TAKE_UP_ABOVE = 1.03
-# While drafting pays, one in so many steps is plain, to learn what a plain step takes.
+# Steps between plain steps while drafting pays, to learn what a plain step takes.
 PLAIN_EVERY = 100
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6

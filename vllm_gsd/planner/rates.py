@@ -1,4 +1,4 @@
-"""Tokens per millisecond by what is drafted and verified. Sums add one node after the other, best first."""
+"""Tokens per millisecond as a function of drafted and verified nodes. Sums add node by node, best first."""
 
 import numpy as np
 

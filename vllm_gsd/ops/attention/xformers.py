@@ -15,7 +15,7 @@ import torch
 from vllm_gsd.ops.attention.paged_checks import check_inputs
 
 _HEAD_SIZES = (16, 32, 64, 128, 256)
-_PAGE = 64  # ``BLOCK_N`` of the split-K kernel: it reads so many keys of a page at once
+_PAGE = 64  # ``BLOCK_N`` of the split-K kernel: the number of keys of a page that it reads at once
 
 
 def load_xformers() -> ModuleType:
@@ -125,7 +125,7 @@ def _attend_slots(
     tree_mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the trees' slots, as of ``_attend_prefix``; each request is padded to the most rows and slots."""
+    """Attention over the trees' slots, shaped as in ``_attend_prefix``; requests are padded to equal rows and slots."""
     device, (total, kv_heads, group, head_size) = heads.device, heads.shape
     request = torch.repeat_interleave(torch.arange(len(rows), device=device), torch.tensor(rows).to(device))
     line = torch.arange(total, device=device) - query_start_loc.long()[request]
