@@ -87,8 +87,10 @@ def paged_tree_attention(
         RuntimeError: Triton cannot run on these tensors.
     """
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask)
-    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "slot_positions": slot_positions}
-    check_inputs(output, *inputs, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
+    check_inputs(
+        output, *inputs, sinks=sinks, k_scale=k_scale, v_scale=v_scale, slot_positions=slot_positions, lse=lse,
+        num_splits=num_splits, tiles=tiles,
+    )  # fmt: skip
     require_triton("paged_tree_attention", query)
     num_reqs, group = len(query_start_loc) - 1, query.shape[1] // key_cache.shape[2]
     if not len(query) or not num_reqs:
@@ -99,25 +101,29 @@ def paged_tree_attention(
     if num_splits is None:
         longest = block_table.shape[1] * key_cache.shape[1] if include_prefix else 0
         num_splits = _splits(m_tiles * key_cache.shape[2] * num_reqs, longest, query.device)
-    options = {"sliding_window": sliding_window, "softcap": softcap, "include_prefix": include_prefix}
+    launch = functools.partial(
+        _launch, inputs=inputs, scale=scale, m_tiles=m_tiles, num_splits=num_splits, tiles=tiles,
+        sliding_window=sliding_window, softcap=softcap, include_prefix=include_prefix, sinks=sinks, k_scale=k_scale,
+        v_scale=v_scale, slot_positions=slot_positions,
+    )  # fmt: skip
     if num_splits == 1:
-        _launch(output, lse, inputs, scale, m_tiles, num_splits, tiles, **extras, **options)
+        launch(output, lse)
         return
     parts = output.new_empty((num_splits, *output.shape), dtype=torch.float32)
     lses = parts.new_empty(parts.shape[:3])
-    _launch(parts, lses, inputs, scale, m_tiles, num_splits, tiles, **extras, **options)
+    launch(parts, lses)
     merge_attention(output, parts, lses, lse, end_row=query_start_loc[-1:])
 
 
 def _launch(
     output: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
     inputs: tuple[torch.Tensor, ...],
     scale: float,
     m_tiles: int,
     num_splits: int,
     tiles: TreeTiles,
-    *,
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
