@@ -79,21 +79,19 @@ def paged_tree_attention(
     """Write the attention of every row into ``output``. The module describes the formula and the arguments.
 
     Arithmetic is in float32; products of bfloat16 and float16 run on tensor cores. Keys that no row attends are not
-    read. The call is safe to capture: grid and memory depend on shapes, ``max_rows`` and ``num_splits`` only, and
-    nothing is read back. Therefore the contents of block_table, prefix_lens and tree_mask are not checked.
+    read. The call is safe to capture: grid and memory depend on shapes, ``max_rows`` and ``num_splits`` only. Nothing
+    is read back, so the contents of block_table, prefix_lens and tree_mask are not checked.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit.
         RuntimeError: Triton cannot run on these tensors.
     """
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask)
-    check_inputs(
-        output, *inputs, sinks=sinks, k_scale=k_scale, v_scale=v_scale, slot_positions=slot_positions, lse=lse,
-        num_splits=num_splits, tiles=tiles,
-    )  # fmt: skip
+    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "slot_positions": slot_positions}
+    check_inputs(output, *inputs, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
     require_triton("paged_tree_attention", query)
     num_reqs, group = len(query_start_loc) - 1, query.shape[1] // key_cache.shape[2]
-    if not len(query) or not num_reqs:
+    if not (len(query) and num_reqs):
         return
     max_rows = len(query) if max_rows is None else min(max_rows, len(query))
     tiles = tiles or TreeTiles.of(max_rows, group, query.shape[2], query.element_size())
@@ -108,11 +106,11 @@ def paged_tree_attention(
     )  # fmt: skip
     if num_splits == 1:
         launch(output, lse)
-        return
-    parts = output.new_empty((num_splits, *output.shape), dtype=torch.float32)
-    lses = parts.new_empty(parts.shape[:3])
-    launch(parts, lses)
-    merge_attention(output, parts, lses, lse, end_row=query_start_loc[-1:])
+    else:
+        parts = output.new_empty((num_splits, *output.shape), dtype=torch.float32)
+        lses = parts.new_empty(parts.shape[:3])
+        launch(parts, lses)
+        merge_attention(output, parts, lses, lse, end_row=query_start_loc[-1:])
 
 
 def _launch(

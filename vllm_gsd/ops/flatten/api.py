@@ -112,9 +112,7 @@ def _flatten_reference(
     token, parent, depth, node = whole.clone(), torch.full_like(whole, NONE), whole.clone(), whole.clone()
     crossed = torch.zeros_like(whole, dtype=torch.bool)
     likely, chance = (torch.ones(whole.shape, device=device) for _ in range(2))
-    kind = torch.full_like(graphs.origin, NONE)
-    for origin, source in ((ORIGIN_NGRAM, NGRAM), (ORIGIN_SHARED, SHARED), (ORIGIN_AGREED, AGREED)):
-        kind = torch.where(graphs.origin == origin, source, kind)
+    kind = _sources_of_copies(graphs.origin)
     kind, merged, prob = (values[:, :capacity] for values in (kind, graphs.merged, graphs.prob))
     size = torch.zeros_like(graphs.size)
     going = torch.ones_like(size, dtype=torch.bool)
@@ -136,17 +134,13 @@ def _flatten_reference(
         worth.view(count, -1).scatter_(1, best[:, None], -math.inf)
         above, child = (best // capacity)[:, None], (best % capacity)[:, None]
         place, taken = row + 1, going[:, None]
-
-        def keep(values: torch.Tensor, at: int, new: torch.Tensor, taken: torch.Tensor) -> None:
-            values[:, at : at + 1] = torch.where(taken, new, values[:, at : at + 1])
-
-        keep(token, place, graphs.token.gather(1, child), taken)
-        keep(parent, place, above - 1, taken)
-        keep(depth, place, depth.gather(1, above) + 1, taken)
-        keep(node, place, child, taken)
-        keep(crossed, place, crossed.gather(1, above), taken)
-        keep(likely, place, likely.gather(1, above) * graphs.prob.gather(1, child), taken)
-        keep(chance, place, value, taken)
+        _put(token, place, graphs.token.gather(1, child), taken)
+        _put(parent, place, above - 1, taken)
+        _put(depth, place, depth.gather(1, above) + 1, taken)
+        _put(node, place, child, taken)
+        _put(crossed, place, crossed.gather(1, above), taken)
+        _put(likely, place, likely.gather(1, above) * graphs.prob.gather(1, child), taken)
+        _put(chance, place, value, taken)
         size += going
     filled = torch.arange(num_places, device=device) < size[:, None]
     node, crossed = node[:, 1:], crossed[:, 1:]
@@ -160,6 +154,19 @@ def _flatten_reference(
         value=torch.where(filled, chance[:, 1:], 0.0),
         size=size,
     )
+
+
+def _sources_of_copies(origin: torch.Tensor) -> torch.Tensor:
+    """The source of each copied node, int64 ``[num_graphs, C + 1]``; NONE for a drafted one."""
+    kind = torch.full_like(origin, NONE)
+    for copied, source in ((ORIGIN_NGRAM, NGRAM), (ORIGIN_SHARED, SHARED), (ORIGIN_AGREED, AGREED)):
+        kind = torch.where(origin == copied, source, kind)
+    return kind
+
+
+def _put(values: torch.Tensor, column: int, new: torch.Tensor, taken: torch.Tensor) -> None:
+    """Write ``new`` ``[num_graphs, 1]`` to a column of the graphs that are ``taken``."""
+    values[:, column : column + 1] = torch.where(taken, new, values[:, column : column + 1])
 
 
 def _calibrated(
