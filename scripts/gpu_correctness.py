@@ -9,12 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from paged_cases import E4M3, E5M2, PagedCase, paged_case, random_parents
+from references.kv_move import move_paged_kv_reference
+from references.masks import tree_masks_reference
+from references.merge import merge_attention_reference
+from references.walk import accept_walk_reference
 
-from vllm_gsd.ops.attention.masks import tree_masks, tree_masks_reference
-from vllm_gsd.ops.attention.merge import merge_attention, merge_attention_reference
+from vllm_gsd.ops.attention.masks import tree_masks
+from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
-from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv, move_paged_kv_reference
-from vllm_gsd.ops.walk.api import accept_walk, accept_walk_reference
+from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv
+from vllm_gsd.ops.walk.api import accept_walk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {
