@@ -12,7 +12,7 @@ from vllm_gsd.config import GSDConfig
 
 if TYPE_CHECKING:
     from vllm_gsd.engine.attention.tree_rows import TreeRows
-    from vllm_gsd.engine.schedule.grammar import JudgedTree, KeptTree, ProposedTree
+    from vllm_gsd.engine.schedule.grammar import GrammarTree, ProposedTree
 
 # --- classes that vLLM looks up by their dotted path -----------------------------------------------
 
@@ -167,7 +167,7 @@ def parents_of(drafts: Any) -> dict[str, list[int]]:
     return getattr(drafts, _PARENTS, {})
 
 
-def attach_kept(scheduler_output: Any, kept: Mapping[str, KeptTree | JudgedTree]) -> None:
+def attach_kept(scheduler_output: Any, kept: Mapping[str, GrammarTree]) -> None:
     """Tell the workers what of graphs of requests with structured output is scheduled."""
     setattr(scheduler_output, _KEPT, kept)
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from vllm_gsd.engine.verify.draft_tree import DraftTree
+from vllm_gsd.engine.verify.draft_tree import FlatTree
 from vllm_gsd.engine.verify.step import VerifyStep, lay_out
 from vllm_gsd.upstream import wire
 
 
-def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep:
+def plan_step(runner, scheduler_output, proposed: dict[str, FlatTree]) -> VerifyStep:
     """Match the scheduled draft tokens with the graphs that were proposed.
 
     The scheduler may have cut a list; it may also hold tokens that are not ours (placeholders for a request that
@@ -18,7 +18,7 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     request_ids = runner.input_batch.req_ids
     num_requests = len(request_ids)
     sizes = np.ones(num_requests, np.int64)
-    matched: list[DraftTree | None] = [None] * num_requests
+    matched: list[FlatTree | None] = [None] * num_requests
     has_placeholders = False
     for index, request_id in enumerate(request_ids):
         tokens = scheduled.get(request_id)
