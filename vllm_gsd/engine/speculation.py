@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,7 +168,7 @@ class Speculation:
 
     # --- between steps ----------------------------------------------------------------------------
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def forget(self, request_ids: Collection[str]) -> None:
         """Drop all state of finished requests."""
         self.drop(request_ids)
         for request_id in request_ids:

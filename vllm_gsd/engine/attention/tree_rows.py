@@ -13,10 +13,10 @@ from vllm_gsd.ops import HAVE_EXTENSION
 class TreeRows:
     """The tree rows of one forward pass, request by request.
 
-    A row of request r attends to two sets of keys. Of the prefix, the first ``prefix_lens[r]`` keys, it attends to those
-    up to its own position. Of the tree slots, with logical index ``prefix_lens[r] + j``, it attends to those whose bit j
-    is set in its mask. A node's position is at least ``prefix_lens[r]``. A row of text has its own key in the prefix and
-    an empty mask; only CPUs use tree rows for text.
+    A row of request r attends to two sets of keys. Of the prefix, which is the first ``prefix_lens[r]`` keys, it
+    attends to those up to its own position. Of the tree slots, which have logical index ``prefix_lens[r] + j``, it
+    attends to those whose bit j is set in its mask. A node's position is at least ``prefix_lens[r]``. A row of text
+    has its own key in the prefix and an empty mask; only CPUs use tree rows for text.
     """
 
     query_start_loc: torch.Tensor  # int32 [num_tree_requests + 1]

@@ -167,9 +167,7 @@ def _only_argmax(metadata: SamplingMetadata) -> bool:
     )
 
 
-def _metadata_of(
-    metadata: SamplingMetadata, chosen: np.ndarray, all_rows: bool, num_requests: int
-) -> SamplingMetadata:
+def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, all_rows: bool, num_requests: int) -> SamplingMetadata:
     """Sampling metadata for the requests ``chosen``, whose walks continue.
 
     Args:

@@ -28,9 +28,7 @@ class VerifyStep:
     trees: WalkTrees
     depth: np.ndarray  # int32 [num_rows], 0 for roots
     has_tree: np.ndarray  # bool [num_requests]
-    source: (
-        np.ndarray
-    )  # int8 [num_rows], the node's source; NONE for nodes of a grammar and rows without a node
+    source: np.ndarray  # int8 [num_rows], the node's source; NONE for nodes of a grammar and rows without a node
     survival: np.ndarray  # float32 [num_rows], uncalibrated
     first_rows: np.ndarray  # int64 [num_requests], each root's row of the batch
     chains: np.ndarray  # bool [num_requests], whether the tree is a chain
