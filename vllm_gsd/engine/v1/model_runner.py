@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
+    from vllm.sequence import IntermediateTensors
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import AsyncModelRunnerOutput, IntermediateTensors
+    from vllm.v1.outputs import AsyncModelRunnerOutput
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 NO_ROWS = torch.empty(0, dtype=torch.int32)
