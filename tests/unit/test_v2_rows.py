@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.v2.texts import Texts
-from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, DraftTree
+from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, FlatTree
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.method.constants import (
     AGREED,
@@ -31,7 +31,7 @@ def tree_of(parent):
     for place, above in enumerate(parent):
         depth[place] = 1 if above == NONE else depth[above] + 1
     count = len(parent)
-    return DraftTree(
+    return FlatTree(
         np.arange(100, 100 + count),
         np.array(parent, np.int32),
         depth,

@@ -1,10 +1,15 @@
-"""The table of unsupported features. Start-up checks it and the documentation lists it. It does not import vLLM."""
+"""The table of features that gsd does not support. Start-up checks and the documentation use it; it imports no vLLM."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gsd.config import GSDConfig
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 RUNNERS = ("V1", "V2")
 PLATFORMS = ("CPU", "GPU")
@@ -14,26 +19,26 @@ XFORMERS_PAGE = 64
 
 @dataclass(frozen=True)
 class Engine:
-    """What is known about an engine before it starts."""
+    """The properties of an engine that a refusal may check before the engine starts."""
 
-    vllm_config: Any
+    vllm_config: VllmConfig
     config: GSDConfig
     runner: str  # one of RUNNERS
-    platform: str  # one of PLATFORMS, or "" for any other
+    platform: str  # one of PLATFORMS, "" for any other platform
 
     @property
-    def model(self) -> Any:
-        """The target's ModelConfig."""
+    def model(self) -> ModelConfig:
+        """The target's configuration."""
         return self.vllm_config.model_config
 
     @property
-    def parallel(self) -> Any:
-        """The ParallelConfig."""
+    def parallel(self) -> ParallelConfig:
+        """The engine's parallel configuration."""
         return self.vllm_config.parallel_config
 
     @property
     def cache_dtype(self) -> str:
-        """The data type of the KV cache, as given."""
+        """The KV cache's data type as the user gave it."""
         return self.vllm_config.cache_config.cache_dtype
 
     @property
@@ -43,24 +48,24 @@ class Engine:
 
     @property
     def window(self) -> int | None:
-        """The target's sliding window in tokens, or None."""
+        """The target's sliding window in tokens; None for full attention."""
         return self.model.get_sliding_window()
 
 
 class Refusal(NamedTuple):
-    """One unsupported feature. ``name`` and ``instead`` are format strings; ``e`` is the Engine."""
+    """One unsupported feature. ``name`` and ``instead`` are format strings; ``e`` in them is the Engine."""
 
     feature: str  # its name in the documentation
-    name: str  # its name in the message
-    used: Callable[[Engine], bool]
-    instead: str  # what the user can do
+    name: str  # its name in the error message
+    used: Callable[[Engine], bool]  # whether the engine uses the feature
+    instead: str  # what the user can do instead
     runners: tuple[str, ...] = RUNNERS
     platforms: tuple[str, ...] = (*PLATFORMS, "")
 
     def message(self, engine: Engine) -> str | None:
-        """One sentence for the user, or None if the engine does not use the feature."""
-        concerned = engine.runner in self.runners and engine.platform in self.platforms
-        if not concerned or not self.used(engine):
+        """The error message, or None if the engine does not use the feature."""
+        applies = engine.runner in self.runners and engine.platform in self.platforms
+        if not applies or not self.used(engine):
             return None
         return f"gsd does not support {self.name.format(e=engine)}; {self.instead.format(e=engine)}."
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gsd.engine.attention.tree_rows import TreeRows
-    from vllm_gsd.engine.schedule.grammar import JudgedTree, KeptTree, ProposedTree
+    from vllm_gsd.engine.schedule.grammar import GrammarTree, ProposedTree
 
 # --- classes that vLLM looks up by their dotted path -----------------------------------------------
 
@@ -182,7 +182,7 @@ def parents_of(drafts: DraftTokenIds) -> dict[str, list[int]]:
     return getattr(drafts, _PARENTS, {})
 
 
-def attach_kept(scheduler_output: SchedulerOutput, kept: Mapping[str, KeptTree | JudgedTree]) -> None:
+def attach_kept(scheduler_output: SchedulerOutput, kept: Mapping[str, GrammarTree]) -> None:
     """Send the scheduled part of each graph of a request with structured output to the workers, by request id."""
     setattr(scheduler_output, _KEPT, kept)
 

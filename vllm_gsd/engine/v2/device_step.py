@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
-from vllm_gsd.engine.verify.draft_tree import FOREIGN, DraftTree
+from vllm_gsd.engine.verify.draft_tree import FOREIGN, FlatTree
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.ops.flatten.api import DeviceTrees, row_masks
@@ -217,7 +217,7 @@ def empty_trees(count: int, num_places: int, device: torch.device) -> DeviceTree
     )
 
 
-def to_device(trees: list[DraftTree], num_places: int, device: torch.device) -> DeviceTrees:
+def to_device(trees: list[FlatTree], num_places: int, device: torch.device) -> DeviceTrees:
     """Copy graphs that were grown on the host to the device, padded to ``num_places`` nodes."""
     padded = empty_trees(len(trees), num_places, torch.device("cpu"))
     for row, tree in enumerate(trees):
@@ -228,8 +228,8 @@ def to_device(trees: list[DraftTree], num_places: int, device: torch.device) -> 
     return DeviceTrees(*(values.to(device, non_blocking=True) for values in padded))
 
 
-def to_host(trees: DeviceTrees) -> list[DraftTree | None]:
+def to_host(trees: DeviceTrees) -> list[FlatTree | None]:
     """Convert graphs in CPU tensors to host graphs; None for graphs without nodes."""
     token, parent, depth, origin, via_merge, survival, _, size = (values.numpy() for values in trees)
     kinds = (token, parent.astype(np.int32), depth.astype(np.int32), origin.astype(np.int8), via_merge, survival)
-    return [DraftTree(*(of[row, :count] for of in kinds)) if count else None for row, count in enumerate(size)]
+    return [FlatTree(*(of[row, :count] for of in kinds)) if count else None for row, count in enumerate(size)]

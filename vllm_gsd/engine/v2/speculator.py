@@ -1,7 +1,7 @@
 """The speculator of Model Runner V2, which proposes token graphs instead of chains."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -147,7 +147,7 @@ class GraphSpeculator(BaseSpeculator):
         self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def forget(self, request_ids: Collection[str]) -> None:
         """Remove finished requests, before their slots are reused."""
         shared = self.speculation.shared
         for request_id in request_ids:
