@@ -79,7 +79,7 @@ def _quantised_cache(e: Engine) -> bool:
     return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *fp8)
 
 
-_OTHER_TARGET = "use a decoder-only text model with attention layers alone"
+_OTHER_TARGET = "use a decoder-only text model with attention layers only"
 _V1_INSTEAD = "set VLLM_USE_V2_MODEL_RUNNER=0"
 
 # Start-up reports the first refusal that applies.

@@ -6,19 +6,19 @@ from typing import Any
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees
 
 
-def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
     """All layers built so far that have a KV cache or other state, by name."""
     layer_type: Any = AttentionLayerBase
     return get_layers_from_vllm_config(vllm_config, layer_type)
 
 
-def check_target_layers(layers: Mapping[str, Any], nodes: int, v2: bool) -> None:
+def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int, v2: bool) -> None:
     """Check the target's layers themselves, since its configuration may not reveal how they attend.
 
     Args:
@@ -41,7 +41,7 @@ def check_target_layers(layers: Mapping[str, Any], nodes: int, v2: bool) -> None
             _refuse(kind, name, "set it below the window")
 
 
-def check_draft_layers(layers: Mapping[str, Any]) -> None:
+def check_draft_layers(layers: Mapping[str, AttentionLayerBase]) -> None:
     """Check that layers are of a kind that can attend along token graphs.
 
     Args:
@@ -72,7 +72,7 @@ def check_draft_layers(layers: Mapping[str, Any]) -> None:
             _refuse(refused, name, 'leave "tree_attention" at "kernel"')
 
 
-def window_of(impl: Any) -> int | None:
+def window_of(impl: AttentionImpl) -> int | None:
     """Sliding window of an attention implementation, including the row's own key; None for full attention."""
     window = impl.sliding_window
     if isinstance(window, tuple):  # GPU backends store (left, right) without the row itself; -1 is unlimited
@@ -81,7 +81,7 @@ def window_of(impl: Any) -> int | None:
 
 
 _FULL = "use a model with full attention"
-_OTHER = "use a decoder-only text model with vLLM's plain attention layers alone"
+_OTHER = "use a decoder-only text model with vLLM's plain attention layers only"
 
 
 def _refuse(kind: str, layer: str, instead: str) -> None:

@@ -1,11 +1,16 @@
 """The target's KV caches: KV of accepted nodes moves to the slots that plain decoding would have used."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_gsd.ops.kv_move.cpu import move_kv
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 
 class TargetKV(ABC):
@@ -15,11 +20,11 @@ class TargetKV(ABC):
         layers: the target's attention layers by name, with allocated caches. A layer may share the cache of another.
     """
 
-    def __init__(self, layers: dict[str, Any]):
+    def __init__(self, layers: dict[str, Attention]):
         self.names = list(layers)
         self.layers = list(layers.values())
         # A shared cache must be moved once, not once per layer.
-        owners: dict[int, Any] = {}
+        owners: dict[int, Attention] = {}
         for layer in self.layers:
             owners.setdefault(layer.kv_cache.data_ptr(), layer)
         self.owners = list(owners.values())
@@ -38,7 +43,7 @@ class TargetKV(ABC):
 class CPUTargetKV(TargetKV):
     """KV caches in the layouts of vLLM's CPU backend."""
 
-    def __init__(self, layers: dict[str, Any]):
+    def __init__(self, layers: dict[str, Attention]):
         from vllm_gsd.engine.attention.cpu import kv_layout
 
         super().__init__(layers)
@@ -60,7 +65,7 @@ class CPUTargetKV(TargetKV):
 class PagedTargetKV(TargetKV):
     """KV caches in the layout of vLLM's GPU backends."""
 
-    def __init__(self, layers: dict[str, Any]):
+    def __init__(self, layers: dict[str, Attention]):
         from vllm_gsd.ops.kv_move.paged import PagedCaches
 
         super().__init__(layers)
@@ -77,7 +82,7 @@ class PagedTargetKV(TargetKV):
             move_paged_kv(caches, sources, destinations)
 
 
-def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[str]) -> TargetKV:
+def target_kv_of(layers: dict[str, Attention], names: list[str], draft_layers: list[str]) -> TargetKV:
     """The target's KV caches in a KV cache group.
 
     Args:
