@@ -23,7 +23,7 @@ namespace gsd {
 #if GSD_X86
 namespace {
 
-constexpr int64_t kRowsAtOnce = 240;   // whose inputs stay in the L2 cache
+constexpr int64_t kRowsAtOnce = 240;   // rows whose inputs stay in the L2 cache
 constexpr int64_t kAheadBytes = 1024;  // prefetch distance of a single chunk
 constexpr int64_t kLine = 64;          // bytes of a cache line, which holds 16 pairs
 // Chunks of at most so many rows process a group in blocks of pairs, so that all but the first chunk find the weights

@@ -19,7 +19,7 @@ namespace gsd {
 #if GSD_X86
 namespace {
 
-constexpr int64_t kRowsAtOnce = 96;  // whose inputs stay in the L2 cache
+constexpr int64_t kRowsAtOnce = 96;  // rows whose inputs stay in the L2 cache
 
 template <typename Run>
 void in_parts(const LinearJob& job, int64_t begin, int64_t end, int64_t block, int64_t stride, Run run) {

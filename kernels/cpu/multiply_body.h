@@ -9,8 +9,8 @@ constexpr int kMaxRows = 6, kVectors = 2;  // 12 of 16
 constexpr int kMaxRows = 4, kVectors = 2;  // 8 of 16
 #endif
 
-// Prefetching into the L2 cache beside the products: two lines per product, `step` bytes apart. More at a time would
-// make the processor wait for a free line.
+// Prefetching into the L2 cache beside the products: each product fetches two lines, `step` bytes after those of the
+// last. More at a time would make the processor wait for a free line.
 struct Ahead {
   const char* at;
   int64_t step;
