@@ -23,7 +23,7 @@ def kernels(question: dict[str, Any]) -> list[Finding]:
         import torch
     except Exception as error:  # a broken installation raises anything
         return [Finding("kernels", "failed", f"torch cannot be imported ({_first_line(error)})")]
-    for module, without in (("vllm_gsd._C", "PyTorch"), ("vllm_gsd._core", "numba")):
+    for module, without in (("vllm_gsd._C", "PyTorch"), ("vllm_gsd._core", "plain Python")):
         try:
             importlib.import_module(module)
         except ImportError as error:
