@@ -79,15 +79,7 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         check_engine_args(self, config)
         v2, cpu = takes_v2(self), current_platform.is_cpu()
         _check_symbols(v2, cpu, ray=self.distributed_executor_backend == "ray")
-        nodes = config.num_speculative_tokens
-        if v2 and config.budget != "auto":
-            nodes = config.budget  # rows are scheduled whether there are nodes for them or not
-        ours = {
-            "speculative_config": wire.speculative_config(v2, nodes),
-            "additional_config": wire.with_options(self.additional_config, config),
-            "worker_cls": wire.worker_class(v2, cpu),
-            "scheduler_cls": wire.scheduler_class(asynchronous=False),
-        }
+        ours = wire.engine_args(config, v2, cpu, self.additional_config)
         # Put back in the end: some callers (Ray Data is one) make the same arguments' configuration twice.
         given = {name: getattr(self, name) for name in ours}
         try:
@@ -97,8 +89,9 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             for name, of_theirs in given.items():
                 setattr(self, name, of_theirs)
-        check_engine(vllm_config, config, v2)
-        if vllm_config.scheduler_config.async_scheduling:
+        # Without speculation either runner serves, whichever vLLM takes.
+        check_engine(vllm_config, config, v2 if config.speculates else vllm_config.use_v2_model_runner)
+        if config.speculates and vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = wire.scheduler_class(asynchronous=True)
         parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend == "ray" and cpu:

@@ -21,13 +21,14 @@ MOST_CANDIDATES = 32
 
 
 class TrimmedHead(torch.nn.Module):
-    """Rows of an LM head, packed on a CPU as is fastest there.
+    """Rows of an LM head, packed on a CPU as is fastest there if ``kernels``.
 
     Args:
         lookup: gives the LM head's rows [n, hidden] of tokens, int64 [n] on ``device``.
         vocab_size: of the whole head.
         token_ids: int64 numpy [n], the frequent tokens.
         recent: most rare tokens kept besides.
+        kernels: whether to multiply by our kernel, or in int8, where that is faster; else as vLLM does.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class TrimmedHead(torch.nn.Module):
         token_ids: np.ndarray,
         device: torch.device,
         recent: int = RECENT,
+        kernels: bool = True,
     ):
         super().__init__()
         self.lookup = lookup
@@ -46,7 +48,8 @@ class TrimmedHead(torch.nn.Module):
         # Sizes that our kernel does not take are filled up with columns of nobody.
         room = recent + -(self.num_frequent + recent) % COLUMNS
         whole = torch.cat([weight, weight.new_zeros(room, weight.shape[1])])
-        self.columns = _Together(whole) if packs_weights(whole) else _Apart(weight, recent)
+        packs = kernels and packs_weights(whole)
+        self.columns = _Together(whole) if packs else _Apart(weight, recent, in_int8=kernels and int8_pays(weight))
         # The token of each column; -1 where there is none yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
@@ -112,10 +115,10 @@ class _Together(torch.nn.Module):
 class _Apart(torch.nn.Module):
     """The frequent columns in int8, or as vLLM packs its own LM heads; the recent ones behind them as they are."""
 
-    def __init__(self, weight: torch.Tensor, recent: int):
+    def __init__(self, weight: torch.Tensor, recent: int, in_int8: bool):
         super().__init__()
         self.num_frequent = len(weight)
-        self.multiply = Int8Rows(weight) if int8_pays(weight) else _Packed(weight)
+        self.multiply = Int8Rows(weight) if in_int8 else _Packed(weight)
         self.rows = torch.zeros_like(weight[:1]).repeat(recent, 1)
 
     def write(self, columns: torch.Tensor, rows: torch.Tensor) -> None:

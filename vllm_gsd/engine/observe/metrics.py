@@ -108,11 +108,12 @@ class GraphPrometheus:
 
 
 class GraphKVConnectorProm(KVConnectorProm):
-    """Upstream's class, recording our numbers for engines with gsd."""
+    """Upstream's class, recording our numbers for engines that speculate by gsd."""
 
     def __init__(self, vllm_config, labelnames, per_engine_labelvalues):
         super().__init__(vllm_config, labelnames, per_engine_labelvalues)
-        if wire.options_of(vllm_config) is not None:
+        config = wire.options_of(vllm_config)
+        if config is not None and config.speculates:
             self.prom_metrics = GraphPrometheus(self, labelnames, per_engine_labelvalues)
 
 
