@@ -5,7 +5,7 @@ import typing
 import pytest
 from vllm.config import speculative
 
-from vllm_gsd.config import _SHARED_KEYS, METHOD, GSDConfig, is_gsd
+from vllm_gsd.config.schema import _SHARED_KEYS, METHOD, GSDConfig, is_gsd
 
 
 def names(kind) -> list[str]:

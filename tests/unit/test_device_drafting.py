@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm_gsd.method.calibration import Calibration
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft import model as draft_model
@@ -14,6 +13,7 @@ from vllm_gsd.engine.draft.model import LOGIT_BYTES, DraftModel
 from vllm_gsd.engine.v2 import device_drafting
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.ops.flatten.api import NUM_SOURCES
+from vllm_gsd.planner.calibration import Calibration
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 40, 64

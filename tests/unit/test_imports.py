@@ -1,9 +1,13 @@
 """What must not import vLLM does not, and the plugin itself costs nothing until vLLM calls it."""
 
+import fnmatch
 import json
+import os
 import pkgutil
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,7 @@ FREE_OF_VLLM = [
         if not module.name.endswith("triton")  # kernels, which an operator imports when it launches them
     ],
 ]
+REPOSITORY = Path(__file__).parents[2]
 LIGHT = ["vllm_gsd", "vllm_gsd.config"]
 
 
@@ -57,3 +62,28 @@ def test_ops_need_torch_alone():
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_neither_vllm_nor_torch(module):
     assert not loaded_by(module) & {"vllm", "torch", "transformers", "huggingface_hub"}
+
+
+@pytest.mark.parametrize(
+    ("file", "planted"),
+    [
+        (None, ""),
+        ("method/graph.py", "import torch"),
+        ("planner/costs.py", "from vllm_gsd.config import GSDConfig"),
+        ("ops/walk/api.py", "import vllm"),
+        ("cpu/linear.py", "from vllm_gsd.engine import speculation"),
+        ("engine/speculation.py", "from vllm_gsd.tools import models"),
+    ],
+)
+def test_import_linter_finds_what_crosses_a_wall(tmp_path, file, planted):
+    shutil.copytree(
+        REPOSITORY / "vllm_gsd", tmp_path / "vllm_gsd", ignore=lambda _, names: fnmatch.filter(names, "data")
+    )
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    if file:
+        with (tmp_path / "vllm_gsd" / file).open("a") as source:
+            source.write(f"\n{planted}\n")
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert (done.returncode == 0) == (file is None), done.stdout
+    assert ("BROKEN" in done.stdout) == (file is not None), done.stdout

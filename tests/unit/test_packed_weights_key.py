@@ -7,7 +7,8 @@ from vllm.config import VllmConfig
 from vllm_gsd.cpu import linear as ops_linear
 from vllm_gsd.cpu import packed_weights
 from vllm_gsd.cpu.linear import pack_weight
-from vllm_gsd.cpu.packed_weights import PACKED_KEY, PacksWeights
+from vllm_gsd.cpu.packed_weights import PacksWeights
+from vllm_gsd.upstream.wire import _PACKED_KEY
 
 WEIGHT = torch.arange(64 * 2).view(64, 2).to(torch.bfloat16)  # four panels
 
@@ -29,10 +30,10 @@ def load(monkeypatch, isa_and_threads):
         worker = Worker()
         worker.vllm_config = VllmConfig(additional_config={"gsd": {}})
         # No head is tied here, and what the model is does not matter.
-        monkeypatch.setattr(packed_weights, "_pack_lm_heads", lambda embeddings: None)
+        monkeypatch.setattr(packed_weights.weights, "pack_lm_heads", lambda embeddings: None)
         monkeypatch.setattr(worker.vllm_config, "model_config", type("Model", (), {"head_dtype": 0, "dtype": 0}))
         worker.load_model()
-        key = worker.vllm_config.additional_config[PACKED_KEY]
+        key = worker.vllm_config.additional_config[_PACKED_KEY]
         name = VllmConfig(additional_config=worker.vllm_config.additional_config).compute_hash()
         return worker.packed.shape[2], key, name
 

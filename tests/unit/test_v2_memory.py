@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from memory_meter import MemoryMeter
-from vllm_gsd.method.calibration import Calibration
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft import model as draft_model_module
@@ -20,6 +19,7 @@ from vllm_gsd.ops.growth import api as graph_growth
 from vllm_gsd.ops.ngram import api as graph_ngram
 from vllm_gsd.ops.ngram.api import MATCH_BYTES, longest_matches
 from vllm_gsd.ops.topk.api import _topk_softmax_selecting
+from vllm_gsd.planner.calibration import Calibration
 
 META = torch.device("meta")
 REQUESTS, VOCAB, LENGTH, TOKENS, HIDDEN = 1024, 1 << 17, 1 << 17, 16384, 64

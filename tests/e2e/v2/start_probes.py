@@ -48,7 +48,7 @@ def remember_start(llm) -> None:
 
 def left(llm) -> dict[str, int]:
     """What can be left of earlier requests: entries, learned factors, KV that counts as valid, texts, counters."""
-    from vllm_gsd.method.calibration import Calibration
+    from vllm_gsd.planner.calibration import Calibration
 
     speculator = model_runner(llm).speculator
     speculation = speculator.speculation
