@@ -40,6 +40,7 @@ USED = {
     "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
+    'an empty list of "sources" on GPUs': ("V2", "GPU", {"config.sources": []}, '"sources" [] on a GPU; name a source'),
     "a draft's tensor-parallel size that is neither 1 nor the target's": (
         *("V1", "CPU", {"config.draft_tensor_parallel_size": 2}),
         '"draft_tensor_parallel_size" 2; set it to 1 or to the target\'s size 1',

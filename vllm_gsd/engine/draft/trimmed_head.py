@@ -49,7 +49,7 @@ class TrimmedHead(torch.nn.Module):
         room = recent + -(self.num_frequent + recent) % COLUMNS
         whole = torch.cat([weight, weight.new_zeros(room, weight.shape[1])])
         packs = kernels and packs_weights(whole)
-        self.columns = _Together(whole) if packs else _Apart(weight, recent, in_int8=kernels and int8_pays(weight))
+        self.columns = _Together(whole) if packs else _Apart(weight, recent, kernels)
         # The token of each column; -1 where there is none yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
@@ -115,10 +115,10 @@ class _Together(torch.nn.Module):
 class _Apart(torch.nn.Module):
     """The frequent columns in int8, or as vLLM packs its own LM heads; the recent ones behind them as they are."""
 
-    def __init__(self, weight: torch.Tensor, recent: int, in_int8: bool):
+    def __init__(self, weight: torch.Tensor, recent: int, kernels: bool = True):
         super().__init__()
         self.num_frequent = len(weight)
-        self.multiply = Int8Rows(weight) if in_int8 else _Packed(weight)
+        self.multiply = Int8Rows(weight) if kernels and int8_pays(weight) else _Packed(weight)
         self.rows = torch.zeros_like(weight[:1]).repeat(recent, 1)
 
     def write(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
