@@ -21,17 +21,21 @@ ours_are_faster = pytest.mark.skipif(
 
 
 def products(llm) -> dict[str, tuple[str, str, int]]:
-    """By name of each layer of target and draft with weights for CPUs: the function that multiplies by it."""
+    """By name of each layer of target and draft with weights for CPUs: what multiplies, and the weight's dimensions."""
     runner = model_runner(llm)
     models = {"target": runner.model}
     if hasattr(runner, "drafter"):
         models["draft"] = runner.drafter.drafter.model.model
     return {
-        f"{name} {path}": (module.cpu_linear.__module__, module.cpu_linear.__qualname__, module.weight.dim())
+        f"{name} {path}": (module.cpu_linear.__module__, _name(module.cpu_linear), module.weight.dim())
         for name, model in models.items()
         for path, module in model.named_modules()
         if hasattr(module, "cpu_linear")
     }
+
+
+def _name(product) -> str:
+    return getattr(product, "__qualname__", type(product).__qualname__)
 
 
 def count_rows(llm) -> None:
