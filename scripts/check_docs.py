@@ -1,4 +1,4 @@
-"""Checks the documentation without building it: links, paths and tests that pages name, navigation, generated pages."""
+"""Checks the documentation without building it: links, named paths and tests, navigation, generated regions."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import docs_pages  # noqa: E402
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md")
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
-# A path in backticks; "..." and "*" stand for any name, "::" begins the name of a test.
+# A path in backticks. "*" matches any name, and "::" begins the name of a test.
 PATH = re.compile(
     r"`(?:\.venv/bin/python |python |\./)?"
     r"((?:vllm_gsd|tests|scripts|kernels|docs|examples)/[\w./*-]*)(::[\w.:]+)?[^`\n]*`"
@@ -31,12 +31,12 @@ def main() -> None:
 
 
 def check_page(page: Path) -> list[str]:
-    """What is wrong with the links and paths of a page."""
+    """Problems with the links and paths of a page."""
     text = FENCE.sub("", page.read_text())
     where = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page.name
     links = [inline or defined for inline, defined in LINK.findall(text)]
     problems = [f"{where}: broken link {link}" for link in links if not _link_works(page, link)]
-    if page.parent.name == "experiments":  # they name files as they were called then
+    if page.parent.name == "experiments":  # experiments name files by their names at the time
         return problems
     for path, test in PATH.findall(text):
         if not _exists(path) or (test and not _test_exists(path + test)):
@@ -45,7 +45,7 @@ def check_page(page: Path) -> list[str]:
 
 
 def check_navigation(config: str) -> list[str]:
-    """Pages that the navigation names and that are not there, or the other way round."""
+    """Pages in the navigation that do not exist, and pages that are not in the navigation."""
     named = set(re.findall(r"[\w/-]+\.md", config.split("\nnav:")[1]))
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     there |= {"contributing.md", "changelog.md"}

@@ -1,8 +1,8 @@
-"""Only ``vllm_gsd/upstream`` assigns into other packages' modules, classes and objects; ``wire`` alone spells names.
+"""Checks that only ``vllm_gsd/upstream`` assigns into other packages, and that only ``wire`` spells names of the wire.
 
-What is assigned to is told from where its root comes from: imports, parameters, what a class inherits, and locals that
-these were bound to. An object that we make ourselves (by calling a class, ``from_...`` or ``copy``) is ours to change;
-a parameter is ours where it is annotated with one of our classes. Needs the standard library alone.
+The owner of an assigned object follows from its origin: imports, parameters, inherited attributes, and locals bound to
+these. An object that we create (by calling a class, ``from_...`` or ``copy``) is ours, and so is a parameter annotated
+with one of our classes. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import NamedTuple
 
 PACKAGE = "vllm_gsd"
 ROOT = Path(__file__).resolve().parents[1]
-# Functions of these packages that put something into a table of theirs are named so.
+# In these packages, functions named ``register...`` modify a table.
 REGISTRIES = {"vllm", "ray", "transformers"}
-# Class paths and attributes of ours: ``wire`` spells them.
+# Class paths and attributes of ours, which only ``wire`` may spell.
 WIRE_NAMES = re.compile(rf"{PACKAGE}(\.\w+)*\.[A-Z]\w*|gsd_(tree_rows|stats|cache_salts|kept|trees|parents|packed_\w+)")
 
-# Parameters of these names are vLLM's.
+# Parameters with these names are vLLM's.
 RECORDS = {"attn_metadata", "manager", "model_runner_output", "request", "runner", "scheduler_output", "vllm_config"}
 
 OURS, IMPORTED, THEIRS, UNKNOWN = "ours", "imported", "theirs", "unknown"
 
 
 class Violation(NamedTuple):
-    """A place that changes what is not ours, or spells a name of the wire."""
+    """A place that changes an object of another package, or spells a name of the wire."""
 
     line: int
-    function: str  # the outermost one, "" for none
+    function: str  # the outermost function, or ""
     what: str
 
 
 def violations(source: str) -> list[Violation]:
-    """What a module of the package does that only ``upstream`` may do."""
+    """The violations in the source of a module."""
     tree = ast.parse(source)
     checker = _Module()
     checker.visit(tree)
@@ -46,15 +46,17 @@ def violations(source: str) -> list[Violation]:
 class _Module(ast.NodeVisitor):
     def __init__(self) -> None:
         self.found: set[Violation] = set()
-        self.scopes: list[dict[str, str]] = [{}]  # origin of names, innermost last
-        self.attributes: list[dict[str, str]] = []  # of ``self``, by class; "" is that of what is inherited
+        self.scopes: list[dict[str, str]] = [{}]  # origin of each name, innermost scope last
+        self.attributes: list[
+            dict[str, str]
+        ] = []  # origin of each attribute of ``self``, by class; "" stands for inherited ones
         self.functions: list[str] = []
-        self.registries: set[str] = set()  # names of functions that register
+        self.registries: set[str] = set()  # names of registering functions
 
     # --- where things come from -----------------------------------------------------------------------
 
     def origin(self, node: ast.AST | None) -> str:
-        """Whose the value of an expression is."""
+        """The owner of the value of an expression."""
         if isinstance(node, ast.Name):
             return next((scope[node.id] for scope in reversed(self.scopes) if node.id in scope), UNKNOWN)
         if isinstance(node, ast.Attribute):
@@ -124,7 +126,7 @@ class _Module(ast.NodeVisitor):
                 self.remember(part, UNKNOWN)
 
     def annotated(self, annotation: ast.AST | None) -> str:
-        """Whose a value with this annotation is: ours if it names a class of ours."""
+        """The owner of a value with this annotation: ours if it names one of our classes."""
         if annotation is None:
             return THEIRS
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
@@ -195,7 +197,7 @@ class _Module(ast.NodeVisitor):
             self.report(node, f"spells {node.value!r}")
 
     def check(self, target: ast.AST) -> None:
-        """Report a target that is part of something of others."""
+        """Report a target that belongs to another package."""
         if isinstance(target, ast.Tuple | ast.List):
             for part in target.elts:
                 self.check(part)
@@ -208,7 +210,7 @@ class _Module(ast.NodeVisitor):
             if _is_self(root):
                 own = bool(parts) and parts[-1].attr in self.attributes[-1]
                 wrong = len(parts) > 1 if own else self.origin(target.value) == THEIRS
-            else:  # elements of arrays are written everywhere, those of vLLM's records are not ours
+            else:  # elements of arrays may be written, but not those of vLLM's records
                 name = root.id if isinstance(root, ast.Name) else ""
                 wrong = self.origin(root) == IMPORTED or (bool(parts) and name in RECORDS)
             if wrong and self.origin(target.value) in (IMPORTED, THEIRS):
@@ -230,7 +232,7 @@ def _chain(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def main(root: Path = ROOT) -> int:
-    """Print every violation; 1 if there are any."""
+    """Print every violation. Returns 1 if there are any."""
     count = 0
     for file in sorted((root / PACKAGE).rglob("*.py")):
         if file.is_relative_to(root / PACKAGE / "upstream"):

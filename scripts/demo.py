@@ -1,12 +1,12 @@
-"""Answers a few prompts with the built-in pair and compares plain vLLM, our engine without a graph, and with it.
+"""Answers a few prompts with the built-in pair by plain vLLM, by our engine without a graph, and with the graph.
 
-The engine without a graph is the one that gsd makes, with every request opted out. Its speed over plain vLLM is what
-our CPU kernels are worth; the speed with a graph over it is what the graph is worth.
+The engine without a graph is gsd's engine with every request opted out. Its speed over plain vLLM is the gain of our
+CPU kernels. The speed with the graph over it is the gain of the graph.
 
-Plain vLLM and gsd each run in a process of their own (two in one process would share threads and memory), one prompt
-at a time, greedily. The texts must be equal. In bfloat16 the scores of two tokens are often the same to the last bit
-or one step apart, and which of them wins depends on how many tokens a forward pass holds: there, and only there, a
-difference is excused. With --dtype float32 nothing is.
+Plain vLLM and gsd each run in their own process, so that they do not share threads and memory. They decode one prompt
+at a time, greedily, and the texts must be equal. In bfloat16 the logits of two tokens are often equal or one step
+apart, and the number of tokens in a forward pass then decides which one wins. Only such differences are excused, and
+none with --dtype float32.
 """
 
 from __future__ import annotations
@@ -74,17 +74,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument(
-        "--compile", action="store_true", help="let vLLM compile the models: a longer start, a faster run"
+        "--compile", action="store_true", help="let vLLM compile the models, which starts slower and runs faster"
     )
     parser.add_argument(
-        "--method", default="gsd", choices=["gsd", "draft_model"], help="draft_model: vLLM's own, to compare"
+        "--method",
+        default="gsd",
+        choices=["gsd", "draft_model"],
+        help="draft_model is vLLM's own method, for comparison",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def run_worker(method: str, pair: dict[str, str]) -> dict[str, Any]:
-    """Run this script again as the worker for one method; what vLLM logs is shown only if it fails."""
+    """Run this script as the worker for one method. Its log is shown only if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         job = json.dumps({"method": method, "result": str(result), **pair})
@@ -103,7 +106,7 @@ def run_worker(method: str, pair: dict[str, str]) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Answer the prompts in this process and write what came out, and how fast, to the result file."""
+    """Answer the prompts in this process and write texts and speed to the result file."""
     job = json.loads(options.worker)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
@@ -120,7 +123,7 @@ def work(options: argparse.Namespace) -> None:
         max_model_len=2048,
         kv_cache_memory_bytes=1 << 30,
         enforce_eager=not options.compile,
-        disable_log_stats=False,  # the counters below
+        disable_log_stats=False,  # for the counters below
     )
 
     def answer(prompt: str, *, graph: bool = True, max_tokens: int = options.max_tokens, **more: Any) -> Any:
@@ -138,13 +141,13 @@ def work(options: argparse.Namespace) -> None:
             "answers": [{"text": output.text, "tokens": list(output.token_ids)} for output in answers],
         }
 
-    for prompt in PROMPTS:  # warm up: first shapes, caches, clock
+    for prompt in PROMPTS:  # warm-up
         answer(prompt, max_tokens=8)
     report = answer_all(graph=True)
     if job["method"] == "gsd":
         report["off"] = answer_all(graph=False)
     if job["method"] == "plain":
-        # Once more, off the clock, for how near each choice was.
+        # Untimed, to get the gap between the two best tokens.
         for entry, prompt in zip(report["answers"], PROMPTS, strict=True):
             entry["gaps"] = [gap(position) for position in answer(prompt, logprobs=2).logprobs]
     Path(job["result"]).write_text(json.dumps(report))
@@ -157,13 +160,13 @@ def accepted_so_far(llm: Any) -> int:
 
 
 def gap(position: dict[int, Any]) -> float:
-    """By how much the best token beat the second."""
+    """The gap between the logprobs of the two best tokens."""
     best, second = sorted((entry.logprob for entry in position.values()), reverse=True)[:2]
     return best - second
 
 
 def compare(plain: dict[str, Any], graph: dict[str, Any], excused: float) -> str:
-    """Say whether two answers are the same tokens and, if not, whether a tie excuses it."""
+    """Whether two answers have the same tokens, and if not, whether a tie excuses that."""
     pairs = zip(plain["tokens"], graph["tokens"], strict=False)
     place = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     if place is None:
@@ -175,13 +178,13 @@ def compare(plain: dict[str, Any], graph: dict[str, Any], excused: float) -> str
 
 
 def summary(runs: dict[str, dict[str, Any]]) -> Table:
-    """The runs side by side: plain vLLM first; of three, the last is the graph and the second the engine without it."""
+    """A table of the runs: plain vLLM, then possibly the engine without a graph, then the graph."""
     table = Table("", "tokens", "tokens / target step", "tokens / s", "over plain", "the graph's gain")
     speeds = {name: run["tokens"] / run["seconds"] for name, run in runs.items()}
     plain, *others = speeds.values()
     gains = {list(speeds)[-1]: others[1] / others[0]} if len(others) == 2 else {}
     for name, run in runs.items():
-        # Every target step yields one token of its own, besides the drafted ones it accepts.
+        # Every target step samples one token in addition to the accepted draft tokens.
         steps = run["tokens"] - run["accepted"]
         table.add_row(
             name,

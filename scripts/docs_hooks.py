@@ -1,6 +1,6 @@
-"""MkDocs hooks: pages for what lies outside ``docs/``, so that the same links work on the site and in a checkout.
+"""MkDocs hooks: pages for files outside ``docs/``, so that the same links work on the site and in a checkout.
 
-A link to a source file leads to a page that shows the file. CONTRIBUTING.md and CHANGELOG.md are pages of the site.
+A link to a source file opens a page with the file. CONTRIBUTING.md and CHANGELOG.md are pages of the site.
 """
 
 import posixpath
@@ -27,7 +27,7 @@ LANGUAGES = {
 
 
 def on_files(files, config):
-    """Add the pages that lie elsewhere, and one for every source file that a page links to."""
+    """Add the pages from outside ``docs/``, and one for every linked source file."""
     for page, origin in BORROWED.items():
         files.append(File.generated(config, page, content=(ROOT / origin).read_text()))
     linked = set()
@@ -43,7 +43,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Turn links as a checkout has them into the site's."""
+    """Rewrite the links of a checkout for the site."""
     if page.file.src_uri.startswith("source/"):
         return markdown
     return LINK.sub(lambda match: _site_link(match, page.file.src_uri), markdown)

@@ -1,4 +1,4 @@
-"""Generate for a prompt file with one engine and print JSON: tokens, speed, steps. The other scripts call it."""
+"""Generate for a prompt file with one engine and print tokens, speed and steps as JSON. Other scripts call it."""
 
 import json
 import os
@@ -14,18 +14,40 @@ from vllm_gsd.tools.prompt_file import read_requests, thinned
 
 
 def load_prompts(path: Path, limit: int | None) -> list[str]:
-    """First turns of a prompt file, evenly thinned out to ``limit``."""
+    """The first turns of a prompt file, at most ``limit``, spread evenly over the file."""
     return [request.chat[-1]["content"] for request in thinned(read_requests(path), limit)]
 
 
 def metrics_of(llm) -> dict[str, float]:
-    """Counters of the engine, by name."""
+    """The engine's counters by name."""
     values: dict[str, float] = {}
     for metric in llm.get_metrics():
         value = getattr(metric, "value", None)
         if value is not None and not metric.labels.get("reason"):
             values[metric.name] = values.get(metric.name, 0) + value
     return values
+
+
+def speculative_config(method: str, draft: str) -> dict | None:
+    """The config of a method; "draft" as the model in given JSON stands for the built-in draft."""
+    if method == "plain":
+        return None
+    if method == "gsd":
+        return {"method": "gsd", "model": draft}
+    config: dict = json.loads(method)
+    return {**config, "model": draft} if config.get("model") == "draft" else config
+
+
+def answer(llm, chats: list, params, rounds: int) -> tuple[list[float], list[list[int]]]:
+    """Seconds of each round, and the tokens of the first."""
+    seconds: list[float] = []
+    tokens: list[list[int]] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        outputs = llm.chat(chats, params, use_tqdm=sys.stderr.isatty())
+        seconds.append(time.perf_counter() - start)
+        tokens = tokens or [list(output.outputs[0].token_ids) for output in outputs]
+    return seconds, tokens
 
 
 def main(
@@ -36,7 +58,9 @@ def main(
     max_tokens: int = 96,
     dtype: str = "float32",
     compiled: bool = False,
-    rounds: Annotated[int, typer.Option(help="repeat the whole set; the first round's tokens are reported")] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="repetitions of the whole set; only the first one's tokens are reported")
+    ] = 1,
     out: Annotated[Path | None, typer.Option(help="write the JSON here instead of standard output")] = None,
 ) -> None:
     """Run one engine over the prompts, greedily, at most ``batch`` requests at a time."""
@@ -45,13 +69,6 @@ def main(
     from vllm import LLM, SamplingParams
 
     pair = built_in_pair()
-    config: dict | None = None
-    if method == "gsd":
-        config = {"method": "gsd", "model": str(pair.draft)}
-    elif method != "plain":
-        config = json.loads(method)
-        if config.get("model") == "draft":
-            config["model"] = str(pair.draft)
     chats = [[{"role": "user", "content": text}] for text in load_prompts(prompts, limit)]
     llm = LLM(
         str(pair.target),
@@ -60,23 +77,17 @@ def main(
         max_num_seqs=batch,
         kv_cache_memory_bytes=2 << 30,
         enforce_eager=not compiled,
-        speculative_config=config,
+        speculative_config=speculative_config(method, str(pair.draft)),
         disable_log_stats=False,
         enable_prefix_caching=False,
     )
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.chat(chats[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     before = metrics_of(llm)
-    seconds: list[float] = []
-    tokens: list[list[int]] = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        outputs = llm.chat(chats, params, use_tqdm=sys.stderr.isatty())
-        seconds.append(time.perf_counter() - start)
-        tokens = tokens or [list(output.outputs[0].token_ids) for output in outputs]
+    seconds, tokens = answer(llm, chats, params, rounds)
     counters = {name: value - before.get(name, 0) for name, value in metrics_of(llm).items()}
     generated = sum(len(t) for t in tokens)
-    # Every token is either sampled at the end of a target step or an accepted draft.
+    # Every token is either sampled at the end of a target step or an accepted draft token.
     accepted = counters.get("vllm:spec_decode_num_accepted_tokens", 0) / rounds
     result = {
         "method": method,

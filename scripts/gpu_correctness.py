@@ -1,4 +1,4 @@
-"""Is every kernel right? Errors against float64 beside PyTorch's own in the same dtype, and replays of CUDA graphs."""
+"""Checks every kernel: its error against float64, compared with PyTorch's in the same dtype, and CUDA graph replays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from paged_cases import E4M3, E5M2, PagedCase, paged_case, random_parents
+from references.kv_move import move_paged_kv_reference
+from references.masks import tree_masks_reference
+from references.merge import merge_attention_reference
+from references.walk import accept_walk_reference
 
-from vllm_gsd.ops.attention.masks import tree_masks, tree_masks_reference
-from vllm_gsd.ops.attention.merge import merge_attention, merge_attention_reference
+from vllm_gsd.ops.attention.masks import tree_masks
+from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
-from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv, move_paged_kv_reference
-from vllm_gsd.ops.walk.api import accept_walk, accept_walk_reference
+from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv
+from vllm_gsd.ops.walk.api import accept_walk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def check_all(device: torch.device) -> list[dict[str, Any]]:
-    """Run every check, print a line for each, and return them: ``{"check", "ok", ...}``."""
+    """Run every check, print a line for each, and return them as ``{"check", "ok", ...}``."""
     checks = []
     for check in _checks(device):
         numbers = "  ".join(f"{name} {value:.2e}" for name, value in check.items() if isinstance(value, float))
@@ -69,7 +73,7 @@ def _checks(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _attention(name: str, case: PagedCase, on_gpu: bool) -> dict[str, Any]:
-    """Our largest error is at most twice PyTorch's, as FlashAttention's own tests ask."""
+    """Our largest error must be at most twice PyTorch's, the criterion of FlashAttention's own tests."""
     exact, exact_lse = case.exact()
     got, lse = case.run()
     error = float((got.double() - exact).abs().max())

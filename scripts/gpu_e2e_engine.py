@@ -1,4 +1,4 @@
-"""One engine of ``gpu_e2e``: reads a task, writes an answer, both JSON files."""
+"""One engine of ``gpu_e2e``. It reads a task and writes an answer, both as JSON files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-# The engine core in this process: its counters of CUDA graphs can be read then.
+# The engine core runs in this process, so that its counters of CUDA graphs can be read.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def model_folder(task: dict[str, Any], name: str) -> str:
-    """A folder with the configuration of a dummy model, or ``name`` itself where it is a real one."""
+    """A folder with the configuration of a dummy model, or ``name`` itself if it is a real model."""
     if name not in task["models"]:
         return name
     folder = Path(task["folder"]) / name
@@ -27,21 +27,60 @@ def model_folder(task: dict[str, Any], name: str) -> str:
 def main() -> None:
     task_file, answer_file = map(Path, sys.argv[1:])
     task: dict[str, Any] = json.loads(task_file.read_text())
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
     from vllm.compilation.cuda_graph import CUDAGraphLogging
 
     modes: list[str] = []
     CUDAGraphLogging.observe = lambda self, stat: modes.append(stat.runtime_mode)
 
-    real = task["kind"] == "lossless"
+    llm = start(task)
+    draw, vocabulary = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(task["context"])]}
+        for _ in range(task["batch"])
+    ]
+
+    def generate(max_tokens: int) -> tuple[float, dict[str, float], list[list[int]]]:
+        """Seconds, the change of the counters, and the tokens."""
+        before, begin = counters(), time.perf_counter()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds, after = time.perf_counter() - begin, counters()
+        change = {name: value - before.get(name, 0) for name, value in after.items()}
+        return seconds, change, [list(output.outputs[0].token_ids) for output in outputs]
+
+    generate(task["max_tokens"])  # compiles and captures what start-up left out
+    prefill, prefill_change, _ = generate(1)
+    modes.clear()
+    seconds, change, tokens = generate(task["max_tokens"])
+    # Subtract the prefill from all counters.
+    change = {name: value - prefill_change.get(name, 0) for name, value in change.items()}
+    answer_file.write_text(
+        json.dumps(
+            {
+                **step_times(change, tokens, seconds - prefill, task["batch"]),
+                "captured": compilation_counter.num_cudagraph_captured,
+                "replayed": sum(mode not in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
+                "missed": sum(mode in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
+                "tokens": tokens if task["kind"] == "lossless" else None,
+            }
+        )
+    )
+
+
+def start(task: dict[str, Any]) -> Any:
+    """Start the engine of a task."""
+    from vllm import LLM
+
     speculative = task["speculative"]
     if speculative:
         speculative = {**speculative, "model": model_folder(task, speculative["model"])}
-    options: dict[str, Any] = {} if real else {"load_format": "dummy", "skip_tokenizer_init": True}
+    dummy = task["kind"] != "lossless"
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True} if dummy else {}
     if task["attention_backend"]:
         options["attention_backend"] = task["attention_backend"]
-    llm = LLM(
+    return LLM(
         model_folder(task, task["target"]),
         dtype=task["dtype"],
         max_model_len=task["context"] + task["max_tokens"] + 8,
@@ -53,42 +92,10 @@ def main() -> None:
         cudagraph_metrics=True,
         **options,
     )
-    draw, vocabulary = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
-    prompts = [
-        {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(task["context"])]}
-        for _ in range(task["batch"])
-    ]
-
-    def generate(max_tokens: int) -> tuple[float, dict[str, float], list[list[int]]]:
-        """Seconds, what the engine counted meanwhile, and the tokens."""
-        before, begin = counters(), time.perf_counter()
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds, after = time.perf_counter() - begin, counters()
-        change = {name: value - before.get(name, 0) for name, value in after.items()}
-        return seconds, change, [list(output.outputs[0].token_ids) for output in outputs]
-
-    generate(task["max_tokens"])  # compiles and captures what start-up did not
-    prefill, prefill_change, _ = generate(1)
-    modes.clear()
-    seconds, change, tokens = generate(task["max_tokens"])
-    # Without the prefill, in all counters.
-    change = {name: value - prefill_change.get(name, 0) for name, value in change.items()}
-    answer_file.write_text(
-        json.dumps(
-            {
-                **step_times(change, tokens, seconds - prefill, task["batch"]),
-                "captured": compilation_counter.num_cudagraph_captured,
-                "replayed": sum(mode not in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
-                "missed": sum(mode in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
-                "tokens": tokens if real else None,
-            }
-        )
-    )
 
 
 def counters() -> dict[str, float]:
-    """The engine's counters by name. vLLM's own ``get_metrics`` cuts seconds down to whole ones."""
+    """The engine's counters by name. vLLM's own ``get_metrics`` truncates seconds to integers."""
     from prometheus_client import REGISTRY
 
     values: dict[str, float] = {}
@@ -101,9 +108,9 @@ def counters() -> dict[str, float]:
 
 
 def step_times(change: dict[str, float], tokens: list[list[int]], seconds: float, batch: int) -> dict[str, float]:
-    """Milliseconds of a decoding step and of its parts.
+    """Milliseconds of a decoding step and of its parts, by the host's clock.
 
-    Host clocks: on a GPU a part includes waiting for what the parts before it left running.
+    On a GPU, a part includes waiting for work that earlier parts left running.
     """
     generated = sum(map(len, tokens)) - len(tokens)  # the first tokens are the prefill's
     accepted = change.get("vllm:spec_decode_num_accepted_tokens", 0)

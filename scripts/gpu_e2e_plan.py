@@ -1,4 +1,4 @@
-"""What ``gpu_e2e`` runs, and what it makes of the results. Needs neither vLLM nor torch."""
+"""The plan of ``gpu_e2e`` and the evaluation of its results. Needs neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """A Llama configuration; only its shapes matter."""
+    """A Llama configuration, of which only the shapes matter."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def parameters(config: dict[str, Any], layers: int | None = None) -> int:
-    """Weights of a model with so many of its layers."""
+    """The number of weights of a model, with all of its layers or the given number."""
     hidden, head = config["hidden_size"], config["head_dim"]
     attention = hidden * head * 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
     layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
@@ -45,7 +45,7 @@ def parameters(config: dict[str, Any], layers: int | None = None) -> int:
 
 
 def layers_that_fit(config: dict[str, Any], gib: float) -> int:
-    """Layers of 16-bit weights within so many GiB; costs per layer tell the rest."""
+    """The number of layers with 16-bit weights that fit into ``gib`` GiB."""
     layers = config["num_hidden_layers"]
     while layers > 1 and 2 * parameters(config, layers) > gib * 2**30:
         layers -= 1
@@ -53,7 +53,7 @@ def layers_that_fit(config: dict[str, Any], gib: float) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """Models to generate and engines to run, in order."""
+    """The models to generate and the engines to run, in order."""
     models, runs = {}, []
     for shape in options.shapes:
         target, draft = SHAPES[shape]
@@ -84,11 +84,11 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _methods(draft: str, nodes: list[int]):
-    """Plain decoding, vLLM's own chain, and graphs that always verify so many nodes."""
+    """Plain decoding, vLLM's own chain, and graphs that always verify a fixed number of nodes."""
     yield "plain", None
     yield "draft_model K=4", {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
     for count in nodes:
-        # Dummy weights are sure of nothing: keep every node, so that the graph is as large as it may be.
+        # Dummy weights give flat distributions, so keep every node to make the graph as large as allowed.
         yield f"gsd {count} nodes", {
             "method": "gsd", "model": draft, "sources": ["draft"], "num_speculative_tokens": count, "budget": count,
             "theta_prob": 0.0, "theta_sib": 0.0, "max_depth": 4,
@@ -96,7 +96,7 @@ def _methods(draft: str, nodes: list[int]):
 
 
 def compare(plan: dict[str, Any], results: dict[str, list[dict]]) -> dict[str, Any]:
-    """Medians of every run, ratios to plain decoding of the same turn, failures, and tokens that differ."""
+    """Medians of every run, ratios to plain decoding in the same turn, failures, and differing tokens."""
     failed = [name for name, runs in results.items() if not runs or any("error" in run for run in runs)]
     medians: dict[str, dict[str, float]] = {}
     for entry in plan["runs"]:
@@ -129,7 +129,7 @@ COLUMNS = {
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """The last thing to read: a line for each engine; times are milliseconds of a step."""
+    """Print a line for each engine. Times are milliseconds per step."""
     print("  ".join(f"{title:>9}" for title in COLUMNS.values()))
     for name, values in report["medians"].items():
         cells = [f"{values[key]:9.2f}" if key in values else f"{'-':>9}" for key in COLUMNS]

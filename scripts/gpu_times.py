@@ -1,6 +1,6 @@
-"""How fast? Tree attention against causal attention of the same query length, and against copying the same bytes.
+"""Times tree attention against causal attention of the same query length, and against copying the same bytes.
 
-Every call is captured into a CUDA graph, calls take turns, the L2 cache is flushed before each, medians are reported.
+Every call is captured into a CUDA graph. Calls take turns, and the L2 cache is flushed before each. Times are medians.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = Callable[[], Any]
 
 
 def measure_all(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Every combination of batch, nodes and context, one line each while it runs."""
+    """Measure every combination of batch, nodes and context, and print a line for each."""
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(device, options.repeats)
     print(f"copy: {bandwidth / 1e9:.0f} GB/s, read and written")
@@ -49,7 +49,7 @@ def _measure(options, device, batch: int, nodes: int, context: int, bandwidth: f
     for name, make in (("flashinfer", _flashinfer), ("xformers", _xformers), ("vllm_causal", _vllm_causal)):
         try:
             calls[name] = make(case, batch, nodes, context)
-        except Exception as error:  # a peer that is missing or refuses is not our failure; it is told in the report
+        except Exception as error:  # a missing or failing peer is reported and is no failure of ours
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     times, captured, failed = interleaved(calls, device, options.repeats)
     read = sum(t.numel() * t.element_size() for t in (case.key_cache, case.value_cache)) * (
@@ -68,7 +68,7 @@ def _measure(options, device, batch: int, nodes: int, context: int, bandwidth: f
 
 
 def bench_case(options, device, batch: int, nodes: int, context: int) -> PagedCase:
-    """Trees of ``nodes`` rows behind ``context`` tokens, blocks in random order, everything made on the device."""
+    """Trees of ``nodes`` rows after ``context`` tokens, with blocks in random order, created on the device."""
     dtype, size = getattr(torch, options.dtype), options.block_size
     blocks = -(-(context + nodes) // size)
     random = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def bench_case(options, device, batch: int, nodes: int, context: int) -> PagedCa
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes read and written per second by copying 1 GiB."""
+    """Bytes read and written per second while copying 1 GiB."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times, _, _ = interleaved({"copy": lambda: target.copy_(source)}, device, repeats)
@@ -97,7 +97,7 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def interleaved(calls: dict[str, Call], device, repeats: int) -> tuple[dict[str, float], list[str], dict[str, str]]:
-    """Median seconds of each call, which of them ran as CUDA graphs, and which failed; ours and causal must not."""
+    """Median seconds of each call, the calls that ran as CUDA graphs, and those that failed. Ours must not fail."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)  # larger than any L2 cache
     ready: dict[str, Call] = {}
     captured, failed = [], {}
@@ -117,7 +117,7 @@ def interleaved(calls: dict[str, Call], device, repeats: int) -> tuple[dict[str,
                 call()
             ready[name] = graph.replay
             captured.append(name)
-        except Exception:  # reads something back; timed as it is
+        except Exception:  # it cannot be captured, so time it without a graph
             torch.cuda.synchronize()
             ready[name] = call
     events: dict[str, list] = {name: [] for name in ready}
@@ -135,7 +135,7 @@ def interleaved(calls: dict[str, Call], device, repeats: int) -> tuple[dict[str,
 
 
 def _torch_causal(case: PagedCase, batch: int, nodes: int, context: int) -> Call:
-    """PyTorch's FlashAttention over dense keys and values, causal from the lower right."""
+    """PyTorch's FlashAttention over dense keys and values with a lower-right causal mask."""
     from torch.nn.attention.bias import causal_lower_right
 
     head_size, kv_heads = case.query.shape[2], case.key_cache.shape[2]
@@ -146,7 +146,7 @@ def _torch_causal(case: PagedCase, batch: int, nodes: int, context: int) -> Call
 
 
 def _vllm_causal(case: PagedCase, batch: int, nodes: int, context: int) -> Call:
-    """FlashAttention as vLLM calls it, over the same pages; where vLLM is installed."""
+    """FlashAttention as vLLM calls it, over the same blocks, if vLLM is installed."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     lengths = case.prefix_lens + nodes
@@ -158,7 +158,7 @@ def _vllm_causal(case: PagedCase, batch: int, nodes: int, context: int) -> Call:
 
 
 def _flashinfer(case: PagedCase, batch: int, nodes: int, context: int) -> Call:
-    """FlashInfer's paged prefill with the tree as a custom mask; planned beforehand."""
+    """FlashInfer's paged prefill with the tree as a custom mask, planned beforehand."""
     import flashinfer
 
     size, pages = case.key_cache.shape[1], case.block_table.shape[1]
@@ -186,7 +186,7 @@ def _xformers(case: PagedCase, batch: int, nodes: int, context: int) -> Call:
 
 
 def tune(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Time other tiles and numbers of spans than the op chooses; fastest first for every shape."""
+    """Time tiles and span counts other than the op's choice, and list the fastest first for every shape."""
     results = []
     for nodes, batch, context in itertools.product(options.nodes, options.batches, options.contexts):
         calls = _variants(bench_case(options, device, batch, nodes, context), nodes)
@@ -210,7 +210,7 @@ def _variants(case: PagedCase, nodes: int) -> dict[str, Call]:
 
 
 def print_table(times: dict[str, Any]) -> None:
-    """The last thing to read."""
+    """Print the final table."""
     names = sorted({name for row in times["rows"] for name in row["microseconds"]} - {"ours", "causal"})
     header = [
         "batch",

@@ -1,6 +1,6 @@
-"""Grammars for ``check_structured``, each with instructions and a check that does not use the grammar's backend.
+"""Grammars for ``check_structured``, each with an instruction and a check that is independent of the grammar backend.
 
-All are bounded (lengths, numbers of items, ranges), so that every text ends by itself well within the token limit.
+All have bounded lengths, numbers of items and ranges, so every text ends well within the token limit.
 """
 
 import json
@@ -25,13 +25,13 @@ TOPICS = [
 
 @dataclass(frozen=True)
 class Case:
-    """One grammar: the key and value of ``StructuredOutputsParams``, and what holds of every text."""
+    """One grammar: the key and value of ``StructuredOutputsParams``, and a check of the text."""
 
     name: str
     kind: str  # json, regex, choice or grammar
     value: Any
     instruction: str
-    check: Callable[[str], object]  # raises, or returns something false, where the text is not valid
+    check: Callable[[str], object]  # raises or returns a false value for an invalid text
 
 
 def _object(**properties: dict) -> dict:
@@ -158,7 +158,7 @@ def _is_address(text: str) -> bool:
 
 
 def _is_balanced(text: str) -> bool:
-    """Whether it is at most three pairs of brackets deep, with letters in the innermost."""
+    """Whether the text has one to three nested pairs of brackets around letters."""
     depth = 0
     while text.startswith("(") and text.endswith(")"):
         text, depth = text[1:-1], depth + 1

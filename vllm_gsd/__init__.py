@@ -7,10 +7,10 @@ _registered = False
 
 
 def register() -> None:
-    """Teach vLLM ``"method": "gsd"``; with any other (or no) speculative config nothing changes.
+    """Teach vLLM ``"method": "gsd"``; engines with any other speculative config, or none, are unaffected.
 
-    Idempotent. Where the installed vLLM lacks a symbol that is wrapped, gsd is refused in one sentence and nothing
-    else changes.
+    The function is idempotent. If the installed vLLM lacks a symbol that the plugin wraps, requests for gsd are
+    rejected with a clear message and nothing else changes.
     """
     global _registered
     if _registered:

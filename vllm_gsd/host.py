@@ -1,9 +1,8 @@
-"""The operations as the engine runs them on the host: in C++ where that is built, else as they are specified.
+"""The operations that the engine runs on the host: in C++ if the extension is built, else in Python.
 
-The specification in Python (``method``) and the extension ``vllm_gsd._core`` (from
-``kernels/cpu/core``) give the same bits, so that ranks with and without a compiler grow the same graphs; Python takes
-some hundred times as long. Callers import operations from here; ``VLLM_GSD_NO_EXTENSION=1`` makes them the
-specification.
+The Python specification (``method`` and ``planner``) and the extension ``vllm_gsd._core`` (``kernels/cpu/core``) give
+the same bits, so ranks with and without the extension grow the same graphs. Python takes about a hundred times as long.
+Callers import the operations from here. ``VLLM_GSD_NO_EXTENSION=1`` selects the specification.
 """
 
 import importlib
@@ -28,7 +27,7 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 def load_extension() -> ModuleType | None:
-    """The extension; None, and one warning that says why, where operations are to run in Python."""
+    """Import the extension; return None, with a warning that gives the reason, if it cannot be used."""
     try:
         if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
             raise ImportError("VLLM_GSD_NO_EXTENSION is set")
@@ -47,7 +46,7 @@ def load_extension() -> ModuleType | None:
 
 
 def check_constants(built: dict[str, Any]) -> None:
-    """Check what an extension was built with against ``method.constants``.
+    """Check the constants that an extension was built with against ``method.constants``.
 
     Raises:
         ImportError: it was built from other sources.
@@ -66,18 +65,18 @@ _extension = load_extension()
 
 
 def _operation(specification: Operation) -> Operation:
-    """The operation that is specified so."""
+    """The extension's version of an operation, or the specification without the extension."""
     return specification if _extension is None else getattr(_extension, specification.__name__)
 
 
-# Graphs: what grows and what is copied from texts.
+# Growth of graphs, and copies from texts.
 reset_all = _operation(graph.reset_all)
 add_candidates = _operation(growth.add_candidates)
 next_frontier = _operation(growth.next_frontier)
 graft_all_ngrams = _operation(ngram.graft_all_ngrams)
 graft_tree = _operation(ngram.graft_tree)
 
-# Draft forwards: their rows.
+# Rows of draft forwards.
 frontier_chances = _operation(draft_level.frontier_chances)
 keep_best = _operation(draft_level.keep_best)
 parent_lines = _operation(draft_level.parent_lines)
@@ -86,7 +85,7 @@ next_rows = _operation(texts.next_rows)
 text_rows = _operation(texts.text_rows)
 kv_slots = _operation(texts.kv_slots)
 
-# Verification: from the graph to the accepted path.
+# Verification, from the graph to the accepted path.
 lay_tree = _operation(lay_out.lay_tree)
 ancestor_masks = _operation(lay_out.ancestor_masks)
 batch_masks = _operation(lay_out.batch_masks)

@@ -1,7 +1,7 @@
-"""Answer a file of prompts on a Ray cluster, with graph-structured speculative decoding. It can be stopped and resumed.
+"""Answer a file of prompts on a Ray cluster with graph-structured speculative decoding. A stopped run can be resumed.
 
-Prompts are JSON lines ``{"id": ..., "prompt": ...}``; answers are appended to ``--out`` as JSON lines ``{"id", "text",
-"tokens"}`` in the order in which they come. Started again with the same ``--out``, it answers what is missing there.
+Prompts are JSON lines ``{"id": ..., "prompt": ...}``. Answers are appended to ``--out`` as JSON lines ``{"id", "text",
+"tokens"}`` in the order of their arrival. Run it again with the same ``--out`` to answer the missing prompts.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 from tqdm import tqdm
 
 ANSWER = ("id", "text", "tokens")
-BEGINNING = b'{"id": '  # of a line of answers
+BEGINNING = b'{"id": '  # how each line of answers begins
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="target model: a path that every node has, or a hub id")
-    parser.add_argument("--gsd", required=True, type=Path, help="gsd.json; its draft model too must be on every node")
+    parser.add_argument("--target", required=True, help="target model: a path that exists on every node, or a hub id")
+    parser.add_argument("--gsd", required=True, type=Path, help="gsd.json; its draft must also be on every node")
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--engines", type=int, default=1, help="engines side by side")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of an engine, over Ray")
-    parser.add_argument("--batch-size", type=int, default=32, help="prompts handed to an engine at a time")
+    parser.add_argument("--engines", type=int, default=1, help="number of engines")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of each engine, over Ray")
+    parser.add_argument("--batch-size", type=int, default=32, help="prompts per batch sent to an engine")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments of vLLM, as JSON")
@@ -34,9 +34,9 @@ def arguments() -> argparse.Namespace:
 
 
 def read_lines(path: Path, text: str, keys: tuple[str, ...]) -> list[dict]:
-    """The JSON objects in a file's text, one a line. The job ends if a line is something else or lacks a key."""
+    """The JSON objects in a text, one per line. Exits if a line is something else or lacks a key."""
     rows = []
-    # Not splitlines: JSON's strings may hold what else that takes for the end of a line (U+2028).
+    # Not `splitlines`: JSON strings may contain U+2028, at which it splits.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -51,9 +51,9 @@ def read_lines(path: Path, text: str, keys: tuple[str, ...]) -> list[dict]:
 
 
 def answered(out: Path) -> set:
-    """Ids that have their answer; an answer that was being written when the job was killed is cut off the file.
+    """The ids with an answer. An incomplete last line, left by a killed run, is removed from the file.
 
-    A file that this program did not write is refused and stays as it is.
+    Exits without changing the file if this program did not write it.
     """
     if not out.exists():
         return set()
@@ -71,7 +71,7 @@ def answered(out: Path) -> set:
 
 
 def processor(args: argparse.Namespace):
-    """The stage that runs vLLM; it makes prompts tokens and tokens text by itself."""
+    """The stage that runs vLLM. vLLM tokenizes and detokenizes."""
     config = vLLMEngineProcessorConfig(
         model_source=args.target,
         engine_kwargs={
@@ -79,14 +79,14 @@ def processor(args: argparse.Namespace):
             "tensor_parallel_size": args.tensor_parallel_size,
             **args.engine,
         },
-        # Without it Ray Data asks the cluster for GPUs.
+        # Without this, Ray Data asks the cluster for GPUs.
         placement_group_config={"bundles": [{"CPU": 1}] * args.tensor_parallel_size},
         concurrency=args.engines,
         batch_size=args.batch_size,
         chat_template_stage=False,
         tokenize_stage=False,
         detokenize_stage=False,
-        log_engine_metrics=False,  # vLLM's counters in Ray's metrics: only with the packages of ray[serve]
+        log_engine_metrics=False,  # True needs the packages of ray[serve]
     )
     params = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     return build_processor(
@@ -97,7 +97,7 @@ def processor(args: argparse.Namespace):
             "text": row["generated_text"],
             "tokens": row["num_generated_tokens"],
         },
-        # These two do next to nothing, and an engine may have all CPUs that the cluster declares.
+        # These two need hardly any CPU, and the engines may occupy all declared CPUs.
         preprocess_map_kwargs={"num_cpus": 0},
         postprocess_map_kwargs={"num_cpus": 0},
     )
@@ -113,7 +113,7 @@ def main() -> None:
     if not missing:
         print(f"All {len(prompts)} prompts have their answers.")
         return
-    # Answers come block by block: one block for each batch.
+    # Answers arrive by block, so make one block per batch.
     dataset = ray.data.from_items(missing, override_num_blocks=math.ceil(len(missing) / args.batch_size))
     bar = tqdm(total=len(prompts), initial=len(prompts) - len(missing), unit="prompt")
     with args.out.open("a") as out, bar:

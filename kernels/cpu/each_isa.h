@@ -1,9 +1,9 @@
-// Includes the file named by GSD_KERNEL_BODY once per instruction set, each time in its own namespace
-// (gsd::baseline, gsd::avx2, gsd::avx512) and compiled for it. GSD_LANES is the number of floats of a vector.
-// With GSD_WITH_BF16 also in gsd::avx512bf16, where GSD_BF16 is 1: products of pairs of bfloat16.
+// Includes the file named by GSD_KERNEL_BODY once per instruction set, compiled for it and in its own namespace
+// (gsd::baseline, gsd::avx2, gsd::avx512). GSD_LANES is the number of floats of a vector. With GSD_WITH_BF16 the file
+// is also included in gsd::avx512bf16 with GSD_BF16 set to 1, for products of pairs of bfloat16.
 //
-// A body holds templates and static functions only, and includes nothing: a standard header that is first
-// included here would be compiled for a processor that this machine may not be.
+// A body holds templates and static functions only and includes no header: a standard header first included here would
+// be compiled for an instruction set that this machine may lack.
 #ifndef GSD_KERNEL_BODY
 #error "define GSD_KERNEL_BODY before including each_isa.h"
 #endif

@@ -23,8 +23,8 @@ static Isa best() {
   return found;
 }
 
-// Intel's cores (measured: Emerald Rapids) multiply pairs of bfloat16 once in two cycles, but float32 twice a cycle, so
-// that it takes half the time to widen weights, keys and values first. AMD's multiply either equally often.
+// Intel's cores (measured on Emerald Rapids) multiply pairs of bfloat16 once in two cycles, but float32 twice a cycle,
+// so widening weights, keys and values first takes half the time. AMD's cores multiply both at the same rate.
 static Isa fastest() {
 #if GSD_X86
   if (best() == Isa::avx512bf16 && __builtin_cpu_is("intel")) return Isa::avx512;

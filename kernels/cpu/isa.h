@@ -1,4 +1,4 @@
-// Which instruction set the kernels run with, and the vector type of each.
+// The instruction set that the kernels use, and its vector type.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,10 @@ namespace gsd {
 
 enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3 };
 
-// The instruction set that is the fastest on this machine, unless set_isa_limit has said otherwise (tests).
+// The fastest instruction set of this machine, unless a test has called set_isa_limit.
 Isa current_isa();
 
-// Uses the best that there is up to `level` (0 baseline, 1 AVX2, 2 AVX-512, 3 with BF16) from now on; returns what is
-// then used.
+// Limits the instruction set to `level` (0 baseline, 1 AVX2, 2 AVX-512, 3 with BF16) and returns the one in use.
 int64_t set_isa_limit(int64_t level);
 
 }  // namespace gsd

@@ -1,4 +1,4 @@
-// vllm_gsd::move_kv: copies cache slots, in all layers at once. Python side: vllm_gsd/ops/kv_move/cpu.py.
+// vllm_gsd::move_kv copies cache slots in all layers at once. Python side: vllm_gsd/ops/kv_move/cpu.py.
 #include <ATen/Parallel.h>
 #include <omp.h>
 
@@ -15,7 +15,7 @@ namespace gsd {
 
 namespace {
 
-// Every slot is read before the first is written, so that sources and destinations may overlap.
+// All reads come before all writes, so sources and destinations may overlap.
 template <typename T>
 void move_head(const PagedCache& cache, int64_t head, const int64_t* src, const int64_t* dst, int64_t count,
                uint32_t* rows) {

@@ -1,9 +1,10 @@
-// vllm_gsd::linear: x @ weight.T in bfloat16 for a step's rows, which are few: the time is that of reading the weights
-// once, as long as the next weights are fetched while the present ones are multiplied. Python: vllm_gsd/cpu/linear.py.
-// Here by products of pairs of bfloat16, where they pay (isa.cpp); linear_widened.cpp has other processors' kernel.
+// vllm_gsd::linear computes x @ weight.T in bfloat16 for the few rows of a step. Reading the weights once bounds the
+// time, provided that the next weights are prefetched during multiplication. Python side: vllm_gsd/cpu/linear.py. This
+// file multiplies pairs of bfloat16 where that is faster (isa.cpp); linear_widened.cpp has the kernel of other
+// processors.
 //
-// Weights are packed [groups, size / 2, panels, 16, 2]: a group is 16 * panels output columns, the pairs of its inputs
-// one after the other, so that a group is read from its first byte to its last.
+// Weights are packed [groups, size / 2, panels, 16, 2]. A group holds 16 * panels output columns with the pairs of
+// inputs in sequence, so it is read from its first byte to its last.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -22,18 +23,18 @@ namespace gsd {
 #if GSD_X86
 namespace {
 
-constexpr int64_t kRowsAtOnce = 240;   // their inputs stay in the second-level cache
-constexpr int64_t kAheadBytes = 1024;  // where a single chunk reads
-constexpr int64_t kLine = 64;          // bytes of a cache line, and of 16 pairs
-// Chunks of so few rows go through a group by blocks of pairs, so that all but the first find them in the first-level
-// cache; of more rows the sums do not fit into it as well, and arithmetic takes longest anyway.
+constexpr int64_t kRowsAtOnce = 240;   // rows whose inputs stay in the L2 cache
+constexpr int64_t kAheadBytes = 1024;  // prefetch distance of a single chunk
+constexpr int64_t kLine = 64;          // bytes of a cache line, which holds 16 pairs
+// Chunks of at most so many rows process a group in blocks of pairs, so that all but the first chunk find the weights
+// in the L1 cache. With more rows the sums do not fit into it as well, and arithmetic dominates anyway.
 constexpr int64_t kRowsOfBlocks = 24, kPairsOfBlock = 48;
 
 struct PairedLinear : LinearJob {
-  // Rows [begin, end) by groups [first, last).
+  // Multiplies rows [begin, end) by groups [first, last).
   void run(int64_t begin, int64_t end, int64_t first, int64_t last) const {
     const int64_t most = avx512bf16::most_rows(panels), rows = end - begin;
-    // Several chunks share the fetching of the next weights evenly, or memory rests while one of them runs.
+    // The chunks share the prefetching of the next weights evenly, which keeps the memory busy all the time.
     int64_t chunks = (rows + most - 1) / most;
     while (chunks < std::min<int64_t>(panels, rows) && panels % chunks) ++chunks;
     const bool in_blocks = chunks > 1 && rows <= kRowsOfBlocks;
@@ -45,7 +46,7 @@ struct PairedLinear : LinearJob {
       }
   }
 
-  // Pairs [from, to) of a group; `is_last`: nobody needs the weights behind them.
+  // Pairs [from, to) of a group. With `is_last` there are no weights to prefetch.
   void run_block(int64_t begin, int64_t rows, int64_t chunks, int64_t group, int64_t from, int64_t to,
                  bool is_last) const {
     alignas(kLine) static thread_local float sums[kRowsOfBlocks * 4 * 16];
@@ -58,7 +59,7 @@ struct PairedLinear : LinearJob {
     const int64_t share = (panels + chunks - 1) / chunks;  // lines per pair
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t top = rows * c / chunks, bottom = rows * (c + 1) / chunks;
-      const bool waits = chunks == 1;  // for memory anyway, a little ahead of where it reads
+      const bool waits = chunks == 1;  // a single chunk waits for memory, so it prefetches only a little ahead
       const int64_t lines = waits ? panels : is_last ? 0 : std::clamp<int64_t>(panels - c * share, 0, share);
       part.ahead = reinterpret_cast<const char*>(part.weight) +
                    (waits ? kAheadBytes : (panels + c * share) * part.pairs * kLine);

@@ -1,17 +1,17 @@
 // Products of a few rows with a group of packed columns; see linear.cpp. Only in gsd::avx512bf16.
 
 #if GSD_BF16
-// Rows that a tile of P panels may have: 24 of 32 registers are sums, and a load of weights serves R products.
+// Maximum rows of a tile of P panels: 24 of 32 registers hold sums, and each load of weights serves R products.
 constexpr int most_rows(int panels) { return panels == 4 ? 6 : panels == 3 ? 8 : 12; }
 
-// R rows by `pairs` pairs of inputs of a group of P panels.
+// Multiplies R rows by `pairs` pairs of inputs of a group of P panels.
 struct LinearPart {
   const c10::BFloat16 *x, *weight, *bias;
-  const float* before;  // sums of the group's earlier inputs, [R][P][16]; null: there are none
-  float* after;         // where the sums go; null: these are the last inputs, and `out` [R][P * 16] comes out
+  const float* before;  // sums of the group's earlier inputs, [R][P][16]; null without any
+  float* after;         // output of the sums; null for the last inputs, which write `out` [R][P * 16]
   c10::BFloat16* out;
-  // The next weights: F cache lines of them per pair are fetched meanwhile, to the second-level cache: into the first
-  // they would compete with what is read from there (a fifth slower on Zen 4).
+  // The next weights. F cache lines per pair are prefetched into the L2 cache; in the L1 cache they would compete with
+  // the present weights, which is a fifth slower on Zen 4.
   const char* ahead;
   int64_t x_stride, out_stride, pairs;
 };
@@ -69,7 +69,7 @@ static LinearTile tile_of_lines(int rows, int lines, std::integer_sequence<int, 
   return table[lines](rows, Rows{});
 }
 
-// The tile for so many rows, panels, and lines to fetch per pair.
+// Selects the tile by rows, panels, and lines to prefetch per pair.
 static LinearTile linear_tile_for(int rows, int panels, int lines) {
   switch (panels) {
     case 1: return tile_of_lines<1>(rows, lines, std::make_integer_sequence<int, 2>{});

@@ -1,6 +1,6 @@
-// linear.cpp's products where a processor has no instruction for them, or a slow one: AVX2, and AVX-512 without BF16 or
-// of Intel's make. Products of bfloat16 are exact in float32, and sums are taken in the order of the inputs. Arithmetic
-// takes longest from about eight rows on; below, the time is that of reading the weights, as with BF16.
+// The products of linear.cpp for processors on which bfloat16 instructions are missing or slow: AVX2, AVX-512 without
+// BF16, and Intel's AVX-512. Products of bfloat16 are exact in float32, and sums follow the order of the inputs. From
+// about eight rows on arithmetic bounds the time; below that, reading the weights does.
 #include "linear.h"
 
 #include <c10/util/Half.h>
@@ -19,7 +19,7 @@ namespace gsd {
 #if GSD_X86
 namespace {
 
-constexpr int64_t kRowsAtOnce = 96;  // their inputs stay in the second-level cache
+constexpr int64_t kRowsAtOnce = 96;  // rows whose inputs stay in the L2 cache
 
 template <typename Run>
 void in_parts(const LinearJob& job, int64_t begin, int64_t end, int64_t block, int64_t stride, Run run) {

@@ -1,21 +1,21 @@
-// linear without products of bfloat16: weights become float32 in registers; see linear_widened.cpp.
+// linear without products of bfloat16: weights are widened to float32 in registers; see linear_widened.cpp.
 
 #if GSD_LANES >= 8
 constexpr int kPanelVectors = 16 / GSD_LANES;
-constexpr int kTileRows = GSD_LANES == 16 ? 12 : 6;  // as many sums as leave registers for weights
-// Inputs of a block: its weights stay in the first-level cache while all rows are multiplied by them.
+constexpr int kTileRows = GSD_LANES == 16 ? 12 : 6;  // leaves registers for the weights
+// Inputs of a block, whose weights stay in the L1 cache while all rows are multiplied by them.
 constexpr int64_t kBlockInputs = GSD_LANES == 16 ? 96 : 192;
-constexpr int64_t kFetchPairs = GSD_LANES == 16 ? 1 : 8;  // how often the next weights are asked for
-constexpr int64_t kInputStride = kBlockInputs + 16;       // so that rows don't compete for one place in the cache
+constexpr int64_t kFetchPairs = GSD_LANES == 16 ? 1 : 8;  // pairs between prefetches of the next weights
+constexpr int64_t kInputStride = kBlockInputs + 16;       // keeps rows from mapping to the same cache set
 
-// R rows by `pairs` pairs of inputs of P panels.
+// Multiplies R rows by `pairs` pairs of inputs of P panels.
 struct WidenedPart {
   const c10::BFloat16* weight;  // [pairs][P][16][2]
   const float* x;               // [R][kInputStride]
   float* sums;                  // [R][P][16]
-  const char* ahead;            // the next weights: so many cache lines are fetched every kFetchPairs
+  const char* ahead;            // the next weights, of which so many cache lines are prefetched every kFetchPairs pairs
   int64_t pairs, lines;
-  bool adds;  // to what is in `sums`
+  bool adds;  // whether to add to `sums`
 };
 
 template <int R, int P>
@@ -61,7 +61,7 @@ static void widened_tile_of(int64_t rows, const WidenedPart& part, std::integer_
   table[rows - 1](part);
 }
 
-// Rows [begin, end) of x in float32, [blocks][rows][kInputStride].
+// Widens rows [begin, end) of x to float32, [blocks][rows][kInputStride].
 static void widen_inputs(const LinearJob& job, int64_t begin, int64_t end, float* inputs) {
   for (int64_t from = 0; from < 2 * job.pairs; from += kBlockInputs)
     for (int64_t row = begin; row < end; ++row, inputs += kInputStride) {
@@ -73,8 +73,8 @@ static void widen_inputs(const LinearJob& job, int64_t begin, int64_t end, float
     }
 }
 
-// Rows [begin, end) by groups [first, last) of P panels; `inputs` and `sums` have room for what widen_inputs and
-// [rows][P][16] need.
+// Multiplies rows [begin, end) by groups [first, last) of P panels. `inputs` has the size of widen_inputs' output, and
+// `sums` that of [rows][P][16].
 template <int P>
 static void widened_rows(const LinearJob& job, int64_t begin, int64_t end, int64_t first, int64_t last, float* inputs,
                          float* sums) {
@@ -87,7 +87,7 @@ static void widened_rows(const LinearJob& job, int64_t begin, int64_t end, int64
       part.pairs = job.pairs - from < kBlockPairs ? job.pairs - from : kBlockPairs;
       part.weight = job.weight + (group * job.pairs + from) * P * 32;
       part.adds = from > 0;
-      // Chunks share the fetching of the block behind this one, or memory rests while the last of them run.
+      // The chunks share the prefetching of the next block, which keeps the memory busy all the time.
       const bool is_last = group + 1 == last && from + part.pairs == job.pairs;
       const int64_t lines = (P * kFetchPairs + chunks - 1) / chunks;
       const int64_t share = (part.pairs + kFetchPairs - 1) / kFetchPairs * lines;

@@ -1,4 +1,4 @@
-// The micro-kernels of tree attention for one instruction set: products of a few rows held in registers.
+// The micro-kernels of tree attention: products of a few rows held in registers.
 // Included by tree_attention_body.h, so inside each instruction set's namespace.
 
 #if GSD_LANES == 16
@@ -9,8 +9,8 @@ constexpr int kMaxRows = 6, kVectors = 2;  // 12 of 16
 constexpr int kMaxRows = 4, kVectors = 2;  // 8 of 16
 #endif
 
-// What a micro-kernel fetches to the second-level cache beside its work: two lines at every product, `step` bytes on.
-// So few at a time keep the processor from waiting for a free line.
+// Prefetching into the L2 cache beside the products: each product fetches two lines, `step` bytes after those of the
+// last. More at a time would make the processor wait for a free line.
 struct Ahead {
   const char* at;
   int64_t step;
@@ -71,7 +71,8 @@ static MultiplyFn<B> output_fn(int m, std::integer_sequence<int, M...>) {
 }
 
 #if GSD_BF16
-// As multiply, for bfloat16: a[i][k] is a pair (rows 2k and 2k + 1 of b), and the product times `factor` is kept or added.
+// As multiply, for bfloat16: a[i][k] is a pair (rows 2k and 2k + 1 of b), and the product times `factor` is kept or
+// added.
 template <int M, int N, int kRowStep, int kDepthStep, bool kAdd>
 static void multiply_pairs(const uint32_t* a, const c10::BFloat16* const* b, int64_t ldb, int64_t pairs,
                            float factor, float* c, int64_t ldc, Ahead ahead) {

@@ -1,4 +1,4 @@
-// One layer's KV cache and the order of the elements inside its pages (vllm_gsd/ops/kv_move/layout.py).
+// A layer's KV cache and the order of the elements inside its pages (vllm_gsd/ops/kv_move/layout.py).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,8 +9,7 @@
 
 namespace gsd {
 
-// A page holds the keys (or the values) of one block and one KV head: token t, dimension d lies at
-// token[t] + dim[d].
+// A page holds the keys or the values of one block and one KV head. Token t, dimension d lies at token[t] + dim[d].
 struct PageOrder {
   const int32_t* token;
   const int32_t* dim;
@@ -33,7 +32,7 @@ struct PagedCache {
   }
 };
 
-// `tables` is KVLayout.tables: int32 key_token, key_dim, value_token, value_dim one after the other.
+// `tables` is KVLayout.tables: int32 key_token, key_dim, value_token and value_dim, concatenated.
 inline PagedCache paged_cache(const at::Tensor& kv_cache, const at::Tensor& tables) {
   TORCH_CHECK_VALUE(kv_cache.dim() == 4 && kv_cache.size(3) % 2 == 0,
                     "kv_cache must be [num_blocks, kv_heads, block_size, 2 * head_size], not ",

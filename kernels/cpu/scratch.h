@@ -1,4 +1,4 @@
-// Memory for a parallel region, allocated before it: an exception that leaves one ends the process.
+// Memory for a parallel region, allocated before it, since an exception that leaves the region ends the process.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -9,8 +9,8 @@
 
 namespace gsd {
 
-// At least `bytes`, of the calling thread and for those that work for it, until its next call. Kept between calls:
-// fresh memory would cost page faults every time. Whoever writes to a page first has it near.
+// Returns at least `bytes` for the calling thread and its workers, valid until the thread's next call. The memory is
+// kept between calls, since fresh memory costs page faults. A page is local to the thread that first writes to it.
 inline void* scratch_of(int64_t bytes) {
   struct Buffer {
     std::unique_ptr<void, decltype(&std::free)> data{nullptr, &std::free};

@@ -39,7 +39,7 @@ static GSD_INLINE vf widen_half(vh h) {
 #endif
 }
 
-// 16-bit integers to 32 bits. The generic conversion is compiled into several instructions by GCC 12.
+// Widens 16-bit integers to 32 bits. GCC 12 compiles the generic conversion into several instructions.
 static GSD_INLINE vu widen_integers(vh h) {
 #if GSD_LANES == 16
   return bits_as<vu>(_mm512_cvtepu16_epi32(bits_as<__m256i>(h)));
@@ -88,7 +88,7 @@ static GSD_INLINE void store(c10::Half* p, vf v) {
 #endif
 }
 
-// The lower half by the upper half, and so on, down to one number.
+// Combines the lower half with the upper half, repeatedly, down to one number.
 template <int N, typename V, typename Op>
 static GSD_INLINE float fold_lanes(V v, Op op) {
   if constexpr (N == 4) {
@@ -162,7 +162,7 @@ static GSD_INLINE vf tanh_of(vf x) {
   return magnitude < 0.625f ? near : (x < 0.0f ? -far : far);
 }
 
-// Whether some lane of a comparison's result is true.
+// Whether any lane of a comparison is true.
 static GSD_INLINE bool any_of(vi truth) {
 #if GSD_LANES == 16
   return _mm512_movepi32_mask(bits_as<__m512i>(truth)) != 0;

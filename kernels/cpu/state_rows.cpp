@@ -1,7 +1,8 @@
-// vllm_gsd::read_rows, write_rows and move_rows: hidden states by row. Python side: vllm_gsd/ops/state_rows/api.py.
+// vllm_gsd::read_rows, write_rows and move_rows access hidden states by row. Python side:
+// vllm_gsd/ops/state_rows/api.py.
 //
-// A step calls them behind a forward pass, with all code and data out of the caches. What counts then is how much there
-// is to fetch of it, and PyTorch's indexing is several operators of general code.
+// A step calls them after a forward pass, when neither their code nor their data is cached. Little code then matters
+// most, and PyTorch's indexing runs several general operators.
 #include <cstring>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// vllm_gsd::topk_softmax and vllm_gsd::argmax_of_walks: rows of logits, cut into chunks of fixed size so that the
+// vllm_gsd::topk_softmax and vllm_gsd::argmax_of_walks. Rows of logits are cut into chunks of fixed size, so that the
 // result does not depend on the number of threads. Python side: vllm_gsd/ops/topk/api.py.
 #include <ATen/Parallel.h>
 
@@ -59,7 +59,7 @@ struct Rows {
   bool worth_threads() const { return rows * width > 2 * kChunk; }
 };
 
-// What the chunks of all rows found; chunk c of row r is entry r * chunks + c. Or what the rows found, entry by entry.
+// Results by chunk, where chunk c of row r is entry r * chunks + c, or results by row.
 struct Found {
   std::vector<float> values, sum;
   std::vector<int32_t> ids;
@@ -67,7 +67,7 @@ struct Found {
   Found(int64_t entries, int64_t k) : values(entries * k), sum(entries), ids(entries * k), count(entries) {}
 };
 
-// Merges the chunks of a row, in their order: chunk sums into one, chunk lists into the k best, `values` and `best`.
+// Merges the chunks of a row in order: their sums, and their lists into the k best, `values` and `best`.
 void merge_row(const Found& found, int64_t first, int64_t chunks, int64_t k, float* values, int32_t* best,
                float* probs, int64_t* ids) {
   baseline::TopList top{values, best, k, 0};
@@ -78,7 +78,7 @@ void merge_row(const Found& found, int64_t first, int64_t chunks, int64_t k, flo
   for (int64_t c = first; c < first + chunks; ++c)
     if (found.sum[c] != 0.0f) total += found.sum[c] * std::exp(found.values[c * k] - highest);
   for (int64_t i = 0; i < k; ++i) {
-    // Nothing but -inf, or a NaN or +inf among the logits: there is no softmax.
+    // Without a softmax (only -inf, or a NaN or +inf among the logits) the probabilities are 0.
     probs[i] = total > 0 ? std::exp(values[i] - highest) / total : 0.0;
     ids[i] = best[i];
   }
@@ -88,7 +88,7 @@ template <typename T>
 void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_t* ids) {
   const Rows<T> in(logits);
   const Kernels<T> kernels;
-  Found found(in.rows * in.chunks, k), merged(in.rows, k);  // now: an exception must not leave the region below
+  Found found(in.rows * in.chunks, k), merged(in.rows, k);  // here, as an exception must not leave the region
 #pragma omp parallel num_threads(at::get_num_threads()) if (in.worth_threads())
   {
 #pragma omp for schedule(static)
@@ -104,14 +104,14 @@ void topk_softmax_rows(const at::Tensor& logits, int64_t k, float* probs, int64_
   }
 }
 
-// Trees of rows, as core/verify.py has them.
+// Trees of rows, as in vllm_gsd/method/verify.py.
 struct Trees {
   const int64_t* tokens;
   const int32_t *parents, *starts;
   int64_t count;
 };
 
-// Only the rows that a tree's walk stands on: where it goes on depends on the last one's.
+// Samples only the rows that a tree's walk visits; each sample decides the next row.
 template <typename T>
 void argmax_of_walks(const at::Tensor& logits, const Trees& trees, int64_t* ids) {
   const Rows<T> in(logits);
@@ -134,7 +134,7 @@ void argmax_of_walks(const at::Tensor& logits, const Trees& trees, int64_t* ids)
   });
 }
 
-// The rows of `logits`, each contiguous.
+// Checks `logits` and makes its rows contiguous.
 at::Tensor check_rows(const at::Tensor& logits) {
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.size(1) >= 1, "logits must be [rows, vocabulary], not ",
                     logits.sizes());

@@ -1,7 +1,6 @@
-// One chunk of one row of logits: its top k, its sum of exponentials, its highest element (see each_isa.h).
+// One chunk of a row of logits: top k, sum of exponentials, and highest element (see each_isa.h).
 
-// Keeps the k highest (value, id), descending; of equal values the one that came first (the lower id) is
-// ahead.
+// Keeps the k highest (value, id) in descending order; among equal values the lower id comes first.
 struct TopList {
   float* value;
   int32_t* id;
@@ -25,7 +24,7 @@ static void offer_range(TopList& top, const T* row, int64_t begin, int64_t end) 
   for (int64_t i = begin; i < end; ++i) top.offer(static_cast<float>(row[i]), static_cast<int32_t>(i));
 }
 
-// Offers all of [begin, end), skipping stretches that hold nothing above the threshold.
+// Offers all of [begin, end), but skips stretches without a value above the threshold.
 template <typename T>
 static void offer_chunk(TopList& top, const T* row, int64_t begin, int64_t end) {
   constexpr int kStretch = 4 * kLanes;
@@ -39,8 +38,8 @@ static void offer_chunk(TopList& top, const T* row, int64_t begin, int64_t end) 
   offer_range(top, row, i, end);
 }
 
-// In stretches that are summed before they join the total: fewer roundings, and independent of each other. `exp_of` knows
-// no NaN, so they are looked for beside it: with one among the terms the sum is NaN.
+// Sums in stretches, which reduces rounding errors and makes the additions independent. `exp_of` does not handle NaN,
+// so the loop detects it: with a NaN among the terms the sum is NaN.
 template <typename T>
 static float sum_of_exp(const T* row, int64_t begin, int64_t end, float highest) {
   constexpr int kStretch = 64 * kLanes;
@@ -67,20 +66,20 @@ static float sum_of_exp(const T* row, int64_t begin, int64_t end, float highest)
   return sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// Fills the chunk's top k and returns the sum of e^(logit - highest logit of the chunk): 0 for nothing but -inf, NaN where
-// there is a NaN or +inf.
+// Fills the chunk's top k and returns the sum of e^(logit - highest logit of the chunk): 0 if all logits are -inf, NaN
+// if one is NaN or +inf.
 template <typename T>
 static float scan_chunk(const T* row, int64_t begin, int64_t end, int64_t k, float* values, int32_t* ids,
                         int64_t& count) {
   TopList top{values, ids, k, 0};
   offer_chunk(top, row, begin, end);
   count = top.count;
-  // Differences to -inf would be NaN.
+  // Differences from -inf would be NaN.
   const bool nothing = values[0] == -std::numeric_limits<float>::infinity();
   return sum_of_exp(row, begin, end, nothing ? 0.0f : values[0]);
 }
 
-// The highest element; NaN where there is one, as torch.argmax ranks it above all numbers.
+// The highest element. NaN ranks above all numbers, as in torch.argmax.
 template <typename T>
 static float highest_of_chunk(const T* row, int64_t begin, int64_t end) {
   vf high[4];
@@ -107,7 +106,7 @@ static float highest_of_chunk(const T* row, int64_t begin, int64_t end) {
 template <typename T>
 static int64_t first_equal(const T* row, int64_t begin, int64_t end, float wanted) {
   int64_t i = begin;
-  // An element is NaN only where `wanted` is.
+  // If an element is NaN, `wanted` is NaN too.
   for (; i + kLanes <= end; i += kLanes) {
     const vf v = load(row + i);
     if (any_of((v == wanted) | (v != v))) break;

@@ -1,1 +1,1 @@
-"""What ``scripts/soak`` does: a server under mixed load, and what must hold while and after it."""
+"""The parts of ``scripts/soak``: a server, its load, and the checks during and after the load."""

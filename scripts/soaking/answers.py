@@ -1,4 +1,4 @@
-"""What an answer must keep to, whatever its kind: the request's own keys say it."""
+"""Checks an answer against the keys of its request."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from .loads import Load, fits_grammar
 
 @dataclass
 class Choice:
-    """One of an answer's texts, the pieces of a stream put together."""
+    """One choice of an answer, assembled from the pieces of a stream."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -22,11 +22,11 @@ class Choice:
 
 @dataclass
 class Answer:
-    """All that came back."""
+    """A whole answer."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_tokens: int = 0
-    tokens: int = 0  # of all choices, as the server counts them
+    tokens: int = 0  # of all choices, by the server's count
     first_after: float | None = None  # seconds until the first piece of a stream
 
     def choice(self, index: int) -> Choice:
@@ -34,7 +34,7 @@ class Answer:
 
 
 def faults(load: Load, answer: Answer, ends: set[int]) -> list[str]:
-    """What is wrong with a whole answer, one sentence each.
+    """The faults of a whole answer, one sentence each.
 
     Args:
         ends: the target's end-of-text tokens.
@@ -73,7 +73,7 @@ def _faults_of_stops(body: dict[str, Any], choice: Choice, ends: set[int]):
     last = set(body.get("stop_token_ids", ())) | (set() if body.get("ignore_eos") else ends)
     if last & set(choice.tokens[:-1]):
         yield f"tokens {choice.tokens} go on after one of {sorted(last)}"
-    # The stop itself is the text's end where it is asked for, and left out elsewhere.
+    # The text ends with the stop string only if the request asks for it.
     text = choice.text[:-1] if body.get("include_stop_str_in_output") else choice.text
     yield from (
         f"text {choice.text!r} goes on after the stop {stop!r}" for stop in body.get("stop", ()) if stop in text
@@ -95,7 +95,7 @@ def _faults_of_form(body: dict[str, Any], choice: Choice):
 def _faults_of_logprobs(body: dict[str, Any], choice: Choice):
     if "logprobs" not in body:
         return
-    known = [value for value in choice.logprobs if value is not None]  # an echoed prompt's first token has none
+    known = [value for value in choice.logprobs if value is not None]  # the first token of an echoed prompt has none
     if len(choice.logprobs) < len(choice.tokens) or (not body.get("echo") and len(known) != len(choice.tokens)):
         yield f"{len(known)} logprobs of {len(choice.tokens)} tokens"
     if not all(math.isfinite(value) and value <= 1e-4 for value in known):

@@ -1,4 +1,4 @@
-"""Clients: one that takes its answer, and one that is gone before it has it."""
+"""Two clients: one waits for its answer, the other disconnects before."""
 
 import asyncio
 import json
@@ -13,10 +13,10 @@ from .loads import Load
 
 
 async def ask(client: AsyncOpenAI, load: Load) -> Answer:
-    """Send a request and take the whole answer.
+    """Send a request and return the whole answer.
 
     Raises:
-        openai.APIError: the server refused it or failed.
+        openai.APIError: the server rejected the request or failed.
     """
     body = dict(load.body)
     given = {name: body.pop(name) for name in ("model", "messages", "prompt", "stream") if name in body}
@@ -52,7 +52,7 @@ def _take(answer: Answer, piece: Any, chat: bool) -> None:
 
 
 async def vanish(url: str, load: Load, after: float) -> None:
-    """Send a request and, some seconds later, reset the connection, whatever has come by then."""
+    """Send a request and reset the connection after some seconds."""
     address = urlsplit(url)
     _, writer = await asyncio.open_connection(address.hostname, address.port)
     body = json.dumps(load.body).encode()

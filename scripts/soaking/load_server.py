@@ -1,4 +1,4 @@
-"""The load itself: so many clients at once until the time is up, while somebody watches the server."""
+"""The load: concurrent clients until the time is up, and a task that reads the server's metrics and memory."""
 
 import asyncio
 import time
@@ -14,15 +14,15 @@ from .loads import Load, draw_load
 from .server import NAME
 from .watch import memory_mib, not_idle, read_metrics
 
-# The server closes idle connections, and a request that is just being sent on one is lost.
+# The server closes idle connections, which would lose a request that is being sent.
 CLOSING = {"Connection": "close"}
-# After so many a server is beyond help, and more of them say nothing new.
+# The soak stops after this many server errors.
 MOST_SERVER_ERRORS = 100
 
 
 @dataclass
 class Outcome:
-    """What became of one request."""
+    """The outcome of one request."""
 
     load: Load
     ended: str  # "answered", "aborted", "vanished", "refused", "server error" or "hung"
@@ -36,8 +36,10 @@ class Soak:
     """A running soak.
 
     Args:
-        seconds: how long new requests are sent; patience: after how many an unanswered request counts as hung.
-        longest: most tokens of an answer; words: most words of a prompt.
+        seconds: how long to send new requests.
+        patience: seconds after which an unanswered request counts as hung.
+        longest: maximum tokens of an answer.
+        words: maximum words of a prompt.
         adapters, ends: see ``server.soaked_server``.
     """
 
@@ -53,15 +55,15 @@ class Soak:
     ends: set[int]
     outcomes: list[Outcome] = field(default_factory=list)
     series: list[dict[str, float]] = field(default_factory=list)
-    numbers: int = 0  # requests so far
+    numbers: int = 0  # requests sent so far
     server_errors: int = 0
-    usual: float = 1.0  # seconds of an answer, lately
+    usual: float = 1.0  # recent mean of the seconds of an answer
 
     async def run(self, progress: Any = lambda soak, seconds: None) -> dict[str, float | None]:
-        """Load the server, let it come to rest, and say what of ``watch.IDLE`` is not 0 then.
+        """Load the server, wait until it is idle, and return the metrics of ``watch.IDLE`` that are not 0.
 
         Raises:
-            httpx.HTTPError: the server did not tell its metrics.
+            httpx.HTTPError: the metrics cannot be read.
         """
         start = time.monotonic()
         async with (
@@ -77,7 +79,7 @@ class Soak:
             watching = asyncio.create_task(self._watch(http, start, progress))
             await asyncio.gather(*[self._keep_asking(client, start + self.seconds) for _ in range(self.concurrency)])
             if watching.done():
-                watching.result()  # it never ends but by an error
+                watching.result()  # it ends only by an error
             watching.cancel()
             return await self._rest(http)
 
@@ -107,7 +109,7 @@ class Soak:
         except openai.APIStatusError as error:
             ended = "server error" if error.status_code >= 500 else "refused"
             return Outcome(load, ended, 0, faults=[f"status {error.status_code}: {error.message}"])
-        except (openai.APIError, OSError) as error:  # an error inside a stream, or a connection that broke
+        except (openai.APIError, OSError) as error:  # an error inside a stream, or a broken connection
             return Outcome(load, "server error", 0, faults=[f"{type(error).__name__}: {error}"])
         return Outcome(load, "answered", 0, answer, faults(load, answer, self.ends))
 

@@ -1,4 +1,4 @@
-"""The requests of a soak, drawn at random: one of the kinds below, with sampling options that are another draw."""
+"""The random requests of a soak: each has one of the kinds below and independently drawn sampling options."""
 
 import random
 import re
@@ -14,9 +14,9 @@ WEATHER = {
 }
 ANSWERS = ["yes, always", "yes, sometimes", "never"]
 CLOCK = r"(0|1)[0-9]:[0-5][0-9]"
-# Most tokens that the grammars above need where every character is a token of its own.
+# Enough tokens for the grammars above if every character is a token.
 GRAMMAR_TOKENS = 64
-# What becomes of a request, by chance: its client takes the answer, gives up in the middle, or is gone all at once.
+# The probabilities that a client waits for its answer, aborts it, or drops its connection.
 FATES = {"answered": 0.78, "aborted": 0.16, "vanished": 0.06}
 
 
@@ -25,10 +25,10 @@ class Load:
     """One request."""
 
     kind: str
-    fate: str  # of ``FATES``
-    chat: bool  # which endpoint
-    body: dict[str, Any]  # of the HTTP request, the model's name too
-    patience: float  # share of a usual answer's time after which its client gives up
+    fate: str  # a key of ``FATES``
+    chat: bool  # chat or completions endpoint
+    body: dict[str, Any]  # of the HTTP request, including the model's name
+    patience: float  # when the client gives up, relative to the usual time of an answer
 
     @property
     def stream(self) -> bool:
@@ -58,13 +58,13 @@ def _grammar(rng: random.Random, longest: int) -> Keys:
 
 
 def _tokens(rng: random.Random, longest: int) -> Keys:
-    """Options that name tokens; all vocabularies have the lowest."""
+    """Options that name tokens. Low ids exist in every vocabulary."""
     if rng.random() < 0.5:
         return {"logit_bias": {str(rng.randrange(400)): rng.uniform(-50, 5) for _ in range(4)}}
     return {"allowed_token_ids": sorted(rng.sample(range(40, 400), 30))}
 
 
-# Kind: its keys, and on which endpoint (True: chat; None: either).
+# For each kind: a function that draws its keys, and the endpoint (True: chat, False: completions, None: either).
 KINDS: dict[str, tuple[Callable[[random.Random, int], Keys], bool | None]] = {
     "plain": (lambda rng, longest: {}, None),
     "stop": (_stop, None),
@@ -83,13 +83,12 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], Keys], bool | None]] = {
     "LoRA": (lambda rng, longest: {}, None),
 }
 
-# On CPUs the logits layer with LoRA of vLLM 0.32 takes as many rows as are sampled from. Logprobs of prompts need other
-# rows, and the engine crashes.
+# On CPUs, vLLM 0.32 crashes on prompt logprobs with LoRA: its LoRA logits layer accepts only the rows that are sampled.
 NOT_BESIDE_LORA = ("prompt logprobs", "echo")
 
 
 def kinds(lora: bool) -> list[str]:
-    """Kinds of requests for a server with or without LoRA adapters."""
+    """The kinds of requests for a server with or without LoRA adapters."""
     return [kind for kind in KINDS if (kind not in NOT_BESIDE_LORA if lora else kind != "LoRA")]
 
 
@@ -97,8 +96,9 @@ def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: 
     """Request ``number`` of a soak.
 
     Args:
-        adapters: names of LoRA adapters; without any there is no such kind.
-        longest: most tokens of an answer that needs no particular number; words: most words of a prompt.
+        adapters: names of LoRA adapters, possibly none.
+        longest: maximum tokens of an answer, unless its kind needs a certain number.
+        words: maximum words of a prompt.
     """
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(kinds(bool(adapters)))
@@ -115,7 +115,7 @@ def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: 
 
 
 def _prompt(rng: random.Random, most: int) -> str:
-    """Some words; most prompts begin like others, of blocks or of a part of one."""
+    """Random words. Most prompts share a prefix with others, of whole or partial blocks."""
     shared = random.Random(rng.randrange(6))
     words = (
         [f"w{shared.randrange(200, 400)}" for _ in range(shared.randint(most // 6, most * 5 // 8))]
@@ -142,6 +142,6 @@ def _sampling(rng: random.Random) -> Keys:
 
 
 def fits_grammar(body: Keys, text: str) -> bool:
-    """Whether a whole text is what ``structured_outputs`` asks for."""
+    """Whether a whole text matches ``structured_outputs``."""
     wanted = body["structured_outputs"]
     return text in wanted["choice"] if "choice" in wanted else re.fullmatch(wanted["regex"], text) is not None

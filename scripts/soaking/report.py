@@ -1,4 +1,4 @@
-"""The report of a soak, for programs and for people."""
+"""The report of a soak, as JSON and as tables."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def make_report(
     metrics: dict[str, float],
     verdicts: list[Verdict],
 ) -> dict[str, Any]:
-    """Everything that is known of a soak, as JSON holds it."""
+    """The report, ready for JSON."""
     failed = [one for one in outcomes if one.faults]
     return {
         "passed": all(verdict.held is not False for verdict in verdicts),
@@ -41,7 +41,7 @@ def make_report(
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The report's tables."""
+    """Print the tables of a report."""
     kinds = Table("requests", "sent", "answered", "aborted", "vanished", "tokens", "p50 s", "p99 s")
     for kind, one in report["requests"].items():
         counts = [one["ended"].get(name, 0) for name in ("answered", "aborted", "vanished")]

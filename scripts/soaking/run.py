@@ -1,4 +1,4 @@
-"""A soak from start to end."""
+"""A soak from start to finish."""
 
 import asyncio
 import time
@@ -13,18 +13,18 @@ from .server import Setting, soaked_server
 from .verdicts import judge
 from .watch import read_metrics
 
-# Most tokens of an answer, and seconds after which a request counts as hung.
+# Maximum tokens of an answer, maximum words of a prompt, and seconds after which a request counts as hung.
 LONGEST = {"v1": 96, "v2": 10}
-WORDS = {"v1": 64, "v2": 24}  # of a prompt, some five tokens each
+WORDS = {"v1": 64, "v2": 24}  # about five tokens each
 PATIENCE = {"v1": 180.0, "v2": 1200.0}
 
 
 def soak(setting: Setting, seconds: float, seed: int, folder: Path, progress: Any = lambda soak, now: None) -> dict:
-    """Start a server, load it, and report.
+    """Start a server, load it, and return the report.
 
     Args:
-        folder: for the models and the server's log.
-        progress: called with the ``Soak`` and its seconds now and then.
+        folder: the folder for the models and the server's log.
+        progress: called regularly with the ``Soak`` and the seconds since its start.
     """
     start = time.monotonic()
     with soaked_server(setting, folder) as (server, adapters, ends):

@@ -1,4 +1,4 @@
-"""``vllm`` with Model Runner V2 interpreted on the CPU; its processes are forked from this one."""
+"""The command ``vllm`` with Model Runner V2 interpreted on the CPU. Its processes are forked from this one."""
 
 import sys
 

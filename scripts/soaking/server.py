@@ -1,4 +1,4 @@
-"""The server that a soak loads: ``vllm serve`` with gsd, with a KV cache that is too small for all requests at once."""
+"""The server of a soak: ``vllm serve`` with gsd, and a KV cache too small for all concurrent requests."""
 
 import contextlib
 import json
@@ -17,8 +17,8 @@ from serve_process import FORKING, VLLM, Server, serving  # noqa: E402
 from text_pair import build_text_pair  # noqa: E402
 
 NAME = "target"
-BLOCK_SIZE = 32  # the least on CPUs
-# Model Runner V2 is interpreted on CPUs: what it could hold costs time.
+BLOCK_SIZE = 32  # the minimum on CPUs
+# Model lengths. Model Runner V2 is interpreted on CPUs, where a longer one costs time.
 LENGTHS = {"v1": 512, "v2": 256}
 
 
@@ -28,10 +28,10 @@ class Setting:
 
     Args:
         runner: "v1" or "v2".
-        concurrency: requests it may run at once.
-        target, draft: folders; None for the tiny pair, which comes with LoRA adapters.
+        concurrency: maximum concurrent requests.
+        target, draft: folders; None for the tiny pair, which has LoRA adapters.
         gsd: further keys of gsd.json.
-        lora: whether the tiny pair has its adapters; never with V2, where gsd refuses them.
+        lora: whether to use the tiny pair's adapters. V2 never does, because gsd rejects them there.
     """
 
     runner: str
@@ -43,13 +43,13 @@ class Setting:
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks of the KV cache: one request of full length fits, but not all requests of the load at once."""
+        """Blocks of the KV cache: enough for one request of full length, but not for the whole load."""
         return LENGTHS[self.runner] // BLOCK_SIZE + 2 * self.concurrency + 1
 
 
 @contextlib.contextmanager
 def soaked_server(setting: Setting, folder: Path) -> Iterator[tuple[Server, list[str], set[int]]]:
-    """A server that answers, the names of its LoRA adapters and the target's end-of-text tokens."""
+    """Yields a ready server, the names of its LoRA adapters, and the target's end-of-text tokens."""
     target, draft, adapters = setting.target, setting.draft, {}
     if target is None:
         pair = build_text_pair(folder)

@@ -1,4 +1,4 @@
-"""What must hold after a soak, one verdict each."""
+"""The checks after a soak, one verdict each."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from .load_server import Outcome
 from .loads import kinds
 
-# Growth of memory over the last quarter of a soak that allocators and caches explain: this, and a share of all.
+# Growth of memory in the last quarter that allocators and caches explain: a constant and a share of the total.
 SLACK_MIB = 8.0
 SLACK_SHARE = 0.01
-# Shorter soaks are all warm-up.
+# Shorter soaks consist only of warm-up.
 LEAST_SECONDS = 180
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one thing held; None where the soak was too short to tell."""
+    """Whether a check held, or None if the soak was too short to tell."""
 
     check: str
     held: bool | None
@@ -34,9 +34,11 @@ def judge(
     """All verdicts.
 
     Args:
-        series: readings in the order of time, with their memory in "mib".
-        metrics: the last of all; busy: what of them should be 0 then and is not.
-        lost: how the server was lost, None if it was not; lora: whether it had adapters.
+        series: readings in order of time, with the memory in "mib".
+        metrics: the last metrics.
+        busy: those of them that should be 0 and are not.
+        lost: how the server died, or None.
+        lora: whether it had adapters.
     """
     ended = {name: sum(one.ended == name for one in outcomes) for name in ("server error", "refused", "hung")}
     wrong = [one for one in outcomes if one.ended == "answered" and one.faults]

@@ -1,4 +1,4 @@
-"""A server seen from outside: its metrics, and the memory of its processes."""
+"""Reads a server's metrics and the memory of its processes."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ IDLE = (
 
 
 async def read_metrics(http: httpx.AsyncClient) -> dict[str, float]:
-    """All samples of ``/metrics`` by name, summed over their labels."""
+    """All samples of ``/metrics`` by name, summed over labels."""
     answer = await http.get("/metrics")
     answer.raise_for_status()
     totals: dict[str, float] = {}
@@ -26,17 +26,21 @@ async def read_metrics(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 def not_idle(metrics: dict[str, float]) -> dict[str, float | None]:
-    """What of ``IDLE`` is not 0, or missing."""
+    """The metrics of ``IDLE`` that are missing or not 0."""
     return {name: metrics.get(name) for name in IDLE if metrics.get(name) != 0}
 
 
 def memory_mib(pid: int) -> float:
-    """Memory of a process and all its children; pages that they share are counted once."""
+    """Memory of a process and all its children. Shared pages count once."""
     total = 0
     for process in _family(pid):
         try:
             total += process.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied, AttributeError):  # it has just ended, or this is no Linux
+        except (
+            psutil.NoSuchProcess,
+            psutil.AccessDenied,
+            AttributeError,
+        ):  # the process has just ended, or this is not Linux
             total += _resident(process)
     return total / 2**20
 

@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def run(*command, **environment) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(map(str, (REPOSITORY, FOLDER, TRITON, os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(map(str, (REPOSITORY, FOLDER, FOLDER.parent, TRITON, os.environ.get("PYTHONPATH", ""))))
     # One thread: the tensors are tiny, and threads that wait take time from other tests.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)

@@ -1,11 +1,11 @@
-"""Lets the tests here import ``walk_world``, and gives them what they share."""
+"""Lets the tests here import ``walk_world`` and the kernels' ``references``, and gives them what they share."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "kernels")]
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def test_layers_that_are_served():
         ({"kind": ChunkedLocalAttention}, "class ChunkedLocalAttention"),
         ({"impl": CPUAttentionBackendImpl}, r"backend CPU_ATTN \(vllm.v1.attention.backends.cpu_attn."),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only attention"),
-        ({"head_size_v": 32}, "values of size 32 beside keys of size 64"),
+        ({"head_size_v": 32}, "values of size 32 with keys of size 64"),
         ({"alibi": torch.ones(4)}, "ALiBi"),
         ({"impl": FLASH, "window": (-1, -1), "attributes": {"chunk_lookback": 0}}, "chunked attention"),
     ],

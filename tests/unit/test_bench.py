@@ -1,4 +1,4 @@
-"""What the comparison computes without engines."""
+"""The computations of ``vllm-gsd bench``, without engines."""
 
 import random
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ PLAIN, GRAPH = (Setting(name, "", None, False) for name in ("plain", "gsd"))
 
 
 def engines(requests, answer, max_tokens=9, repeats=3):
-    """Engines that answer a job by ``answer(setting, job)``."""
+    """Fake engines that answer a job with ``answer(setting, job)``."""
     work = SimpleNamespace(requests=requests, max_tokens=max_tokens, repeats=repeats)
     return SimpleNamespace(work=work, run=answer)
 

@@ -1,4 +1,4 @@
-"""``vllm-gsd check``: made-up folders of models, and installations where vLLM does not start."""
+"""``vllm-gsd check`` on fake model folders, and on installations where vLLM does not start."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def without_probes(monkeypatch):
-    """Nothing is installed or started; every question to a process has a good answer."""
+    """Replaces the probes by ones that always succeed."""
     monkeypatch.setattr(check_run, "ask", lambda topic, question, timeout: [Finding(topic, "ok", "")])
 
 
@@ -183,7 +183,7 @@ def test_process_that_fails():
 
 
 def command(*arguments, vllm: str, folder) -> subprocess.CompletedProcess:
-    """The command where ``import vllm`` runs this program."""
+    """Runs the command in an environment where ``import vllm`` runs the given program."""
     (folder / "vllm").mkdir()
     (folder / "vllm" / "__init__.py").write_text(vllm)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))

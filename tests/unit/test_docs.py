@@ -1,4 +1,4 @@
-"""The check of the documentation finds what is wrong with a page. That the pages are right is for ``scripts/lint``."""
+"""The check of the documentation finds faults of a page. ``scripts/lint`` runs it on the real pages."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""The scripts for GPU machines, as far as they go without one."""
+"""The parts of the scripts for GPU machines that run without a GPU."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The built-in pair: conversion from GGUF on a tiny file, and the real pair against transformers' reading."""
+"""The built-in pair: conversion of a tiny GGUF file, and the real pair compared with transformers."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD, INNER, LAYERS = 64, 4, 2, 16, 96, 2
 
 
 def llama_cpp_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter does it to Q and K (conversion from Hugging Face, LlamaModel.permute)."""
+    """Permute Q or K like llama.cpp's converter (LlamaModel.permute)."""
     rows = weight.shape[0]
     return weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -90,7 +90,7 @@ def write_gguf(path: Path, weights: dict[str, np.ndarray], architecture="llama",
     return path
 
 
-# As llama.cpp calls the tensors of a Llama model.
+# Llama.cpp's names of the tensors of a Llama model.
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -179,7 +179,7 @@ def test_conversion_keeps_every_value_of_the_metadata(tiny):
 
 
 def test_the_converted_folder_computes_as_the_original_weights(tiny):
-    """The whole way through transformers: a wrong permutation or name would change every logit."""
+    """Through transformers, because a wrong permutation or name would change every logit."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
     weights, file, tokenizer, target = tiny
@@ -217,7 +217,7 @@ def test_wrong_files_are_refused(tiny, tmp_path):
 
 @pytest.fixture
 def tiny_package(tiny, monkeypatch):
-    """The built-in pair made tiny, to try what happens around the conversion."""
+    """A tiny built-in pair, to test what surrounds the conversion."""
     _, file, tokenizer, _ = tiny
     monkeypatch.setattr(models, "find_gguf", lambda: file)
     monkeypatch.setattr(models, "DRAFT_MODEL", tokenizer)
@@ -249,7 +249,7 @@ def test_failed_conversion_leaves_nothing(tiny_package, tmp_path, monkeypatch):
 
 
 def test_several_at_once_agree(tiny_package, tmp_path, monkeypatch):
-    # All wait for each other with a finished conversion in hand, so that all but one come too late.
+    # All wait until every conversion is finished, so that all but one come too late.
     barrier, real_convert = threading.Barrier(4), convert
 
     def convert_and_wait(gguf, folder, tokenizer):
@@ -291,7 +291,7 @@ def test_cache_folder(monkeypatch):
     assert models.default_cache_dir() == Path.home() / ".cache" / "vllm_gsd"
 
 
-# The real pair, in the user's cache, where it is wanted anyway.
+# The real pair, in the user's cache.
 @pytest.fixture(scope="module")
 def pair():
     if not importlib.util.find_spec(models.GGUF_PACKAGE):
@@ -328,7 +328,7 @@ def test_real_configs(pair):
 
 
 def test_real_weights_are_the_files(pair):
-    """Tensor for tensor against the reader of llama.cpp's own package, Q and K permuted as llama.cpp does it."""
+    """Every tensor against the reader of llama.cpp's package, with Q and K permuted like llama.cpp."""
     weights = load_file(pair.target / "model.safetensors")
     config = json.loads((pair.target / "config.json").read_text())
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(models.find_gguf()).tensors}
@@ -355,5 +355,5 @@ def test_real_target_answers_in_english(pair):
     with torch.no_grad():
         logits = model(tokens).logits[0, -len(answer) - 1 : -1]
     assert logits.dtype == torch.float32
-    # It is sure of what it says (0.35); with the rows of K in the wrong order this is 11.
+    # The loss is 0.35. With the rows of K in the wrong order it is 11.
     assert torch.nn.functional.cross_entropy(logits, answer) < 1

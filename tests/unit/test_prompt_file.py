@@ -1,4 +1,4 @@
-"""Prompt files: what JSON allows in a line is read, and what is no prompt is told in one sentence."""
+"""Prompt files: every valid JSON line is read, and invalid lines give one clear sentence."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every row of the table of refusals: what it rejects, on which runner and platform, and that vLLM has what it asks."""
+"""Each row of the table of refusals rejects its feature where it should, and reads fields that vLLM has."""
 
 import dataclasses
 import inspect
@@ -9,7 +9,7 @@ import pytest
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.refusals import REFUSALS, Engine
 
-# Feature: (runner, platform, what an engine has then, a part of the sentence).
+# Feature: (runner, platform, the configuration that uses it, a part of the message).
 USED = {
     "other platforms than vLLM's CPU and CUDA platforms": ("V1", "", {}, "this platform yet"),
     "pooling models": ("V1", "CPU", {"model.runner_type": "pooling"}, "text-generation"),
@@ -41,6 +41,10 @@ USED = {
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
     'an empty list of "sources" on GPUs': ("V2", "GPU", {"config.sources": []}, '"sources" [] on a GPU; name a source'),
+    '"tree_attention" "xformers" with KV blocks that are not a multiple of 64 tokens': (
+        *("V2", "GPU", {"config.tree_attention": "xformers", "cache.block_size": 16}),
+        "with KV blocks of 16 tokens; set --block-size to a multiple of 64.",
+    ),
     "a draft's tensor-parallel size that is neither 1 nor the target's": (
         *("V1", "CPU", {"config.draft_tensor_parallel_size": 2}),
         '"draft_tensor_parallel_size" 2; set it to 1 or to the target\'s size 1',
@@ -56,7 +60,7 @@ USED = {
 
 
 def engine(runner: str, platform: str, **of: dict) -> Engine:
-    """An engine of supported features, but for those given by config."""
+    """An engine that uses only supported features, apart from the ones given per config."""
     model = {
         "runner_type": "generate",
         "get_sliding_window": lambda: None,
@@ -77,7 +81,7 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
         "model_config": SimpleNamespace(**model | of.get("model", {})),
         "parallel_config": SimpleNamespace(**parallel | of.get("parallel", {})),
         "cache_config": SimpleNamespace(
-            **{"cache_dtype": "auto", "kv_sharing_fast_prefill": False} | of.get("cache", {})
+            **{"cache_dtype": "auto", "kv_sharing_fast_prefill": False, "block_size": 16} | of.get("cache", {})
         ),
     }
     config = GSDConfig.load({"method": "gsd", "model": None, **of.get("config", {})})
@@ -123,7 +127,7 @@ def test_nothing_else_is_refused(runner, platform):
         ("V1", "CPU", {"model.get_sliding_window": lambda: 17}),
         ("V1", "CPU", {"vllm_config.watermark_config": 1}),
         ("V2", "GPU", {"cache.cache_dtype": "fp8"}),
-        ("V2", "GPU", {"config.tree_attention": "xformers"}),
+        ("V2", "GPU", {"config.tree_attention": "xformers", "cache.block_size": 128}),
         ("V1", "CPU", {"parallel.data_parallel_size": 2}),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.drafter import Drafter
-from vllm_gsd.engine.verify.draft_tree import DraftTree
+from vllm_gsd.engine.verify.draft_tree import FlatTree
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.ops.attention.cpu import _attended
 
@@ -21,7 +21,7 @@ def branching():
     """A graph with two branches."""
     places = np.zeros(NODES, np.int64)
     parent, depth = np.array([-1, -1, 0, 0, 1], np.int32), np.array([1, 1, 2, 2, 2], np.int32)
-    return DraftTree(
+    return FlatTree(
         token=places + 7, parent=parent, depth=depth, origin=places.astype(np.int8),
         via_merge=places.astype(np.bool_), survival=np.ones(NODES, np.float32),
     )  # fmt: skip

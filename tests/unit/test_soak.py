@@ -1,4 +1,4 @@
-"""What a soak holds answers and servers to: each fault is found, and nothing else is taken for one."""
+"""The checks of a soak find each fault of answers and servers, and report no others."""
 
 import sys
 from pathlib import Path

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.v2.texts import Texts
-from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, DraftTree
+from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, FlatTree
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.method.constants import (
     AGREED,
@@ -31,7 +31,7 @@ def tree_of(parent):
     for place, above in enumerate(parent):
         depth[place] = 1 if above == NONE else depth[above] + 1
     count = len(parent)
-    return DraftTree(
+    return FlatTree(
         np.arange(100, 100 + count),
         np.array(parent, np.int32),
         depth,
@@ -100,10 +100,11 @@ def test_a_whole_batch_can_attend_by_the_mask():
     tree = tree_rows_of(metadata["layer"])
     assert tree.rows is None
     assert tree.query_start_loc.tolist() == [0, 3, 4, 8, 13]
-    assert tree.prefix_lens.tolist() == [10, 7, 40, 5]
+    # Rows of text attend the prefix up to their own position; only those of trees need a mask.
+    assert tree.prefix_lens.tolist() == [13, 8, 40, 7]
     assert tree.block_table.tolist() == [[0], [1], [2], [3]]
     assert tree.positions.tolist() == positions.tolist()
-    assert tree.mask[:, 0].tolist() == [1, 3, 7, 1, 1, 3, 5, 8, 1, 3, 7, 15, 31]
+    assert tree.mask[:, 0].tolist() == [0, 0, 0, 0, 1, 3, 5, 8, 0, 0, 1, 3, 7]
 
 
 def test_texts_follow_what_was_sampled():

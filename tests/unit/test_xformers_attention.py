@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from references.paged import paged_tree_attention_reference
 
-from vllm_gsd.ops.attention.paged import paged_tree_attention_reference
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 64

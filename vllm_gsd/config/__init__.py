@@ -1,4 +1,4 @@
-"""The keys of ``gsd.json`` and every check of them that needs no engine. Imports neither torch nor vLLM."""
+"""The keys of ``gsd.json`` and all checks that need no engine. Imports neither torch nor vLLM."""
 
 from vllm_gsd.config.schema import GSDConfig, GSDConfigError, allowed, check_draft_model, extra_of, is_gsd, read
 

@@ -1,4 +1,4 @@
-"""Whether a draft model can serve a target, found out from its small files before any weights are loaded."""
+"""Checks whether a draft model fits a target, from its small files, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def check_draft(
     Args:
         model: the draft's path or hub id.
         target_vocab_size: the target's ``vocab_size``.
-        target: the target's path or hub id. The tokenizers are compared where both lie on this machine.
-        draft_vocab_size: tokens its LM head is to compute, None for what its folder says.
+        target: the target's path or hub id. The tokenizers are compared if both are on this machine.
+        draft_vocab_size: number of tokens that its LM head computes; None for what its folder says.
 
     Raises:
-        GSDConfigError: the draft is missing, incomplete, or of another vocabulary, or cannot be trimmed as asked.
+        GSDConfigError: the draft is missing or incomplete, has another vocabulary, or cannot be trimmed as asked.
     """
     draft = local_folder(model)
     if draft is None and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return  # vLLM fetches it from a hub that we have no client for, and reports what is missing
+        return  # vLLM downloads it from a hub for which we have no client, and reports what is missing
     draft = draft or _from_hub(model)
     if not (draft / "config.json").is_file():
         what = "is a folder without config.json" if draft.is_dir() else "is no folder"
@@ -53,7 +53,7 @@ def check_draft(
 
 
 def reads_features(model: str) -> bool:
-    """Whether a draft, by path or hub id, is of EAGLE's kind: one that reads the target's hidden states."""
+    """Whether a draft, by path or hub id, is an EAGLE head, which reads the target's hidden states."""
     folder = local_folder(model)
     return folder is not None and is_eagle(folder)
 
@@ -92,10 +92,10 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     try:
-        # One request without the download's half a minute of retries: mostly it is a folder's name misspelt.
+        # A single request, since the download would retry for half a minute and the usual cause is a misspelt folder.
         get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=10)
         return Path(hf_hub_download(model, "config.json")).parent
-    except Exception as error:  # the hub client raises a dozen kinds, its HTTP library's among them
+    except Exception as error:  # the hub client and its HTTP library raise many kinds
         reason = type(error).__name__
         _refuse(model, f"is no folder here and could not be had from the hub ({reason})")
 
@@ -114,7 +114,7 @@ def _tokenizers_differ(model: str, one: Path, other: Path) -> bool:
         return False
     try:
         first, second = (file.read_bytes() for file in files)
-        # Parsing takes up to a second for large vocabularies; mostly it is the same file.
+        # Parsing a large vocabulary takes up to a second, and the files are usually equal.
         return first != second and _vocabulary(first) != _vocabulary(second)
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         _refuse(model, "cannot be compared with the target, as one tokenizer.json of the two is not readable")
@@ -123,6 +123,6 @@ def _tokenizers_differ(model: str, one: Path, other: Path) -> bool:
 def _vocabulary(tokenizer_json: bytes) -> dict[str, int]:
     tokenizer = json.loads(tokenizer_json)
     vocab = tokenizer["model"]["vocab"]
-    if isinstance(vocab, list):  # Unigram: pairs of token and score, the id being the place
+    if isinstance(vocab, list):  # Unigram: pairs of token and score; the index is the id
         vocab = {token: index for index, (token, _) in enumerate(vocab)}
     return {**vocab, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}}

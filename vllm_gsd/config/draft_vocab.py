@@ -1,7 +1,7 @@
 """The trimmed vocabulary of a draft: the tokens whose logits its LM head computes (FR-Spec, Zhao et al. 2025).
 
-A draft need not be able to propose every token; the target still says every one. The LM head of a small draft is most
-of what a level reads, and most text is made of a few thousand tokens.
+A draft need not propose every token, since the target can still produce all of them. The LM head is most of what a
+level of a small draft reads, and a few thousand tokens make up most text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def write_draft_vocab(folder: Path, token_ids: np.ndarray) -> None:
 
 
 def read_draft_vocab(folder: Path) -> Any:
-    """Content of the file in a draft's folder; None without one, and what no list is where it is damaged."""
+    """Content of the file in a draft's folder: None without a file, and ``"damaged"`` if it is unreadable."""
     try:
         return json.loads((folder / FILE).read_text("utf-8"))
     except FileNotFoundError:
@@ -34,22 +34,22 @@ def read_draft_vocab(folder: Path) -> Any:
 
 
 def choose_draft_vocab(stored: Any, vocab_size: int, wanted: int | None) -> np.ndarray | None:
-    """Tokens the draft's LM head is to compute.
+    """Choose the tokens whose logits the draft's LM head computes.
 
     Args:
-        stored: content of the draft folder's file, None without one.
-        vocab_size: the full vocabulary's.
-        wanted: ``draft_vocab_size``; None: as many as the file lists, or all.
+        stored: result of ``read_draft_vocab``.
+        vocab_size: size of the full vocabulary.
+        wanted: ``draft_vocab_size``; None for the tokens that the file lists, or all without a file.
 
     Returns:
         int64 [n], ascending, or None for the full vocabulary.
 
     Raises:
-        GSDConfigError: ``wanted`` is beyond the vocabulary, or the file is damaged.
+        GSDConfigError: ``wanted`` exceeds the vocabulary, or the file is damaged.
     """
     if wanted is not None and wanted > vocab_size:
         fail(f'"draft_vocab_size" is {wanted}, but must be at most {vocab_size}, the size of the vocabulary')
-    # In a BPE vocabulary low ids are early merges: frequent tokens.
+    # In a BPE vocabulary low ids are early merges, hence frequent tokens.
     ranking = np.arange(vocab_size, dtype=np.int64)
     if stored is not None:
         listed = _checked(stored, vocab_size)

@@ -1,7 +1,7 @@
-"""``GSDConfig``: the keys of ``gsd.json``, with every check that needs no engine. Imports nothing of vLLM.
+"""``GSDConfig``: the keys of ``gsd.json``, with all checks that need no engine. Does not import vLLM.
 
-Whatever is wrong is one ``GSDConfigError``, and its message is one sentence that names the key, what was
-given and what is allowed: a user reads it at the end of a server's log.
+Every mistake raises a ``GSDConfigError``. Its message is one sentence that names the key, the given value and what is
+allowed, since users read it at the end of a server's log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_gsd.config.source import (
 __all__ = ["GSDConfig", "GSDConfigError", "allowed", "check_draft_model", "extra_of", "is_gsd", "read"]
 
 METHOD = "gsd"
-# Keys that vLLM's own SpeculativeConfig has too, so that they do not tell whose a config is.
+# Keys that vLLM's SpeculativeConfig has too. They do not show that a config is ours.
 _SHARED_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
 _PAPER = {"top_k": 4, "theta_prob": 0.2, "theta_sib": 0.3}
 _PAPER_SHOWN = ", ".join(f"{key} {value}" for key, value in _PAPER.items())
@@ -40,7 +40,7 @@ Source = Literal["draft", "ngram", "shared"]
 
 
 def _either(values: Iterable[Any], last: str = "or") -> str:
-    """Values as JSON, in a sentence: '"a", "b" or null'."""
+    """Join values as JSON for a sentence: '"a", "b" or null'."""
     *some, end = (json.dumps(value) for value in values)
     return f"{', '.join(some)} {last} {end}" if some else end
 
@@ -50,12 +50,12 @@ def _default_sources(earlier: dict[str, Any]) -> tuple[Source, ...]:
 
 
 class GSDConfig(BaseModel):
-    """What a user may set. Build it with ``load``: its errors are written for users, pydantic's are not."""
+    """The keys that a user may set. Build it with ``load``, whose errors are written for users."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    # Everything about a key is said here: messages, the command's help and the documentation are made from it. Of
-    # json_schema_extra, "allowed" and "default" say what types and bounds do not, "null" what null stands for.
+    # Messages, the command's help and the documentation are generated from these fields. In json_schema_extra,
+    # "allowed" and "default" replace what types and bounds would say, and "null" is the meaning of null.
     method: Literal["gsd"] = Field(description="Selects graph-structured speculative decoding.")
     model: str | None = Field(
         pattern=r"\S",
@@ -128,14 +128,14 @@ class GSDConfig(BaseModel):
 
     @classmethod
     def load(cls, value: Any, origin: str | None = None) -> GSDConfig:
-        """Build a config from a path of a JSON file, an inline JSON object or a dict.
+        """Build a config from the path of a JSON file, an inline JSON object or a dict.
 
         Args:
             value: the path, the JSON or the dict; '-' in a key means '_', as in vLLM.
-            origin: what messages call the place the value comes from, where the caller has read it already.
+            origin: name of the value's origin in messages, if the caller has already read it.
 
         Raises:
-            GSDConfigError: there is anything wrong with it; of several mistakes the first is told.
+            GSDConfigError: the config has a mistake; the message names the first one.
         """
         origin = origin or origin_of(value)
         keys = with_underscores(value if isinstance(value, dict) else read(value), origin)
@@ -203,7 +203,7 @@ class GSDConfig(BaseModel):
 
 
 def allowed(key: str) -> str:
-    """What a key of ``gsd.json`` may be, as messages and the documentation say it."""
+    """The allowed values of a key of ``gsd.json``, as text for messages and the documentation."""
     field = GSDConfig.model_fields[key]
     extra = extra_of(key)
     if "allowed" in extra:
@@ -220,26 +220,26 @@ def allowed(key: str) -> str:
 
 
 def extra_of(key: str) -> dict[str, str]:
-    """What a key's type and bounds do not say of it: "allowed", "default", "null"; see ``GSDConfig``."""
+    """The key's additional texts "allowed", "default" and "null"; see ``GSDConfig``."""
     extra = GSDConfig.model_fields[key].json_schema_extra
     return {name: str(said) for name, said in extra.items()} if isinstance(extra, dict) else {}
 
 
 def is_gsd(value: Any) -> bool:
-    """Whether a speculative config asks for method "gsd"; every other one is vLLM's business, untouched.
+    """Whether a speculative config selects method "gsd". All other configs are left to vLLM.
 
     Args:
-        value: a path of a JSON file, an inline JSON text, or what was parsed from one.
+        value: the path of a JSON file, an inline JSON text, or a parsed one.
 
     Raises:
-        GSDConfigError: it means "gsd" and nothing else but misspells it, or it is a path that cannot be read.
+        GSDConfigError: the config clearly means "gsd" but misspells it, or is a path that cannot be read.
     """
     origin = origin_of(value)
     if is_inline(value):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            # Not ours to complain about, unless it is our config that is broken.
+            # Only a broken config of ours is reported here.
             if f'"{METHOD}"' in value:
                 read(value)
             return False
@@ -256,25 +256,25 @@ def is_gsd(value: Any) -> bool:
 
 
 def check_draft_model(config: GSDConfig, target_vocab_size: int, target: str | os.PathLike[str] | None = None) -> None:
-    """Check, without loading weights, that the config's draft model exists and has the target's vocabulary.
+    """Check without loading weights that the config's draft model exists and has the target's vocabulary.
 
     Args:
-        config: nothing is done if its ``model`` is null.
+        config: the check passes if its ``model`` is null.
         target_vocab_size: the target's ``vocab_size``.
-        target: the target's path or hub id. The tokenizers are compared where both lie on this machine.
+        target: the target's path or hub id. The tokenizers are compared if both are on this machine.
 
     Raises:
-        GSDConfigError: the draft is missing, incomplete, or of another vocabulary, or cannot be trimmed as asked.
+        GSDConfigError: the draft is missing or incomplete, has another vocabulary, or cannot be trimmed as asked.
     """
     if config.model is not None:
         check_draft(config.model, target_vocab_size, target, config.draft_vocab_size)
 
 
 def _means_gsd(keys: dict[str, Any]) -> bool:
-    """Whether keys that do not say "gsd" were still meant to, and could mean nothing else.
+    """Whether keys without the method "gsd" can only mean it.
 
-    Another spelling of the same letters could not. A similar name could be another method, of vLLM or of another
-    plugin ("gdn"), unless there are keys beside it that only this method has.
+    Another spelling of the same letters can only mean it. A similar name could be a method of vLLM or of another plugin
+    ("gdn"), unless the config has keys that only this method has.
     """
     method = keys.get("method")
     has_our_keys = bool(keys.keys() & (GSDConfig.model_fields.keys() - _SHARED_KEYS))

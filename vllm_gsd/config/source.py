@@ -1,4 +1,4 @@
-"""Where a speculative config comes from: a file, inline JSON or a dict; and how mistakes in it are told."""
+"""Reading a speculative config from a file, inline JSON or a dict, and reporting mistakes in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Far above any sensible file, and small enough that a wrong file is refused at once.
+# Far above any sensible config, and small enough to refuse a wrong file at once.
 MAX_BYTES = 1 << 20
 
 
@@ -16,12 +16,12 @@ class GSDConfigError(ValueError):
 
 
 def fail(clause: str, origin: str = "") -> NoReturn:
-    """Raise a clause as the sentence of a ``GSDConfigError``, after the place it is about if given."""
+    """Raise a ``GSDConfigError`` whose sentence is the clause, after its origin if given."""
     raise GSDConfigError(f"In {origin}, {clause}." if origin else f"{clause[0].upper()}{clause[1:]}.")
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as the user wrote it (in JSON's spelling), short and without line breaks."""
+    """A value as JSON, short and without line breaks."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         if not text.isprintable():
@@ -35,19 +35,19 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def origin_of(value: Any) -> str:
-    """What messages call the place that a config is read from."""
+    """The name of a config's origin in messages."""
     if is_path(value):
         return shown(os.fsdecode(value), limit=200)
     return "the speculative config"
 
 
 def is_inline(value: Any) -> bool:
-    """Whether a value is meant as JSON text, not as a path."""
+    """Whether a value is JSON text rather than a path."""
     return isinstance(value, str) and value.lstrip()[:1] in ("{", "[", '"')
 
 
 def is_path(value: Any) -> bool:
-    """Whether a value is meant as a path of a file."""
+    """Whether a value is the path of a file."""
     return isinstance(value, os.PathLike) or (isinstance(value, str) and value != "" and not is_inline(value))
 
 
@@ -55,7 +55,7 @@ def read(value: Any) -> dict[str, Any]:
     """Read a JSON object from a file or from the text itself.
 
     Raises:
-        GSDConfigError: the file cannot be read, or it holds no JSON object with each key once.
+        GSDConfigError: the file cannot be read, or does not hold a JSON object with distinct keys.
     """
     origin = origin_of(value)
     if is_path(value):
@@ -85,10 +85,10 @@ def read(value: Any) -> dict[str, Any]:
 
 
 def with_underscores(keys: dict[Any, Any], origin: str) -> dict[str, Any]:
-    """The same keys with '-' replaced by '_', as vLLM does.
+    """Replace '-' by '_' in the keys, as vLLM does.
 
     Raises:
-        GSDConfigError: a key is no string, or is given in both spellings.
+        GSDConfigError: a key is not a string, or is given in both spellings.
     """
     renamed: dict[str, Any] = {}
     for key, value in keys.items():
@@ -123,7 +123,7 @@ def _why_not_a_file(file: Path) -> str:
         return "is a directory, but must be a JSON file"
     if not file.exists():
         return "does not exist; give a path of a JSON file or a JSON object"
-    if not file.is_file():  # a pipe could block, a device never end
+    if not file.is_file():  # a pipe could block, and a device might never end
         return "is no regular file, but must be a JSON file"
     return ""
 
@@ -147,6 +147,6 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _short_integer(digits: str) -> int:
-    if len(digits) > 20:  # Python's own message on thousands of digits is no sentence for a user
+    if len(digits) > 20:  # Python's own message about thousands of digits is not meant for users
         raise ValueError(f"a number has {len(digits)} digits, but none needs more than 3")
     return int(digits)

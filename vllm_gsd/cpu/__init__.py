@@ -1,1 +1,1 @@
-"""Matrix products for CPUs, which have nothing to do with speculation."""
+"""Matrix products for CPUs; they do not depend on speculative decoding."""

@@ -1,6 +1,6 @@
-"""Memory in huge pages, for weights: every step reads all of them, and to find where a page lies takes time too.
+"""Weights in huge pages, which reduce TLB misses because every decoding step reads all weights.
 
-Matrices of small models are smaller than such a page (2 MiB), so they lie one behind the other.
+Matrices of small models are smaller than a huge page (2 MiB), so several share a page.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import mmap
 import torch
 
 PAGE = 2 << 20
-REGION = 32 << 20  # what is asked for at once; of its end nothing is taken before it is written to
-LINE = 64  # a tensor begins where a cache line does
+REGION = 32 << 20  # bytes mapped at once; the system commits a page only when it is first written
+LINE = 64  # tensors are aligned to cache lines
 
 
 class HugePages:
-    """Lays tensors one behind the other; a region goes when none of them is left."""
+    """Allocates tensors one after another in mapped regions; a region is freed with its last tensor."""
 
     def __init__(self) -> None:
-        self.region: mmap.mmap | None = None  # the last one, taken up to ``end``
+        self.region: mmap.mmap | None = None  # the newest region, used up to ``end``
         self.end = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the CPU, in huge pages where the system has them."""
+        """A contiguous copy on the CPU, in huge pages if the system supports them."""
         count, size = tensor.numel(), tensor.numel() * tensor.element_size()
         if count == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
             return tensor.clone(memory_format=torch.contiguous_format)
@@ -35,9 +35,9 @@ class HugePages:
 
 
 def _region(size: int) -> tuple[mmap.mmap, int]:
-    """Memory with ``size`` bytes from the beginning of a page on, and where in it that is."""
+    """Map at least ``size`` bytes from a page boundary on; returns the memory and the offset of that boundary."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
 

@@ -1,7 +1,8 @@
-"""Matrices in int8 for drafting on a CPU: half of bfloat16's bytes, which is what a draft level waits for.
+"""int8 weights for drafting on a CPU: a draft level is memory-bound, and int8 halves the bytes of bfloat16.
 
-Rows are scaled each by its largest value, inputs each by theirs as they come (W8A8, LLM.int8() without outliers,
-Dettmers et al. 2022). Only candidates depend on it: what is accepted is for the target to say.
+Each weight row is scaled by its largest absolute value, and each input row by its own at run time (W8A8, like
+LLM.int8() without outlier columns, Dettmers et al. 2022). Quantization affects only the candidates, which the target
+verifies.
 """
 
 import torch
@@ -9,14 +10,14 @@ from vllm import _custom_ops as vllm_ops
 
 
 class Int8Rows:
-    """``x @ weight.T`` by vLLM's own oneDNN op.
+    """``x @ weight.T`` with vLLM's oneDNN op.
 
     Args:
-        weight: bfloat16 [rows, size]; not kept.
+        weight: bfloat16 [rows, size]; no reference to it is kept.
     """
 
     def __init__(self, weight: torch.Tensor):
-        # Kept, as the op reads them from where they lie; of the weight it makes a copy of its own.
+        # The op copies the weight but reads the scales from this tensor, so it must stay alive.
         self.scale = weight.abs().amax(dim=1, keepdim=True).float().clamp_(min=1e-12).div_(127).view(1, -1)
         rounded = (weight / self.scale.view(-1, 1)).round_().to(torch.int8)
         self.num_rows = len(weight)
@@ -25,14 +26,14 @@ class Int8Rows:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The products, bfloat16 [n, rows], of bfloat16 [n, size]."""
+        """Map bfloat16 [n, size] to the products, bfloat16 [n, rows]."""
         output = x.new_empty(len(x), self.num_rows)
         rounded, scale, _ = vllm_ops.onednn_scaled_int8_quant(x.contiguous())
         return vllm_ops.onednn_scaled_mm(self.handler, rounded, output, scale, None, None, None)
 
 
 def int8_pays(weight: torch.Tensor) -> bool:
-    """Whether this processor multiplies int8 at least as fast as this matrix's own type."""
+    """Whether int8 is at least as fast as the weight's own type on this processor (AVX-512 VNNI)."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     return bool(torch.cpu.get_capabilities().get("avx512_vnni")) and hasattr(

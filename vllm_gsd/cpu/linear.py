@@ -1,8 +1,7 @@
-"""``x @ weight.T`` for the few rows of a step, at the price of reading the weights once.
+"""``x @ weight.T`` for the few rows of a decoding step, at the cost of reading the weights once.
 
-A decoding step waits for its weights: the products of a dozen rows or two, as the processor is, fit into that time, if
-the next weights are fetched while the present ones are multiplied. Verifying a graph then costs hardly more than a
-plain step.
+A decoding step is memory-bound. If the kernel prefetches the next weights while it multiplies the current ones, the
+products of one or two dozen rows take no extra time. Verifying a graph then costs hardly more than a plain step.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import torch
 from vllm_gsd.cpu.huge_pages import HugePages
 from vllm_gsd.ops import HAVE_EXTENSION
 
-COLUMNS = 16  # of a vector register: a weight has a multiple of so many
-_PAGES = HugePages()  # where packed weights lie
-_AVX2 = 1  # of ``current_isa``
-_WIDTHS = [(1,), (1,), (2, 1), (4, 3, 2, 1)]  # panels that registers have room for, by ``current_isa``
+COLUMNS = 16  # the width of a panel; the columns of a packed weight are a multiple of it
+_PAGES = HugePages()  # holds the packed weights
+_AVX2 = 1  # a value of ``current_isa``
+_WIDTHS = [(1,), (1,), (2, 1), (4, 3, 2, 1)]  # panels per group that fit the registers, by ``current_isa``
 
 
 def _isa() -> int:
@@ -23,7 +22,7 @@ def _isa() -> int:
 
 
 def packs(weight: torch.Tensor) -> bool:
-    """Whether :func:`linear` serves this weight on this processor: bfloat16, AVX2, sizes that fit registers."""
+    """Whether :func:`linear` supports this weight on this processor: bfloat16, AVX2, suitable sizes."""
     if not HAVE_EXTENSION or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.dim() != 2:
         return False
     columns, size = weight.shape
@@ -31,26 +30,26 @@ def packs(weight: torch.Tensor) -> bool:
 
 
 def packing() -> dict[str, int]:
-    """What else than its shape decides how :func:`pack_weight` lays out a weight, in this process at this time.
+    """The conditions, besides the shape of a weight, that determine the layout of :func:`pack_weight`.
 
-    Code compiled for packed weights has the layout in it as constants, so it serves no other packing.
+    Code compiled for packed weights contains the layout as constants, so it works with this packing only.
 
     Returns:
-        ``isa``, the instruction set by its number, and ``threads``, how many torch has.
+        ``isa``, the number of the instruction set, and ``threads``, torch's number of threads.
     """
     return {"isa": _isa(), "threads": torch.get_num_threads()}
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Lay out a weight for :func:`linear`, as many bytes as before.
+    """Lay out a weight for :func:`linear`; the size in bytes does not change.
 
     Args:
         weight: ``[columns, size]``, columns a multiple of 16 and size of 2.
 
     Returns:
-        ``[groups, size / 2, panels, 16, 2]``: a group is 16 * panels columns. As many panels as there are registers
-        for are the fastest, four by pairs of bfloat16 and two with AVX-512; fewer are taken where the groups would be
-        shared out unevenly among torch's threads.
+        ``[groups, size / 2, panels, 16, 2]``; a group has 16 * panels columns. The most panels that fit the registers
+        are the fastest: four with AVX-512 BF16, two with AVX-512. Fewer are used if torch's threads would otherwise get
+        uneven shares of the groups.
     """
     columns, size = weight.shape
     panels = columns // COLUMNS
@@ -61,20 +60,20 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def _panels_of_group(panels: int, isa: int, threads: int) -> int:
     def longest(width: int) -> int:
-        """Panels of the thread that has most of them, were groups so wide."""
+        """Most panels that a thread gets if a group has ``width`` panels."""
         return -(-(panels // width) // threads) * width
 
     return min((width for width in _WIDTHS[isa] if not panels % width), key=longest)
 
 
 def unpack_weight(packed: torch.Tensor) -> torch.Tensor:
-    """The ``[columns, size]`` that :func:`pack_weight` was given."""
+    """The inverse of :func:`pack_weight`: ``[columns, size]``."""
     groups, pairs, width, panel, _ = packed.shape
     return packed.permute(0, 2, 3, 1, 4).reshape(groups * width * panel, 2 * pairs)
 
 
 def read_columns(packed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Rows ``[..., size]`` of the weight, those of ``columns``, int64 ``[...]``."""
+    """Read the weights ``[..., size]`` of some output columns, int64 ``[...]``."""
     _, pairs, width, _, _ = packed.shape
     panel = columns // COLUMNS
     rows = packed[panel // width, :, panel % width, columns % COLUMNS]
@@ -82,33 +81,33 @@ def read_columns(packed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def write_columns(packed: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows ``[n, size]`` of the weight anew, those of ``columns``, int64 ``[n]``."""
+    """Overwrite the weights of some output columns, int64 ``[n]``, with ``rows``, ``[n, size]``."""
     _, pairs, width, _, _ = packed.shape
     panel = columns // COLUMNS
     packed[panel // width, :, panel % width, columns % COLUMNS] = rows.view(len(rows), pairs, 2)
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``, products of bfloat16 summed in float32 in the order of their inputs.
+    """``x @ weight.T + bias``: bfloat16 products, accumulated in float32 in the order of the inputs.
 
-    A row's result does not depend on the other rows, nor on the number of threads.
+    The result of a row depends neither on the other rows nor on the number of threads.
 
     Args:
         x: bfloat16 ``[..., size]``.
-        packed: of :func:`pack_weight`, bfloat16.
+        packed: bfloat16, from :func:`pack_weight`.
         bias: bfloat16 ``[columns]``.
 
     Returns:
         bfloat16 ``[..., columns]``.
 
     Raises:
-        ValueError: a shape or dtype is another.
+        ValueError: a shape or dtype differs from these.
     """
     return torch.ops.vllm_gsd.linear(x, packed, bias)
 
 
 def linear_reference(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`linear` in plain PyTorch, rounded once, in the end."""
+    """:func:`linear` in plain PyTorch, rounded once at the end."""
     weight = unpack_weight(packed).to(torch.promote_types(packed.dtype, torch.float32))
     product = torch.nn.functional.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
     return product.to(x.dtype)
@@ -117,5 +116,5 @@ def linear_reference(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
 if HAVE_EXTENSION:
 
     @torch.library.register_fake("vllm_gsd::linear")
-    def _shape_of_linear(x, weight, bias):
+    def _shape_of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0] * weight.shape[2] * COLUMNS)

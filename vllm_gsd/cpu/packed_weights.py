@@ -1,4 +1,4 @@
-"""Has vLLM multiply by our kernel, where that is the faster one."""
+"""Makes vLLM multiply with our kernel where that is faster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PacksWeights:
         with weights.packing(packs_weights) as embeddings:
             super().load_model(**kwargs)  # type: ignore[misc]
         model = self.vllm_config.model_config
-        if model.head_dtype == model.dtype:  # else upstream multiplies by the LM head's weight itself
+        if model.head_dtype == model.dtype:  # otherwise vLLM uses the unpacked weight of the LM head
             weights.pack_lm_heads(embeddings)
 
 
@@ -41,7 +41,7 @@ def uses_cpu_kernels(vllm_config: Any) -> bool:
 def packs_weights(weight: torch.Tensor) -> bool:
     """Whether to pack a weight for our kernel.
 
-    Not where there are matrix units (AMX), nor beside AMD's own library, which vLLM takes where it is installed.
+    Weights are not packed if the processor has AMX, or if AMD's zentorch is installed, which vLLM then uses.
     """
     upstream_is_better = torch.cpu._is_amx_tile_supported() or hasattr(torch.ops.zentorch, "zentorch_linear_unary")
     return not upstream_is_better and packs(weight)

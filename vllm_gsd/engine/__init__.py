@@ -1,1 +1,1 @@
-"""What lives inside vLLM: from a batch of requests to a verified token graph."""
+"""The parts that run inside vLLM, from a batch of requests to a verified token graph."""

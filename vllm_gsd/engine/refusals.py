@@ -1,59 +1,71 @@
-"""What gsd does not support, as a table: start-up rejects by it, and the documentation lists it. Imports no vLLM."""
+"""The table of features that gsd does not support. Start-up checks and the documentation use it; it imports no vLLM."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gsd.config import GSDConfig
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+
 RUNNERS = ("V1", "V2")
 PLATFORMS = ("CPU", "GPU")
+# The paged kernel of xformers reads whole pages of this many tokens.
+XFORMERS_PAGE = 64
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What a refusal may ask about an engine before it starts."""
+    """The properties of an engine that a refusal may check before the engine starts."""
 
-    vllm_config: Any
+    vllm_config: VllmConfig
     config: GSDConfig
-    runner: str  # of RUNNERS
-    platform: str  # of PLATFORMS, "" for any other
+    runner: str  # one of RUNNERS
+    platform: str  # one of PLATFORMS, "" for any other platform
 
     @property
-    def model(self) -> Any:
-        """The target's ModelConfig."""
+    def model(self) -> ModelConfig:
+        """The target's configuration."""
         return self.vllm_config.model_config
 
     @property
-    def parallel(self) -> Any:
-        """The ParallelConfig."""
+    def parallel(self) -> ParallelConfig:
+        """The engine's parallel configuration."""
         return self.vllm_config.parallel_config
 
     @property
     def cache_dtype(self) -> str:
-        """The KV cache's type, as given."""
+        """The KV cache's data type as the user gave it."""
         return self.vllm_config.cache_config.cache_dtype
 
     @property
+    def block_size(self) -> int:
+        """Tokens in a block of the KV cache."""
+        return self.vllm_config.cache_config.block_size
+
+    @property
     def window(self) -> int | None:
-        """The target's sliding window."""
+        """The target's sliding window in tokens; None for full attention."""
         return self.model.get_sliding_window()
 
 
 class Refusal(NamedTuple):
-    """One unsupported feature. ``name`` and ``instead`` are format strings over ``e``, the Engine."""
+    """One unsupported feature. ``name`` and ``instead`` are format strings; ``e`` in them is the Engine."""
 
-    feature: str  # in the documentation
-    name: str  # in the message
-    used: Callable[[Engine], bool]
-    instead: str  # what the user can do
+    feature: str  # its name in the documentation
+    name: str  # its name in the error message
+    used: Callable[[Engine], bool]  # whether the engine uses the feature
+    instead: str  # what the user can do instead
     runners: tuple[str, ...] = RUNNERS
     platforms: tuple[str, ...] = (*PLATFORMS, "")
 
     def message(self, engine: Engine) -> str | None:
-        """The sentence for the user, None where the engine does not use the feature."""
-        concerned = engine.runner in self.runners and engine.platform in self.platforms
-        if not concerned or not self.used(engine):
+        """The error message, or None if the engine does not use the feature."""
+        applies = engine.runner in self.runners and engine.platform in self.platforms
+        if not applies or not self.used(engine):
             return None
         return f"gsd does not support {self.name.format(e=engine)}; {self.instead.format(e=engine)}."
 
@@ -67,10 +79,10 @@ def _quantised_cache(e: Engine) -> bool:
     return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *fp8)
 
 
-_OTHER_TARGET = "use a decoder-only text model with attention layers alone"
+_OTHER_TARGET = "use a decoder-only text model with attention layers only"
 _V1_INSTEAD = "set VLLM_USE_V2_MODEL_RUNNER=0"
 
-# The first refusal that applies is told.
+# Start-up reports the first refusal that applies.
 REFUSALS = (
     Refusal(
         "other platforms than vLLM's CPU and CUDA platforms",
@@ -178,6 +190,13 @@ REFUSALS = (
         '"sources" [] on a GPU',
         lambda e: not e.config.speculates,
         "name a source: it stands for our CPU kernels alone",
+        platforms=("GPU",),
+    ),
+    Refusal(
+        f'"tree_attention" "xformers" with KV blocks that are not a multiple of {XFORMERS_PAGE} tokens',
+        '"tree_attention" "xformers" with KV blocks of {e.block_size} tokens',
+        lambda e: e.config.tree_attention == "xformers" and e.block_size % XFORMERS_PAGE != 0,
+        f"set --block-size to a multiple of {XFORMERS_PAGE}",
         platforms=("GPU",),
     ),
     Refusal(

@@ -1,13 +1,15 @@
-"""One engine's speculation, whatever its model runner: growing graphs, and learning what became of them."""
+"""One engine's speculation on either model runner: grow token graphs and learn which nodes the target accepts."""
 
-from collections.abc import Sized
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence, Sized
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layers, check_target_layers
-from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
@@ -15,7 +17,7 @@ from vllm_gsd.engine.draft.shared_suffixes import SharedSuffixes
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
-from vllm_gsd.engine.verify.draft_tree import NO_NODES, DraftTree
+from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, flat_tree
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.host import flatten, graft_all_ngrams, reset_all, tally
 from vllm_gsd.method.constants import (
@@ -40,14 +42,20 @@ from vllm_gsd.planner.calibration import SourceTrust
 from vllm_gsd.planner.planner import PROBE_REQUESTS, Planner
 from vllm_gsd.upstream import wire
 
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.utils import AttentionGroup
+
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
-# A grammar may forbid most of what was drafted: so many times the nodes that will be verified are proposed for it.
+# A grammar may forbid most draft tokens, so it chooses among GRAMMAR_CHOICE times as many nodes as are verified.
 GRAMMAR_CHOICE = 4
-# By origin, whether a node was copied from a text.
+# For each origin, whether its nodes are copied from a text.
 COPIED = np.zeros(NUM_ORIGINS, np.bool_)
 COPIED[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED]] = True
-# Counters of accepted nodes by source, and where ``tally`` counts them.
+# Counters of accepted nodes by source, and their index in the totals of ``tally``.
 ACCEPTED_COUNTERS = {
     "nodes_accepted_native": ACCEPTED + NATIVE,
     "nodes_accepted_merged": ACCEPTED + MERGED,
@@ -58,47 +66,36 @@ ACCEPTED_COUNTERS = {
 }
 
 
-class Committed(NamedTuple):
-    """Texts to grow graphs for."""
-
-    batch: DraftBatch
-    requests: np.ndarray  # int64 [num_graphs], places in the batch
-    length: np.ndarray  # int64 [num_graphs], committed tokens
-    max_depth: np.ndarray  # int32 [num_graphs], deepest node worth verifying
-    grammar: np.ndarray  # bool [num_graphs], whether a grammar chooses among the nodes
-    num_nodes: np.ndarray  # int32 [num_graphs], most nodes to propose
-    trust: np.ndarray  # of ``SourceTrust``, float32 [num_graphs, sources]
-
-
 class Speculation:
-    """Grows graphs for the requests of a batch, and learns from what the target accepted.
+    """Grows token graphs for the requests of a batch and learns from the nodes that the target accepts.
 
     Args:
-        vllm_config: the engine's configuration; ours is in it.
+        vllm_config: the engine's configuration, which contains gsd's.
     """
 
-    # Whether a grammar chooses among nodes before they have rows, and may add some.
+    # Whether grammars choose among the proposed nodes, and may add nodes, before the scheduler assigns rows.
     asks_grammar = True
 
-    def __init__(self, vllm_config):
+    def __init__(self, vllm_config: VllmConfig):
         config = wire.options_of(vllm_config)
         assert config is not None
         self.vllm_config = vllm_config
         self.config: GSDConfig = config
         self.stats = GraphStats()
         self.draft_kv: DraftKVTracker | None = None
-        self.trees: dict[str, DraftTree] = {}  # proposed, not verified yet
-        self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not taken yet
-        self.known: dict[str, tuple[bool, bool, int]] = {}  # of each request, what never changes
+        self.trees: dict[str, FlatTree] = {}  # proposed, not yet verified
+        self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not yet sent to the scheduler
+        self.known: dict[str, tuple[bool, bool, int]] = {}  # results of ``_inspect`` by request
         self.max_model_len = vllm_config.model_config.max_model_len
         self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         nodes = self.config.num_speculative_tokens
         capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
-        self.first_graphs: dict[int, GraphBatch] = {}  # the first so many
+        self.first_graphs: dict[int, GraphBatch] = {}  # views of the first n graphs, by n
         self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
         self.trust = SourceTrust()
-        self.copies = not {"ngram", "shared"}.isdisjoint(self.config.sources)  # whether hypotheses come for free
+        # Whether a source of draft tokens needs no draft model.
+        self.has_free_sources = not {"ngram", "shared"}.isdisjoint(self.config.sources)
         self.shared = None
         if "shared" in self.config.sources:
             self.shared = SharedSuffixes(self.config.shared_responses)
@@ -108,31 +105,31 @@ class Speculation:
 
     # --- start-up ---------------------------------------------------------------------------------
 
-    def load_model(self, target_model: Any = None) -> None:
-        """Load the draft model (after the target is loaded).
+    def load_model(self, target_model: torch.nn.Module | None = None) -> None:
+        """Load the draft model. The target must be loaded before.
 
         Raises:
-            GSDConfigError: a layer of target or draft attends in a way that graphs would not follow.
+            GSDConfigError: a layer of the target or draft cannot attend along token graphs.
         """
         layers = attention_layers(self.vllm_config)
         check_target_layers(layers, self.config.num_speculative_tokens, self.vllm_config.use_v2_model_runner)
         if self.drafter is not None:
             self.drafter.model.load(target_model)
-            added = attention_layers(self.vllm_config)
-            check_draft_layers({name: added[name] for name in self.layer_names})
+            layers = attention_layers(self.vllm_config)
+            check_draft_layers({name: layers[name] for name in self.layer_names})
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the draft's attention layers."""
+        """Names of the draft model's attention layers."""
         return [] if self.drafter is None else self.drafter.model.layer_names
 
     def warm_up(self, num_tokens: int) -> None:
-        """Compile what can be compiled."""
+        """Compile the draft model."""
         if self.drafter is not None:
             self.drafter.model.run_idle(num_tokens)
 
-    def prepare(self, kv_cache_config, attention_groups) -> None:
-        """Called once the KV cache and the attention groups exist."""
+    def prepare(self, kv_cache_config: KVCacheConfig, attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
+        """Set up drafting for the KV cache, once the cache and the attention groups exist."""
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size)
         if self.drafter is not None:
@@ -140,14 +137,14 @@ class Speculation:
             self.drafter.prepare(kv_cache_config.num_blocks, block_size)
 
     def release_kv_cache(self) -> None:
-        """Let go of what was made for a KV cache that is no more; ``prepare`` comes again."""
+        """Drop everything that refers to the KV cache. ``prepare`` is called again for the next cache."""
         self.draft_kv = None
         if self.drafter is not None:
             self.drafter.model.builders = []
             self.drafter.features = None
 
     def forget_warm_up(self) -> None:
-        """Let nothing be left of what was learned and counted so far, but how many CUDA graphs there are."""
+        """Discard everything learned and counted during warm-up, except the number of captured CUDA graphs."""
         captured = self.stats.take()["counts"].get("cudagraphs_captured")
         if captured:
             self.stats.counts["cudagraphs_captured"] = captured
@@ -161,35 +158,36 @@ class Speculation:
 
     @property
     def features(self) -> Features | None:
-        """Where the target's hidden states are kept, if the draft reads them."""
+        """The store of the target's hidden states; None if the draft does not read them."""
         return None if self.drafter is None else self.drafter.features
 
     @property
     def feature_bytes(self) -> int:
-        """What they take a token, 0 for nothing."""
+        """Bytes per token of the stored hidden states; 0 if the draft does not read them."""
         return 0 if self.drafter is None else self.drafter.feature_bytes
 
     # --- between steps ----------------------------------------------------------------------------
 
-    def forget(self, request_ids) -> None:
-        """Requests are finished."""
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Drop all state of finished requests."""
         self.drop(request_ids)
         for request_id in request_ids:
             self.known.pop(request_id, None)
             self.trust.forget(request_id)
 
-    def drop(self, request_ids) -> None:
-        """What was proposed for these requests will not be verified."""
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Drop the proposed trees of these requests, which will not be verified."""
         for request_id in request_ids:
             self.trees.pop(request_id, None)
 
     def observe(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, emitting: np.ndarray) -> None:
-        """Learn what the target accepted of a step's graphs.
+        """Learn which nodes of a step's trees the target accepted.
 
         Args:
-            request_ids: of the step's batch.
-            places: int32 [num_requests], where each walk ended.
-            emitting: bool [num_requests], whether the request got tokens.
+            request_ids: the requests of the step's batch.
+            step: the rows that the step verified.
+            places: int32 [num_requests], the row within its tree where each request's walk ended.
+            emitting: bool [num_requests], whether the request emitted tokens.
         """
         has_tree = emitting & step.has_tree
         rows = step.trees.parent, step.trees.starts, places, has_tree, step.depth, step.source, step.survival
@@ -212,7 +210,7 @@ class Speculation:
             self.planner.calibration.observe(source, depth, survival, accepted)
 
     def request_tables(self) -> list[Sized]:
-        """Every table by request. Each must be empty once all requests have ended and the runner was told so."""
+        """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
         tables: list[Sized] = [self.trees, self.grammar_trees, self.known, self.trust.seen]
         if self.draft_kv is not None:
             tables += [self.draft_kv.blocks, self.draft_kv.length]
@@ -221,10 +219,10 @@ class Speculation:
         return tables
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
-        """What happened since the last call, and the state now, for the scheduler.
+        """Statistics since the last call and the current state, for the scheduler.
 
         Args:
-            more_tables: the runner's own tables by request.
+            more_tables: the runner's own tables keyed by request.
         """
         drafting = self.drafter is not None and self.planner.drafting
         tracked = max(map(len, [*self.request_tables(), *more_tables]))
@@ -232,67 +230,72 @@ class Speculation:
 
     # --- drafting ---------------------------------------------------------------------------------
 
-    def propose(self, batch: DraftBatch) -> list[DraftTree]:
+    def propose(self, batch: DraftBatch) -> list[FlatTree]:
         """Draft for every request of the batch.
 
         Returns:
-            the flattened graph of each request; those of requests with structured output are in ``grammar_trees``.
+            the flattened graph of each request. Requests with structured output have no nodes in it; their trees are in
+            ``grammar_trees``.
         """
         request_ids, length = batch.request_ids, batch.length
         num_requests = len(request_ids)
         self.drop(request_ids)
-        self.grammar_trees = {}  # only one rank's are ever taken
-        speculates, grammar, max_depth = self._facts(batch)
+        self.grammar_trees = {}  # the scheduler takes them from one rank only
+        speculates, grammar, max_depth = self._request_limits(batch)
         wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
-        text = self._committed(batch, wanted.nonzero()[0], max_depth, grammar)
-        trees = self._grow(text) if self.copies else None
+        requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
+        trees = self._grow(requests) if self.has_free_sources else None
         if self.drafter is not None:
             assert self.draft_kv is not None
-            drafting = self._choose_drafting(text, trees, num_requests)
+            drafting = self._choose_drafting(requests, trees, num_requests)
             due = np.where(drafting, length, 0)
-            # Prompts go through the draft along with the target, unless drafts don't pay in so large a batch.
+            # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size.
             prompts = speculates & ~wanted
             if prompts.any() and self.planner.drafts_pay():
                 due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
             if hidden is not None:
-                trees = self._grow(text, drafted[text.requests], hidden)
+                trees = self._grow(requests, drafted[requests.index], hidden)
         proposals = [NO_NODES] * num_requests
         if trees is not None:
-            self._propose(proposals, text, trees)
-        for request in (wanted & grammar).nonzero()[0].tolist():
-            if request_ids[request] not in self.grammar_trees:
-                self._offer_to_grammar(request_ids[request], NO_NODES, 0, int(max_depth[request]))  # it may force some
+            self._propose(proposals, requests, trees)
+        for index in (wanted & grammar).nonzero()[0].tolist():
+            if request_ids[index] not in self.grammar_trees:  # the grammar may still force nodes
+                self._offer_to_grammar(request_ids[index], NO_NODES, 0, int(max_depth[index]))
         return proposals
 
-    def _committed(
-        self, batch: DraftBatch, requests: np.ndarray, max_depth: np.ndarray, grammar: np.ndarray
-    ) -> Committed:
-        """The texts of these requests; ``max_depth`` and ``grammar`` are those of ``_facts``."""
-        grammar = grammar[requests]
-        return Committed(
+    def _graph_requests(
+        self, batch: DraftBatch, index: np.ndarray, max_depth: np.ndarray, grammar: np.ndarray
+    ) -> GraphRequests:
+        """The requests at ``index`` with their limits; ``max_depth`` and ``grammar`` are from ``_request_limits``."""
+        grammar = grammar[index]
+        return GraphRequests(
             batch=batch,
-            requests=requests,
-            length=batch.length[requests],
-            max_depth=max_depth[requests].astype(np.int32),
+            index=index,
+            length=batch.length[index],
+            max_depth=max_depth[index].astype(np.int32),
             grammar=grammar,
             num_nodes=np.where(grammar, GRAMMAR_CHOICE * self.num_nodes, self.num_nodes).astype(np.int32),
-            trust=self.trust.of([batch.request_ids[request] for request in requests]),
+            trust=self.trust.of([batch.request_ids[request] for request in index]),
         )
 
-    def _choose_drafting(self, text: Committed, found: FlatTrees | None, num_requests: int) -> np.ndarray:
-        """Requests to draft for, bool [num_requests], given what other sources found for those in ``text``."""
+    def _choose_drafting(self, requests: GraphRequests, found: FlatTrees | None, num_requests: int) -> np.ndarray:
+        """Choose the requests to draft for, given the trees that other sources found for them.
+
+        Returns:
+            bool [num_requests].
+        """
         drafting = np.zeros(num_requests, np.bool_)
-        count = len(text.requests)
+        count = len(requests.index)
         if count == 0:
             return drafting
         chances, left = np.zeros(0), 1.0
-        if found is not None:  # so there are nodes
+        if found is not None:  # then at least one tree has nodes
             real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
             chances = found.value[real].astype(np.float64)
             left = 1.0 - float(found.value[real & (found.depth == 1)].sum()) / count
-        chosen = text.requests
+        chosen = requests.index
         was_drafting = self.planner.drafting
         wanted = self.planner.wants_drafts(count, chances, max(0.0, left))
         if self.planner.drafting != was_drafting:
@@ -301,40 +304,32 @@ class Speculation:
             self.stats.counts["drafts_skipped"] += count
             return drafting
         if self.planner.probing and count > PROBE_REQUESTS:
-            # Those that cost the draft the least to catch up with.
+            # Probe with the requests that have the fewest tokens to catch up on.
             assert self.draft_kv is not None
-            done = np.array([self.draft_kv.length[text.batch.request_ids[request]] for request in chosen])
-            chosen = chosen[np.argsort(text.length - done, kind="stable")[:PROBE_REQUESTS]]
+            done = np.array([self.draft_kv.length[requests.batch.request_ids[request]] for request in chosen])
+            chosen = chosen[np.argsort(requests.length - done, kind="stable")[:PROBE_REQUESTS]]
             self.stats.counts["drafts_skipped"] += count - PROBE_REQUESTS
         drafting[chosen] = True
         return drafting
 
-    def _propose(self, proposals: list[DraftTree], text: Committed, trees: FlatTrees) -> None:
-        """Choose the nodes to verify, remember them, and write them to ``proposals``."""
+    def _propose(self, proposals: list[FlatTree], requests: GraphRequests, trees: FlatTrees) -> None:
+        """Choose the nodes to verify, store them by request and write them to ``proposals``."""
         most = np.minimum(trees.size, self.num_nodes)
         copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) < most[:, None])
-        sizes = self.planner.choose(trees.value, most, text.length, (most > 0) & ~copied.any(axis=1))
+        sizes = self.planner.choose(trees.value, most, requests.length, (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
-        for row, request in enumerate(text.requests.tolist()):
-            grammar = text.grammar[row]
-            size = int(trees.size[row] if grammar else sizes[row])
-            tree = DraftTree(
-                token=trees.token[row, :size],
-                parent=trees.parent[row, :size],
-                depth=trees.depth[row, :size],
-                origin=trees.origin[row, :size],
-                via_merge=trees.via_merge[row, :size],
-                survival=trees.survival[row, :size],
-            )
-            request_id = text.batch.request_ids[request]
+        for row, index in enumerate(requests.index.tolist()):
+            grammar = requests.grammar[row]
+            tree = flat_tree(trees, row, int(trees.size[row] if grammar else sizes[row]))
+            request_id = requests.batch.request_ids[index]
             if grammar:
-                self._offer_to_grammar(request_id, tree, int(sizes[row]), int(text.max_depth[row]))
-            elif size > 0:
+                self._offer_to_grammar(request_id, tree, int(sizes[row]), int(requests.max_depth[row]))
+            elif sizes[row] > 0:
                 self.trees[request_id] = tree
-                proposals[request] = tree
+                proposals[index] = tree
 
-    def _offer_to_grammar(self, request_id: str, tree: DraftTree, budget: int, max_depth: int) -> None:
-        """Let the scheduler choose among nodes; upstream would take a list for a chain."""
+    def _offer_to_grammar(self, request_id: str, tree: FlatTree, budget: int, max_depth: int) -> None:
+        """Store a tree for the scheduler, where the grammar chooses nodes. vLLM would check a list as a chain."""
         self.trees[request_id] = tree
         self.grammar_trees[request_id] = ProposedTree(
             tree.token.tolist(),
@@ -344,59 +339,67 @@ class Speculation:
             room=self.num_nodes,
         )
 
-    def _grow(self, text: Committed, drafted: np.ndarray | None = None, hidden=None) -> FlatTrees | None:
-        """Grow the graph of every request in ``text`` and flatten it; None if there are no nodes without a draft.
+    def _grow(
+        self, requests: GraphRequests, drafted: np.ndarray | None = None, hidden: torch.Tensor | None = None
+    ) -> FlatTrees | None:
+        """Grow and flatten the token graph of every request.
 
         Args:
-            drafted: bool [num_graphs], graphs that the draft model has a part in, None for none; ``hidden``: its hidden
-                states at their roots.
+            requests: the requests and their limits.
+            drafted: bool [num_graphs], graphs to grow with the draft model; None to use the other sources only.
+            hidden: [sum(drafted), hidden], the draft's hidden states of the roots of these graphs.
+
+        Returns:
+            the flattened trees; None if ``drafted`` is None and no source added a node.
         """
-        batch, length, trust = text.batch, text.length, text.trust
+        batch, length, trust = requests.batch, requests.length, requests.trust
         count = len(length)
         if (graphs := self.first_graphs.get(count)) is None:
             graphs = self.first_graphs[count] = GraphBatch(*[array[:count] for array in self.graphs])
-        lines = batch.token_rows[text.requests]
-        reset_all(graphs, batch.token_ids, lines, length)
+        token_rows = batch.token_rows[requests.index]
+        reset_all(graphs, batch.token_ids, token_rows, length)
         if self.drafter is not None and drafted is not None:
-            self.drafter.grow(graphs, drafted, text.requests, hidden, text.num_nodes, text.max_depth, trust, batch)
+            assert hidden is not None
+            self.drafter.grow(graphs, drafted, hidden, requests)
         if "ngram" in self.config.sources:
             chosen = trust[:, NGRAM] >= OFF_BELOW
-            deepest = np.minimum(text.max_depth, self.num_nodes)  # grammars roll back no further
+            deepest = np.minimum(requests.max_depth, self.num_nodes)  # grammars cannot roll back further
             limits = self.config.top_k, deepest, MIN_NGRAM_MATCH
-            graft_all_ngrams(graphs, batch.token_ids, lines, length, chosen, *limits)
+            graft_all_ngrams(graphs, batch.token_ids, token_rows, length, chosen, *limits)
         if self.shared is not None:
             for row in np.flatnonzero(trust[:, SHARED] >= OFF_BELOW):
-                request, tokens = text.requests[row], batch.token_ids[lines[row], : length[row]]
-                owner = batch.request_ids[request], batch.requests[request].lora_request
+                index, tokens = requests.index[row], batch.token_ids[token_rows[row], : length[row]]
+                owner = batch.request_ids[index], batch.requests[index].lora_request
                 self.shared.graft(graphs, row, *owner, tokens, self.num_nodes)
         if drafted is None and (graphs.size <= 1).all():
             return None
-        return flatten(graphs, text.num_nodes, text.max_depth, self.planner.calibration.factor, trust)
+        return flatten(graphs, requests.num_nodes, requests.max_depth, self.planner.calibration.factor, trust)
 
     def take_grammar_trees(self) -> dict[str, ProposedTree]:
-        """Graphs proposed for requests with structured output since the last call."""
+        """Return and clear the trees proposed for requests with structured output."""
         taken, self.grammar_trees = self.grammar_trees, {}
         return taken
 
     def speculates(self, batch: DraftBatch) -> np.ndarray:
-        """Which requests go on the graph, bool [num_requests]; counts those that do not."""
-        return self._facts(batch)[0]
+        """Which requests use graph speculation, bool [num_requests]. Counts each new request that does not."""
+        return self._request_limits(batch)[0]
 
-    def _facts(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Whether each request goes on the graph, whether a grammar chooses its nodes, how deep these may be.
+    def _request_limits(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The limits of each request's graph.
 
         Returns:
-            bool, bool, int64 [num_requests]; max_tokens and max_model_len end a text, the bonus token takes the last
-            place.
+            three arrays [num_requests]: whether the request uses graph speculation, bool; whether a grammar chooses its
+            nodes, bool; the maximum depth of its nodes, int64. The depth respects max_tokens and max_model_len and
+            leaves room for the bonus token.
         """
         requests = zip(batch.request_ids, batch.requests, strict=True)
-        rows = [self.known.get(i) or self._know(i, request) for i, request in requests]
+        rows = [self.known.get(i) or self._inspect(i, request) for i, request in requests]
         speculates, grammar, limits = np.array(rows, np.int64).reshape(-1, 3).T
         max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
         return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
 
-    def _know(self, request_id: str, request) -> tuple[bool, bool, int]:
-        """What never changes of a request: whether it goes on the graph, has a grammar, and its most tokens."""
+    def _inspect(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
+        """Store and return what is constant for a request: uses graphs, has a grammar, maximum output tokens."""
         reason = fallback_reason(request)
         if reason is not None:
             self.stats.fallbacks[reason] += 1
@@ -406,11 +409,11 @@ class Speculation:
         return known
 
 
-def check_kv_groups(kv_cache_config) -> None:
-    """Refuse layers of unlike shapes: blocks are followed in one table.
+def check_kv_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Check that all layers share one block table.
 
     Raises:
-        ValueError: target and draft don't share one KV cache group.
+        ValueError: the layers of target and draft are in more than one KV cache group.
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(
@@ -419,6 +422,6 @@ def check_kv_groups(kv_cache_config) -> None:
         )
 
 
-def has_grammar(request) -> bool:
-    """Whether a runner's record of a request asks for structured output."""
+def has_grammar(request: Any) -> bool:
+    """Whether a request, given as its runner's record, has structured output."""
     return request.sampling_params.structured_outputs is not None

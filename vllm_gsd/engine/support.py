@@ -1,4 +1,4 @@
-"""The checks at start-up: engine arguments and features that gsd does not support are rejected with one sentence."""
+"""Start-up checks that reject unsupported engine arguments and features with a clear message."""
 
 from importlib.util import find_spec
 
@@ -12,10 +12,10 @@ from vllm_gsd.engine.refusals import REFUSALS, Engine
 
 
 def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
-    """Refuse what can be known before the target's configuration is read.
+    """Reject engine arguments that gsd cannot work with, before the target's configuration is read.
 
     Raises:
-        GSDConfigError: an engine argument contradicts gsd.
+        GSDConfigError: an engine argument conflicts with gsd.
     """
     if args.worker_cls != "auto":
         raise GSDConfigError(
@@ -27,7 +27,7 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
         )
     if args.spec_method or args.spec_model or args.spec_tokens:
         raise GSDConfigError(
-            "--spec-method, --spec-model and --spec-tokens are not for method gsd; put the keys into the gsd config."
+            "--spec-method, --spec-model and --spec-tokens cannot be used with gsd; put the keys into the gsd config."
         )
     if args.distributed_executor_backend == "ray" and find_spec("ray") is None:
         raise GSDConfigError(
@@ -36,18 +36,20 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
         )
     if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         raise GSDConfigError(
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, but gsd goes with vLLM's second Ray executor only; leave it unset."
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, but gsd supports vLLM's second Ray executor only; leave it unset."
         )
 
 
 def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -> None:
-    """Refuse models and engine features that gsd does not support.
+    """Reject models and engine features that gsd does not support.
 
     Args:
-        v2: whether all was prepared for Model Runner V2.
+        vllm_config: the engine's configuration.
+        config: gsd's own configuration.
+        v2: whether gsd was configured for Model Runner V2.
 
     Raises:
-        GSDConfigError: naming the feature and what is supported.
+        GSDConfigError: names the unsupported feature and an alternative.
     """
     from vllm.platforms import current_platform
 

@@ -1,49 +1,56 @@
-"""What a worker leaves to the KV cache, and what it gives back to the system."""
+"""Memory of a worker: it shares the KV cache's memory with hidden states, and returns freed memory to the system."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class SharesMemory:
-    """A worker whose KV cache and the hidden states kept beside it take what upstream gives to the KV cache."""
+    """Worker mixin that splits vLLM's KV cache memory between the KV cache and the hidden states stored with it."""
 
     model_runner: Any
 
     def load_model(self, **kwargs: Any) -> None:
-        """See upstream."""
+        """Load the models as upstream does, then return freed memory to the system."""
         super().load_model(**kwargs)  # type: ignore[misc]
         give_back_freed()
 
     def determine_available_memory(self) -> int:
-        """See upstream; of it, what is for keys and values."""
+        """Return the bytes available for keys and values, without those for hidden states."""
         available = super().determine_available_memory()  # type: ignore[misc]
-        give_back_freed()  # the warm-up's
+        give_back_freed()  # what the profiling run freed
         specs = self.model_runner.get_kv_cache_spec().values()
         return kv_share(available, specs, self.model_runner.speculation.feature_bytes)
 
     def compile_or_warm_up_model(self) -> Any:
-        """See upstream; the last thing before requests come."""
+        """Warm up as upstream does, then return freed memory. This is the last call before requests arrive."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         give_back_freed()
         return times
 
 
-def kv_share(available: int, specs: Iterable[Any], feature_bytes: int) -> int:
-    """Bytes for the KV cache, where ``feature_bytes`` a token are kept beside it.
+def kv_share(available: int, specs: Iterable[KVCacheSpec], feature_bytes: int) -> int:
+    """Bytes for the KV cache when ``feature_bytes`` per token are stored in addition to keys and values.
 
     Args:
         available: bytes for both.
-        specs: vLLM's KV cache specs of all layers.
+        specs: KV cache specs of all layers.
+        feature_bytes: bytes of hidden states per token; 0 if the draft does not read any.
     """
     kv_bytes = sum(spec.page_size_bytes / spec.block_size for spec in specs)
     return int(available * kv_bytes / (kv_bytes + feature_bytes)) if feature_bytes else available
 
 
 def give_back_freed() -> None:
-    """Return freed memory that glibc's allocator keeps: packing weights and a warm-up leave a hundred MiB and more."""
+    """Return memory that glibc's allocator keeps after ``free``.
+
+    Weight packing and a warm-up leave a hundred MiB or more there.
+    """
     if sys.platform == "linux":
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)  # other C libraries have no such function
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)  # other C libraries lack malloc_trim

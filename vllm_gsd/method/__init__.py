@@ -1,1 +1,4 @@
-"""The method of Gong et al. (2024) as plain Python: the specification that every implementation is tested against."""
+"""Graph-structured speculative decoding (Gong et al. 2024) in plain Python.
+
+This is the specification: the C++ of ``kernels/cpu/core`` and the device's operators are tested against it.
+"""

@@ -1,4 +1,4 @@
-"""How much of a survival probability is really accepted, by source, depth and survival: the cells of calibration.
+"""Calibration: how much of a survival probability the target accepts, by cells of source, depth and survival.
 
 ``factor``, ``promised`` and ``taken`` are arrays [sources, depths, bins].
 """
@@ -7,23 +7,23 @@ import numpy as np
 
 from vllm_gsd.method.constants import KEEP, NUM_BINS, NUM_DEPTHS, OWN_KEEP, OWN_PRIOR, PRIOR
 
-# What is not above the k-th of these is at least in bin k.
+# Lower edges of the bins: a survival that is at most the k-th edge lies in bin k or above.
 _EDGES = 0.5 ** np.arange(1, NUM_BINS)
 
 
 def cell(depth: int, survival: np.floating) -> tuple[int, int]:
-    """A node's cell among those of its source: depth and bin."""
+    """Depth and bin of a node's cell, among the cells of its source."""
     return min(depth, NUM_DEPTHS) - 1, int((survival <= _EDGES).sum())
 
 
 def calibrated(factor: np.ndarray, source: int, depth: int, survival: np.floating) -> np.floating:
-    """Chance that a node is accepted: its survival, corrected by its cell's factor."""
+    """Probability that a node is accepted: its survival times its cell's factor, at most 1."""
     level, bin_of = cell(depth, survival)
     return min(survival.dtype.type(1.0), survival * factor[source, level, bin_of])
 
 
 def chances(factor: np.ndarray, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
-    """``calibrated`` of n nodes, float32 [n].
+    """``calibrated`` for n nodes, float32 [n].
 
     Args:
         factor: float32; source, depth: int [n]; survival: float [n].
@@ -41,7 +41,7 @@ def learn(
     survival: np.ndarray,
     accepted: np.ndarray,
 ) -> None:
-    """Let what was seen fade, add n nodes to their cells, and set the cells' factors.
+    """Let earlier observations fade, add n nodes to their cells, and update the factors.
 
     Args:
         factor, promised, taken: float32, float64, float64; updated.
@@ -59,11 +59,12 @@ def learn(
 def learn_of_requests(
     seen: np.ndarray, row: np.ndarray, source: np.ndarray, chance: np.ndarray, accepted: np.ndarray
 ) -> None:
-    """Let what was seen in requests fade, and add n nodes to it.
+    """Let the requests' earlier observations fade, and add n nodes.
 
     Args:
-        seen: float64 [num_requests, 2, sources], promised and accepted; updated.
-        row, source: int [n], request and source of each node; chance: float [n], calibrated; accepted: bool [n].
+        seen: float64 [num_requests, 2, sources], promised and accepted sums; updated.
+        row, source: int [n], request and source of each node.
+        chance: float [n], calibrated probabilities; accepted: bool [n].
     """
     seen += (OWN_KEEP - 1) * (seen - OWN_PRIOR)
     np.add.at(seen[:, 0], (row, source), chance)

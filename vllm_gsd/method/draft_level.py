@@ -1,4 +1,4 @@
-"""Bookkeeping of one draft level: which rows the draft model runs, where their keys and values go."""
+"""One draft level: the rows that the draft model runs, and the KV slots of their keys and values."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from vllm_gsd.method.growth import each_node
 
 
 class DraftSlots(NamedTuple):
-    """Draft KV slots of the nodes of a batch of graphs. Slots are counted per request, from 0."""
+    """Draft KV slots of the nodes of a batch of graphs, counted per request from 0."""
 
-    used: np.ndarray  # int32 [num_graphs], slots given out so far
+    used: np.ndarray  # int32 [num_graphs], slots allocated so far
     mask: np.ndarray  # int64 [num_graphs, capacity, words], slots of a node and its ancestors
 
 
@@ -26,11 +26,12 @@ def new_draft_slots(num_graphs: int, capacity: int, max_slots: int) -> DraftSlot
 def frontier_chances(
     graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, factor: np.ndarray, trust: np.ndarray
 ) -> np.ndarray:
-    """Chances that the target accepts the frontier's nodes, float64 [sum(frontier_len)], graph by graph.
+    """Probabilities that the target accepts the frontier's nodes, float64 [sum(frontier_len)], graph by graph.
 
     Args:
-        graphs, frontier, frontier_len: as of ``level_rows``.
-        factor: of a ``Calibration``; trust: of ``SourceTrust``, float32 [num_graphs, sources].
+        graphs, frontier, frontier_len: as for ``level_rows``.
+        factor: the factors of a ``Calibration``; trust: the result of ``SourceTrust.of``, float32 [num_graphs,
+            sources].
     """
     chances = [
         trust[row, NATIVE] * calibrated(factor, NATIVE, graphs.depth[row, node], graphs.survival[row, node])
@@ -40,7 +41,7 @@ def frontier_chances(
 
 
 def keep_best(frontier: np.ndarray, frontier_len: np.ndarray, chances: np.ndarray, count: int) -> None:
-    """Leave only the ``count`` nodes with the best ``chances`` in the frontier; it is updated, the order stays."""
+    """Keep only the ``count`` nodes with the highest ``chances`` in the frontier, in their order; updates it."""
     kept = np.sort(np.argsort(-chances, kind="stable")[:count])
     nodes = each_node(frontier, frontier_len)
     frontier_len[:] = 0
@@ -50,11 +51,11 @@ def keep_best(frontier: np.ndarray, frontier_len: np.ndarray, chances: np.ndarra
 
 
 def parent_lines(graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """Where the frontier's parents were in the forwards that ran them, int64 [sum(frontier_len)].
+    """The rows of the frontier's parents in the forwards that ran them, int64 [sum(frontier_len)].
 
     Args:
-        graphs, frontier, frontier_len: as of ``level_rows``.
-        lines: int64 [num_graphs, capacity], each node's row in the forward that ran it; those of the frontier are set.
+        graphs, frontier, frontier_len: as for ``level_rows``.
+        lines: int64 [num_graphs, capacity], each node's row in the forward that ran it; updated for the frontier.
     """
     nodes = each_node(frontier, frontier_len)
     parents = np.array([lines[row, graphs.parent[row, node]] for row, node in nodes], np.int64)
@@ -77,15 +78,15 @@ def level_rows(
 
     Args:
         graphs, slots: GraphBatch and DraftSlots; ``slots`` is updated.
-        frontier, frontier_len: int32 [num_graphs, width], [num_graphs]; nodes to run.
-        token, depth, slot: outputs, int64 / int32 / int32 [sum(frontier_len)].
-        mask: output, int64 [sum(frontier_len), words]: slots each row attends (its own included).
+        frontier, frontier_len: int32 [num_graphs, width] and [num_graphs], nodes to run and their number.
+        token, depth, slot: outputs, int64, int32 and int32 [sum(frontier_len)].
+        mask: output, int64 [sum(frontier_len), words], slots that each row attends, including its own.
     """
     for line, (row, node) in enumerate(each_node(frontier, frontier_len)):
         parent, own = graphs.parent[row, node], slots.used[row]
         slots.used[row] += 1
         seen = slots.mask[row, node].view(np.uint64)
-        # The root's key and value lie in the committed part, so depth-1 nodes start from no slot.
+        # The root's key and value are in the committed text, so its children inherit no slot.
         seen[:] = 0 if parent == 0 else slots.mask[row, parent].view(np.uint64)
         seen[own // 64] |= np.uint64(1) << np.uint64(own % 64)
         token[line] = graphs.token[row, node]

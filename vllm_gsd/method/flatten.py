@@ -1,8 +1,8 @@
 """Flattening: unroll a token graph into the tree of at most N nodes that the target model verifies.
 
-A node that is reachable over two paths is laid out twice: its key and value depend on all tokens before
-it, so sharing them would not be lossless. Best first by (calibrated) survival, hence parents come before
-children and every prefix of the list is itself a valid tree (the scheduler may cut the list).
+A node with two paths appears twice in the tree: its key and value depend on all tokens before it, so sharing them would
+not be lossless. Nodes are laid out best first by calibrated survival. Thus parents come before children, and every
+prefix of the list is a valid tree, so the scheduler may cut the list.
 """
 
 import heapq
@@ -31,7 +31,7 @@ from vllm_gsd.method.graph import GraphBatch, beyond, children
 
 
 class FlatTrees(NamedTuple):
-    """Flattened graphs of a batch; place 0 is the root's first chosen descendant, not the root.
+    """Flattened graphs of a batch; the root has no place, and place 0 is the first node below it.
 
     Shapes: ``[num_graphs, max_nodes]``; ``size`` is int32 [num_graphs].
     """
@@ -39,15 +39,15 @@ class FlatTrees(NamedTuple):
     token: np.ndarray  # int64
     parent: np.ndarray  # int32, place of the parent in the list, NONE for children of the root
     depth: np.ndarray  # int32, children of the root are 1
-    node: np.ndarray  # int32, node of the graph
-    origin: np.ndarray  # int8, ORIGIN_* of it
+    node: np.ndarray  # int32, the graph's node
+    origin: np.ndarray  # int8, ORIGIN_* of the node
     via_merge: np.ndarray  # bool, whether the path to this place uses a merged edge
     survival: np.ndarray  # float32, product of conditional probabilities along the path
     value: np.ndarray  # float32, calibrated survival, never above the parent's
     size: np.ndarray
 
     def path_tokens(self, row: int, place: int) -> list[int]:
-        """Tokens from below the root to ``place``."""
+        """Tokens of the path from the root, exclusive, to ``place``."""
         path: list[int] = []
         while place != NONE:
             path.append(int(self.token[row, place]))
@@ -56,14 +56,14 @@ class FlatTrees(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A path of the graph that could be laid out next. Places are compared in the order of the fields."""
+    """A path of the graph that may be laid out next. Places compare by their fields in order."""
 
-    minus_value: np.float32  # so that the best is the least
-    discovered: int  # decides among equals
+    minus_value: np.float32  # negative, so that the best place is the smallest
+    discovered: int  # breaks ties
     node: int  # where the path ends
-    parent: int  # place in the list
+    parent: int  # place of the parent
     depth: int
-    crossed: bool  # a merged edge before its last node
+    crossed: bool  # whether the path crosses a merged edge before its last node
     survival: np.float32
 
 
@@ -73,12 +73,12 @@ _SOURCE_OF_COPIES = {ORIGIN_NGRAM: NGRAM, ORIGIN_SHARED: SHARED, ORIGIN_AGREED: 
 def best_first(
     graphs: GraphBatch, row: int, num_nodes: int, max_depth: int, factor: np.ndarray, trust: np.ndarray
 ) -> Iterator[_Place]:
-    """The places of one graph's flattened tree, in order; arguments as of ``flatten``, of that graph."""
+    """Yield the places of one graph's flattened tree in order; arguments as for ``flatten``, for that graph."""
     order = count(1)
     waiting: list[_Place] = []
 
     def discover(above: _Place, place: int) -> None:
-        """The children of ``above``, which is laid out at ``place``, may come next."""
+        """Add the children of ``above``, which is laid out at ``place``, to the waiting places."""
         crossed = above.crossed or graphs.merged[row, above.node] != NONE
         for child in children(graphs, row, beyond(graphs, row, above.node)):
             survival = above.survival * graphs.prob[row, child]
@@ -110,10 +110,10 @@ def flatten(
 
     Args:
         graphs: GraphBatch of ``num_graphs`` graphs.
-        num_nodes: int32 [num_graphs], most nodes of each flattened graph.
-        max_depth: int32 [num_graphs], deepest place allowed (limits of max_tokens and max_model_len).
-        factor: of a ``Calibration``, float32 [sources, depths, bins]; None: survival is right.
-        trust: of ``SourceTrust``, float32 [num_graphs, sources]; None: none is trusted more or less than calibrated.
+        num_nodes: int32 [num_graphs], maximum number of nodes of each tree.
+        max_depth: int32 [num_graphs], maximum depth, from max_tokens and max_model_len.
+        factor: factors of a ``Calibration``, float32 [sources, depths, bins]; None for no calibration.
+        trust: result of ``SourceTrust.of``, float32 [num_graphs, sources]; None for equal trust in all sources.
     """
     shape = (len(num_nodes), max(1, max(num_nodes.tolist(), default=1)))
     if factor is None:

@@ -4,8 +4,8 @@ Vocabulary (Gong et al. 2024, section 3):
 
 * node 0 of every graph is its *root*, the last committed token of the request;
 * a *native* node was proposed by a source (draft model, n-grams, other responses) and may be expanded;
-* a *merged edge* says "this token continues as that existing node". It is stored as a node record of its
-  own (it has a parent, a token and a probability) whose ``merged`` names the node whose children it shares.
+* a *merged edge* states that a token continues as an existing node, its target. It is a node record of its own, with a
+  parent, a token and a probability. Its ``merged`` names the target, whose children it shares.
 """
 
 from collections.abc import Iterator
@@ -30,20 +30,20 @@ class GraphBatch(NamedTuple):
     prob: np.ndarray  # float32, conditional probability given the parent
     survival: np.ndarray  # float32, product of conditional probabilities from the root
     origin: np.ndarray  # int8, ORIGIN_*
-    merged: np.ndarray  # int32, node whose children a merged edge shares, else NONE
-    first_child: np.ndarray  # int32, head of the list of children, NONE if there are none
+    merged: np.ndarray  # int32, target of a merged edge, else NONE
+    first_child: np.ndarray  # int32, head of the list of children, or NONE
     next_sibling: np.ndarray  # int32
     size: np.ndarray  # int32 [num_graphs], nodes in use
     context: np.ndarray  # int64 [num_graphs, MAX_CONTEXT], tokens before the root, nearest first; NONE pads
 
     @property
     def capacity(self) -> int:
-        """Most nodes a graph of this batch can hold."""
+        """Maximum number of nodes of a graph, including the root."""
         return self.token.shape[1]
 
 
 def new_graphs(num_graphs: int, capacity: int) -> GraphBatch:
-    """Allocate ``num_graphs`` graphs of at most ``capacity`` nodes (root included); call ``reset`` before use."""
+    """Allocate ``num_graphs`` graphs of at most ``capacity`` nodes, including the root; call ``reset`` before use."""
     shape = (num_graphs, capacity)
     return GraphBatch(
         token=np.zeros(shape, np.int64),
@@ -61,10 +61,10 @@ def new_graphs(num_graphs: int, capacity: int) -> GraphBatch:
 
 
 def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
-    """Make graph ``row`` a lone root.
+    """Reset graph ``row`` to its root.
 
     Args:
-        committed: int [n >= 1], the request's committed tokens (a tail of them suffices); the last is the root.
+        committed: int [n >= 1], the request's committed tokens or their tail; the last is the root.
     """
     _write(graphs, row, 0, committed[-1], NONE, 0, _SURE, _SURE, ORIGIN_ROOT)
     graphs.size[row] = 1
@@ -74,18 +74,18 @@ def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
 
 
 def reset_all(graphs: GraphBatch, token_ids: np.ndarray, lines: np.ndarray, length: np.ndarray) -> None:
-    """Make the graphs of a batch lone roots.
+    """Reset all graphs of a batch to their roots.
 
     Args:
-        token_ids: int32 [any, most tokens]; lines: int64 [num_graphs], each request's row of it.
-        length: int64 [num_graphs], committed tokens of each request.
+        token_ids: int32 [rows, max_tokens]; lines: int64 [num_graphs], each request's row in it.
+        length: int64 [num_graphs], number of committed tokens of each request.
     """
     for row, line in enumerate(lines):
         reset(graphs, row, token_ids[line, : length[row]])
 
 
 def add_child(graphs: GraphBatch, row: int, parent: int, token: int, prob: np.floating, origin: int) -> int:
-    """Append a node below ``parent``; return its index, or NONE when the graph is full."""
+    """Append a node below ``parent``; return its index, or NONE if the graph is full."""
     node = int(graphs.size[row])
     if node >= graphs.capacity:
         return NONE
@@ -111,7 +111,7 @@ def _write(
     survival: np.floating,
     origin: int,
 ) -> None:
-    """Write a node that has no children yet."""
+    """Write a node without children."""
     graphs.token[row, node] = token
     graphs.parent[row, node] = parent
     graphs.depth[row, node] = depth
@@ -124,7 +124,7 @@ def _write(
 
 
 def children(graphs: GraphBatch, row: int, node: int) -> Iterator[int]:
-    """The children of a node, in the order in which they were added."""
+    """Yield the children of a node in the order in which they were added."""
     child = int(graphs.first_child[row, node])
     while child != NONE:
         yield child
@@ -137,6 +137,6 @@ def find_child(graphs: GraphBatch, row: int, parent: int, token: int) -> int:
 
 
 def beyond(graphs: GraphBatch, row: int, node: int) -> int:
-    """The node whose children follow ``node``: a merged edge continues as the node it points to."""
+    """The node whose children follow ``node``: the target of a merged edge, else ``node`` itself."""
     merged = int(graphs.merged[row, node])
     return node if merged == NONE else merged

@@ -1,9 +1,9 @@
-"""Level-wise growth: turn a draft model's candidates into nodes, choose which nodes to expand next.
+"""Level-wise growth: turn the draft model's candidates into nodes, and choose the nodes to expand next.
 
-Pruning (Gong et al. 2024, section 3.3): a sibling far below its best sibling is dropped (``theta_sib``), a node that
-is unlikely to be reached is not expanded (``theta_prob``). Two bounds of our own keep the work O(nodes)
-without changing the result: a node below the ``num_nodes`` best so far can't be verified, since
-survival only falls along a path, so it is dropped; nor is a node expanded that is itself below them.
+Pruning follows Gong et al. 2024, section 3.3: a candidate far below its best sibling is dropped (``theta_sib``), and a
+node that is unlikely to be reached is not expanded (``theta_prob``). Two bounds of our own keep the work O(nodes)
+without changing the result. Survival only falls along a path, so a node below the ``num_nodes`` best cannot be
+verified. Such candidates are dropped, and such nodes are not expanded.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from vllm_gsd.method.merge import merge_target
 
 
 def survival_floor(graphs: GraphBatch, row: int, num_nodes: int) -> np.float32:
-    """Survival of the ``num_nodes``-th best node of a graph (0 while there are fewer)."""
+    """Survival of a graph's ``num_nodes``-th best node; 0 if there are fewer nodes."""
     falling = np.sort(graphs.survival[row, 1 : graphs.size[row]])[::-1]
     return falling[num_nodes - 1] if num_nodes <= len(falling) else np.float32(0.0)
 
@@ -33,16 +33,16 @@ def add_candidates(
 
     Args:
         graphs: GraphBatch of ``num_graphs`` graphs.
-        frontier: int32 [num_graphs, width], nodes that were just drafted from.
-        frontier_len: int32 [num_graphs], how many of them are in use.
-        tokens: int64 [sum(frontier_len), k], candidates of each frontier node, best first; negative: none.
-        probs: float32, same shape, conditional probabilities.
+        frontier: int32 [num_graphs, width], nodes that the draft model has just run.
+        frontier_len: int32 [num_graphs], number of nodes in each frontier.
+        tokens: int64 [sum(frontier_len), k], candidates of each frontier node, best first; negative for none.
+        probs: float32 [sum(frontier_len), k], their conditional probabilities.
         num_nodes: int32 [num_graphs], node budget of each request, at least 1.
-        theta_sib: a candidate below ``theta_sib`` x its best sibling is dropped.
-        merge_ngram: int32 [num_graphs], tokens that must agree for two nodes to be one; 0 turns merging off.
+        theta_sib: a candidate below ``theta_sib`` times its best sibling is dropped.
+        merge_ngram: int32 [num_graphs], length of the n-grams by which nodes merge; 0 turns merging off.
 
     Returns:
-        candidates that became nodes (merged edges included), those that became merged edges, and those dropped.
+        candidates added (including merged edges), those of them that became merged edges, and candidates dropped.
     """
     added, merged, pruned = 0, 0, 0
     floor = [survival_floor(graphs, row, num_nodes[row]) for row in range(len(frontier_len))]
@@ -55,7 +55,7 @@ def add_candidates(
                 pruned += 1
                 continue
             if find_child(graphs, row, parent, token) != NONE:
-                continue  # another source put it there already
+                continue  # another source has already added it
             target = merge_target(graphs, row, parent, token, merge_ngram[row])
             node = add_child(graphs, row, parent, token, prob, ORIGIN_DRAFT)
             if node == NONE:
@@ -76,13 +76,13 @@ def next_frontier(
     frontier: np.ndarray,
     frontier_len: np.ndarray,
 ) -> None:
-    """Choose the nodes to draft from next, best survival first, and write them to ``frontier``.
+    """Choose the nodes to expand next, best survival first, and write them to ``frontier``.
 
     Args:
         graphs: GraphBatch.
-        first_new: int32 [num_graphs], nodes before this index were considered in an earlier level.
+        first_new: int32 [num_graphs], first node that no earlier level has considered.
         num_nodes: int32 [num_graphs], node budget of each request, at least 1.
-        room: int32 [num_graphs], draft KV slots still free for each request.
+        room: int32 [num_graphs], free draft KV slots of each request.
         theta_prob: survival below which a node is not expanded.
         frontier, frontier_len: outputs, int32 [num_graphs, width] and [num_graphs].
     """
@@ -98,6 +98,6 @@ def next_frontier(
 
 
 def each_node(frontier: np.ndarray, frontier_len: np.ndarray) -> list[tuple[int, int]]:
-    """The frontier's nodes, graph by graph: graph and node of each row of a forward over them."""
+    """Graph and node of each row of a forward over the frontier, graph by graph."""
     counts = enumerate(frontier_len.tolist())
     return [(row, node) for row, count in counts for node in frontier[row, :count].tolist()]

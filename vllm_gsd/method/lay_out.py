@@ -1,4 +1,4 @@
-"""The rows that verify flattened graphs: where they lie in the batch, and which of them attend to which."""
+"""The rows that verify flattened graphs: their place in the batch and their attention masks."""
 
 import numpy as np
 
@@ -17,14 +17,14 @@ def lay_tree(
     count: int,
     rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
-    """Write the rows of a flattened graph's nodes behind its root's.
+    """Write the rows of a flattened graph's nodes after its root's row.
 
     Args:
-        token, parent, depth, origin, via_merge, survival: [nodes], of a row of ``FlatTrees``.
-        sources: int8 [2, NUM_ORIGINS], a node's source by whether it lies behind a merged edge, and by its origin.
-        first, count: the first node's row; how many nodes are written.
-        rows: outputs, token int64, parent int32 (place in the tree, the root's is 0), depth int32, source int8 and
-            survival float32, [num_rows] each.
+        token, parent, depth, origin, via_merge, survival: [nodes], one row of ``FlatTrees``.
+        sources: int8 [2, NUM_ORIGINS], a node's source by whether its path crosses a merged edge, and by its origin.
+        first, count: row of the first node, and number of nodes to write.
+        rows: outputs [num_rows]: token int64, parent int32 (place in the tree; the root has place 0), depth int32,
+            source int8 and survival float32.
     """
     all_tokens, all_parents, all_depths, all_sources, all_survival = rows
     written = slice(first, first + count)
@@ -36,11 +36,11 @@ def lay_tree(
 
 
 def ancestor_masks(parent: np.ndarray, starts: np.ndarray, masks: np.ndarray) -> None:
-    """Attention mask among the rows of each tree: a row sees itself and its ancestors.
+    """Compute the attention masks among the rows of each tree: a row attends itself and its ancestors.
 
     Args:
-        parent: int32 [num_rows], for each row the place of its parent row within its own tree, NONE for a root.
-        starts: int32 [num_trees + 1], rows of tree t are ``starts[t]:starts[t + 1]``.
+        parent: int32 [num_rows], place of each row's parent within its own tree, NONE for a root.
+        starts: int32 [num_trees + 1]; tree t has the rows ``starts[t]:starts[t + 1]``.
         masks: output, int64 [num_rows, words]; bit j of word w stands for place 64 * w + j of the same tree.
 
     Raises:
@@ -64,20 +64,22 @@ def batch_masks(
     prefix: np.ndarray,
     masks: np.ndarray,
 ) -> None:
-    """Attention masks and positions of a batch's rows: texts, and behind each its graph.
+    """Compute the attention masks and positions of a batch's rows: each request's text, then its tree.
 
-    Rows of text need no mask, however many they are: they attend the prefix up to their own position.
+    Rows of text need no mask: they attend the prefix up to their own position.
 
     Args:
-        parents, depth: int32 [num_rows of trees], NONE for roots, below it rows that see nothing but themselves.
-        starts: int32 [num_requests + 1], rows of request r's tree are ``starts[r]:starts[r + 1]``, its root the first.
-        has_tree: bool [num_requests]; the rows of others are text.
+        parents, depth: int32 [num_rows of trees]; parents are NONE for roots, and below NONE for rows that attend
+            only themselves.
+        starts: int32 [num_requests + 1], request r's tree has the rows ``starts[r]:starts[r + 1]``, root first.
+        has_tree: bool [num_requests]; requests without a tree have rows of text only.
         first_rows: int64 [num_requests], the batch's row of each root.
-        batch_starts: int32 [num_requests + 1], where requests begin in the batch.
-        positions: int64 [at least num_rows of the batch], by place; nodes get theirs by depth.
-        prefix: output, int64 [num_requests], positions before each request's root; where it has no tree, all of them.
-        masks: output, int64 [num_rows of the batch, words]; bit j of word w: place 64 * w + j of the request's tree is
-            seen.
+        batch_starts: int32 [num_requests + 1], start of each request in the batch.
+        positions: int64 [at least num_rows of the batch], by row; updated for nodes, by depth.
+        prefix: output, int64 [num_requests], number of positions before each request's root; all positions without a
+            tree.
+        masks: output, int64 [num_rows of the batch, words]; bit j of word w is set if the row attends place
+            64 * w + j of the request's tree.
 
     Raises:
         ValueError: a tree has more rows than the masks have bits.
@@ -105,7 +107,7 @@ def _check_width(rows: int, masks: np.ndarray) -> None:
 
 
 def _see(masks: np.ndarray, row: int, above: int, place: int) -> None:
-    """Let a row see what the row above it sees, nothing if that is NONE, and itself: bit ``place``."""
+    """Let a row attend itself (bit ``place``) and what the row ``above`` attends, unless that is NONE."""
     words = masks[row].view(np.uint64)
     words[:] = 0 if above == NONE else masks[above].view(np.uint64)
     words[place // 64] |= np.uint64(1 << place % 64)

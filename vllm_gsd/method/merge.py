@@ -1,4 +1,4 @@
-"""Merging of re-occurring n-grams (Gong et al. 2024, section 3.2): draft a continuation once, use it in many places."""
+"""Merging of recurring n-grams (Gong et al. 2024, section 3.2): one drafted continuation serves several places."""
 
 from collections.abc import Iterator
 from itertools import count, islice
@@ -8,9 +8,10 @@ from vllm_gsd.method.graph import GraphBatch, children
 
 
 def text_before(graphs: GraphBatch, row: int, node: int) -> Iterator[tuple[int, int]]:
-    """The text that ends at ``node``, read backwards: where each token is, and the token.
+    """Yield place and token of the text that ends at ``node``, backwards.
 
-    Behind the root, whose place is 0, it goes on through the committed context: places -1, -2...; NONE where that ends.
+    Before the root, whose place is 0, the text continues in the committed context, with places -1, -2... Beyond the
+    known context the token is NONE.
     """
     while node != NONE:
         yield node, int(graphs.token[row, node])
@@ -27,14 +28,14 @@ def same_ngram(graphs: GraphBatch, row: int, parent: int, token: int, node: int,
     theirs = text_before(graphs, row, graphs.parent[row, node])
     for (place, ours_token), (other, theirs_token) in islice(zip(ours, theirs, strict=True), length - 1):
         if place == other:
-            return True  # the paths have met: everything before is the same text
+            return True  # the paths meet here, so everything before is equal
         if ours_token != theirs_token or ours_token == NONE:
             return False
     return True
 
 
 def reaches(graphs: GraphBatch, row: int, start: int, goal: int) -> bool:
-    """Whether a walk down from ``start``, merged edges included, can arrive at ``goal``."""
+    """Whether a walk down from ``start``, across merged edges too, can reach ``goal``."""
     seen, waiting = {start}, [start]
     while waiting:
         node = waiting.pop()
@@ -51,8 +52,8 @@ def reaches(graphs: GraphBatch, row: int, start: int, goal: int) -> bool:
 def merge_target(graphs: GraphBatch, row: int, parent: int, token: int, length: int) -> int:
     """The native node that the candidate ``token`` below ``parent`` may continue as, or NONE.
 
-    A node from which ``parent`` can be reached is refused, which keeps the graph acyclic; that covers the
-    candidate's own path. The first match in drafting order wins: it is the one drafted furthest.
+    A node that reaches ``parent`` is refused, which keeps the graph acyclic; this includes the candidate's own path.
+    The first match in drafting order wins, as its continuation is the longest drafted.
     """
     if length <= 0:
         return NONE

@@ -1,4 +1,4 @@
-"""Hypotheses from texts: what followed the request's last tokens when they occurred before, in its own or in others."""
+"""Hypotheses from texts: what followed earlier occurrences of the request's last tokens, in its text or in others."""
 
 import numpy as np
 
@@ -9,20 +9,21 @@ _ONE = np.float32(1.0)
 
 
 def match_prob(matched: int) -> np.float32:
-    """Chance that a token is right that was copied from behind ``matched`` tokens that agree."""
+    """Probability that a copied token is right if ``matched`` tokens before it agree."""
     return np.float32(MATCH_PROB[min(MAX_MATCH, matched)])
 
 
 def longest_matches(text: np.ndarray, min_match: int, most: int) -> list[tuple[int, int]]:
-    """Find the earlier occurrences of a text's longest suffixes.
+    """Find earlier occurrences of a text's longest suffixes.
 
     Args:
         text: int [n >= 1], tokens of the request.
-        min_match: shortest suffix that counts, at least 1; most: occurrences wanted.
+        min_match: length of the shortest suffix that counts, at least 1.
+        most: maximum number of occurrences.
 
     Returns:
-        where the continuation of each of the best occurrences begins and how many tokens matched before it. Longer
-        matches come first, later ones first among equals.
+        for each of the best occurrences, the start of its continuation and the number of tokens that matched before it.
+        Longer matches come first; among equal ones, later occurrences come first.
     """
     last = text[-1]
     starts = 1 + np.flatnonzero(text[:-1] == last)[::-1]
@@ -31,7 +32,7 @@ def longest_matches(text: np.ndarray, min_match: int, most: int) -> list[tuple[i
 
 
 def common_suffix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many last tokens two texts share, MAX_MATCH at most."""
+    """Number of last tokens that two texts share, at most MAX_MATCH."""
     compared = min(MAX_MATCH, len(one), len(other))
     differ = np.flatnonzero(one[::-1][:compared] != other[::-1][:compared])
     return int(differ[0]) if len(differ) else compared
@@ -44,13 +45,13 @@ def graft_ngrams(
 
     Args:
         graphs, row: GraphBatch and the graph in it.
-        text: int [n], the request's committed tokens, the last of which is the graph's root.
-        max_matches: most occurrences to use (the out-degree of the root they can cause).
-        max_depth: most tokens copied from each.
-        min_match: shortest suffix that counts as an occurrence.
+        text: int [n], the request's committed tokens; the last one is the graph's root.
+        max_matches: maximum number of occurrences to use.
+        max_depth: maximum number of tokens copied from each.
+        min_match: length of the shortest suffix that counts.
 
     Returns:
-        int, hypotheses inserted.
+        number of hypotheses inserted.
     """
     matches = longest_matches(text, min_match, max_matches)
     for start, matched in matches:
@@ -73,11 +74,11 @@ def graft_all_ngrams(
     max_depth: np.ndarray,
     min_match: int,
 ) -> None:
-    """``graft_ngrams`` for a batch.
+    """``graft_ngrams`` for the graphs of a batch.
 
     Args:
-        token_ids, lines, length: as of ``reset_all``.
-        chosen: bool [num_graphs], graphs to graft to; max_depth: int [num_graphs].
+        token_ids, lines, length: as for ``reset_all``.
+        chosen: bool [num_graphs], graphs to graft onto; max_depth: int [num_graphs].
     """
     for row in np.flatnonzero(chosen):
         text = token_ids[lines[row], : length[row]]
@@ -93,20 +94,21 @@ def graft_tree(
     matched: int,
     origin: int,
 ) -> None:
-    """Insert what a suffix tree knows to have followed the text; nodes that exist already are shared, not repeated.
+    """Insert the continuations that a suffix tree holds; existing nodes are shared.
 
     Args:
         graphs, row: GraphBatch and the graph in it.
-        tokens, parents: int64 / int32 [n], token of each node and place of its parent in the list, NONE for children of
-            the root; parents come first.
-        shares: float32 [n], of the occurrences of the suffix, how many went on along the node's whole path.
-        matched: tokens that matched; a continuation is as sure as an n-gram's of the own text.
+        tokens, parents: int64 and int32 [n], token of each node and place of its parent in the list, NONE for children
+            of the root; parents come first.
+        shares: float32 [n], share of the suffix's occurrences that continue along the node's whole path.
+        matched: number of tokens that matched; a continuation is as sure as that of an n-gram in the request's own
+            text.
         origin: ORIGIN_* of the nodes.
     """
     nodes: list[int] = []
     for token, parent, share in zip(tokens, parents, shares, strict=True):
         above, before = (0, _ONE) if parent == NONE else (nodes[parent], shares[parent])
-        if above == NONE:  # the graph was full
+        if above == NONE:  # the graph is full
             nodes.append(NONE)
             continue
         prob = match_prob(matched + graphs.depth[row, above]) * share / before
@@ -116,13 +118,14 @@ def graft_tree(
 def insert_copy(
     graphs: GraphBatch, row: int, parent: int, token: int, prob: np.float32, alone: np.float32, origin: int
 ) -> int:
-    """A text suggests ``token`` below ``parent``: agree with the child that carries it, or add one.
+    """Insert a text's suggestion of ``token`` below ``parent``: agree with the child that carries it, or add one.
 
     Args:
-        prob: chance that the text is right; alone: that of a child that no other source proposed.
+        prob: probability that the text is right.
+        alone: probability of the child if no other source has proposed it.
 
     Returns:
-        the node whose children come next, NONE when the graph is full.
+        the node whose children come next, or NONE if the graph is full.
     """
     child = find_child(graphs, row, parent, token)
     if child != NONE:
@@ -133,10 +136,10 @@ def insert_copy(
 
 
 def agree(graphs: GraphBatch, row: int, node: int, prob: np.float32) -> None:
-    """A text suggests, with that chance, a node that is there already.
+    """Raise the probability of an existing node that a text suggests too, with probability ``prob``.
 
-    If the draft model has proposed it, the two are taken for independent: it is wrong only where both are. (Survival,
-    which growing needed, stays as it was.)
+    If the draft model proposed the node, both proposals count as independent: the node is wrong only if both are wrong.
+    Survival stays unchanged, as only growth uses it.
     """
     if graphs.origin[row, node] == ORIGIN_DRAFT:
         before = graphs.prob[row, node]
@@ -145,6 +148,6 @@ def agree(graphs: GraphBatch, row: int, node: int, prob: np.float32) -> None:
 
 
 def left_by_copies(graphs: GraphBatch, row: int, parent: int) -> np.float32:
-    """Chance that the surest child copied from a text leaves to others."""
+    """Probability that the surest copied child leaves to its siblings."""
     copies = (child for child in children(graphs, row, parent) if graphs.origin[row, child] != ORIGIN_DRAFT)
     return min((_ONE - graphs.prob[row, child] for child in copies), default=_ONE)

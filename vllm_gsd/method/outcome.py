@@ -1,6 +1,6 @@
-"""What became of a step's graphs: what was accepted of them, and what has to move.
+"""The outcome of a step: the accepted nodes, and the KV rows that must move.
 
-Rows of trees are laid out as ``method.verify`` says.
+``method.verify`` describes the layout of the trees' rows.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from vllm_gsd.method.constants import ACCEPTED, GRAMMAR, MOVED, NUM_SOURCES, VER
 
 
 def accepted_path(parents: np.ndarray, place: int) -> list[int]:
-    """Places of a tree that a walk which ended at ``place`` went through, the root's left out."""
+    """Places of the walk that ended at ``place``, without the root."""
     path: list[int] = []
     while place > 0:
         path.append(int(place))
@@ -20,15 +20,15 @@ def accepted_path(parents: np.ndarray, place: int) -> list[int]:
 def kv_moves(
     parents: np.ndarray, starts: np.ndarray, places: np.ndarray, first_rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the batch whose keys and values have to move, for what was accepted to lie as plain decoding lays it.
+    """Rows of the batch whose keys and values must move to where plain decoding would have put them.
 
     Args:
-        parents, starts: int32 [num_rows], [num_trees + 1], rows of all trees.
-        places: int32 [num_trees], where each walk has ended.
-        first_rows: int64 [num_trees], the batch's row of each root.
+        parents, starts: int32 [num_rows] and [num_trees + 1], the rows of all trees.
+        places: int32 [num_trees], place at which each walk ended.
+        first_rows: int64 [num_trees], row of each root in the batch.
 
     Returns:
-        rows that move and rows that they move to, int64 [n] each.
+        sources and destinations of the moves, int64 [n] each.
     """
     moves: list[tuple[int, int]] = []
     for tree, root in enumerate(first_rows):
@@ -47,22 +47,22 @@ def tally(
     source: np.ndarray,
     survival: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Count what was accepted, and pick out the nodes that sources are to learn from.
+    """Count the accepted nodes, and select the nodes from which calibration learns.
 
     Args:
         parents, starts, places: as for ``kv_moves``.
-        counted: bool [num_trees], trees to look at.
-        depth, source, survival: int32, int8, float32 [num_rows] of a ``VerifyStep``.
+        counted: bool [num_trees], trees to include.
+        depth, source, survival: int32, int8 and float32 [num_rows], of a ``VerifyStep``.
 
     Returns:
-        int64 [3 + sources] counts (see VERIFIED and the rest); int64 [num_trees] twice: accepted nodes of each tree,
-        and how deep it reaches; and of the n nodes verified that a source has proposed: which of the trees counted
-        int64, source int8, depth int32, survival float32 and whether they were accepted, bool, [n] each.
+        int64 [3 + sources] counts, indexed by VERIFIED, MOVED, GRAMMAR and ACCEPTED; int64 [num_trees] accepted nodes
+        of each tree; int64 [num_trees] depth of each tree; and for the n verified nodes that have a source, [n] each:
+        index among the counted trees int64, source int8, depth int32, survival float32, and accepted bool.
     """
     counts = np.zeros(ACCEPTED + NUM_SOURCES, np.int64)
     length, deepest = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
     accepted = np.zeros(len(parents), np.bool_)
-    ordinal = np.full(len(parents), -1)  # of a node's tree among those counted
+    ordinal = np.full(len(parents), -1)  # index of a node's tree among the counted ones
     for number, tree in enumerate(np.flatnonzero(counted)):
         first, end = starts[tree : tree + 2]
         path = accepted_path(parents[first:end], places[tree])

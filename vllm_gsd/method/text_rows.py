@@ -1,18 +1,18 @@
-"""Rows of committed text that the draft model has yet to run over, and where rows lie in the paged KV cache."""
+"""Rows of committed text that the draft model has not run yet, and their slots in the paged KV cache."""
 
 import numpy as np
 
 
 def next_rows(done: np.ndarray, due: np.ndarray, most: int, counts: np.ndarray) -> int:
-    """How many tokens of each text one forward runs: text by text, until it is full.
+    """Choose how many tokens of each text a forward runs: text by text, until the forward is full.
 
     Args:
-        done, due: int64 [num_requests], tokens that it has run already, and that it is to have run.
-        most: rows of a forward.
+        done, due: int64 [num_requests], number of tokens already run, and to be run in total.
+        most: maximum number of rows of a forward.
         counts: output, int64 [num_requests].
 
     Returns:
-        rows of the forward.
+        number of rows of the forward.
     """
     left = most
     for row, wanted in enumerate((due - done).tolist()):
@@ -33,8 +33,8 @@ def text_rows(
     """Write the next rows of each request, request by request.
 
     Args:
-        done, counts: int64 [num_requests], tokens before the rows, and rows of each request.
-        token_ids: int32 [any, most tokens]; token_rows: int64 [num_requests], each request's row of it.
+        done, counts: int64 [num_requests], number of tokens before the rows, and number of rows, of each request.
+        token_ids: int32 [rows, max_tokens]; token_rows: int64 [num_requests], each request's row in it.
         token, position, request: outputs, int64 [sum(counts)].
     """
     line = 0
@@ -50,8 +50,8 @@ def kv_slots(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, b
     """Physical KV slots, int64 [n].
 
     Args:
-        block_table: int32 [any, max_blocks]; rows: int64 [n], whose blocks.
-        positions: int64 [n], logical positions; those below 0 lie at 0.
+        block_table: int32 [num_requests, max_blocks]; rows: int64 [n], request of each position.
+        positions: int64 [n], logical positions; negative ones count as 0.
     """
     index, offset = np.divmod(np.maximum(positions, 0), block_size)
     return block_table[rows, index].astype(np.int64) * block_size + offset

@@ -1,11 +1,12 @@
-"""The verification walk: which path of a flattened tree the target model's own samples follow.
+"""The verification walk: the path of a flattened tree that the target model's own samples follow.
 
-Sample x at the root; if a child carries x, step into it and go on; else x is the bonus token. Each
-sample is drawn exactly as plain decoding draws it at that place, and the candidates were fixed before,
-so the output has the target's distribution (exact enumeration: tests/property/test_lossless.py).
+Sample a token x at the root. If a child carries x, step into it and repeat; otherwise x is the bonus token. Each sample
+is drawn exactly as in plain decoding, and the candidates are fixed before, so the output has the target's distribution.
+tests/property/test_lossless.py shows this by exact enumeration.
 
-Trees of a batch are rows one after the other, the first row of each its root. Tree t has the rows
-``starts[t]:starts[t + 1]``; ``parents`` are places within the own tree, NONE for roots, and come before their children.
+The rows of all trees of a batch are in sequence, and each tree's first row is its root. Tree t has the rows
+``starts[t]:starts[t + 1]``. ``parents`` are places within the row's own tree, NONE for roots; parents come before their
+children.
 """
 
 import numpy as np
@@ -17,7 +18,7 @@ def child_carrying(tokens: np.ndarray, parents: np.ndarray, place: int, token: i
     """The first child of ``place`` that carries ``token``, or NONE.
 
     Args:
-        tokens, parents: int [rows], of one tree.
+        tokens, parents: int [rows of the tree].
     """
     children = np.flatnonzero((parents == place) & (tokens == token))
     return int(children[0]) if len(children) else NONE
@@ -31,14 +32,14 @@ def step_into(
     sampled: np.ndarray,
     active: np.ndarray,
 ) -> None:
-    """Move each active walk into the child that carries its sampled token; end the walks that have none.
+    """Move each active walk into the child that carries its sampled token; end the walks without such a child.
 
     Args:
-        tokens, parents: int64 / int32 [num_rows], of all trees.
+        tokens, parents: int64 and int32 [num_rows], of all trees.
         starts: int32 [num_trees + 1].
-        places: int32 [num_trees], where each walk stands; updated.
+        places: int32 [num_trees], current place of each walk; updated.
         sampled: int64 [num_trees], token sampled there.
-        active: bool [num_trees], which walks go on; updated.
+        active: bool [num_trees], walks that have not ended; updated.
     """
     for tree in np.flatnonzero(active):
         rows = slice(starts[tree], starts[tree + 1])
@@ -56,16 +57,16 @@ def follow(
     places: np.ndarray,
     path: np.ndarray,
 ) -> int:
-    """Walk every tree to its end where all rows are sampled already: ``step_into`` until no walk goes on.
+    """Walk every tree to its end when all rows are already sampled: repeat ``step_into`` until no walk is active.
 
     Args:
         tokens, parents, starts: as for ``step_into``.
-        places: output, int32 [num_trees], where each walk ends.
+        places: output, int32 [num_trees], place at which each walk ends.
         sampled: int64 [num_rows], token sampled at each row.
-        path: int32 [num_trees, deepest + 1], filled with the sampled tokens of each walk, behind its end left alone.
+        path: output, int32 [num_trees, max_depth + 1], sampled tokens of each walk; unchanged after its end.
 
     Returns:
-        columns of ``path`` in use: the longest walk's tokens.
+        number of columns of ``path`` in use, the length of the longest walk.
     """
     columns = 0
     for tree in range(len(places)):
@@ -81,5 +82,5 @@ def follow(
 
 
 def is_chain(parents: np.ndarray, start: int, end: int) -> bool:
-    """Whether the rows ``start:end`` of a tree (root first) are one path: plain causal attention serves it."""
+    """Whether the rows ``start:end`` of a tree, root first, form one path, so that causal attention serves them."""
     return bool((parents[start:end] == np.arange(NONE, end - start + NONE)).all())

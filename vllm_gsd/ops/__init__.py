@@ -1,8 +1,17 @@
-"""Operators of graph-structured speculation, each with its slow and obvious reference beside it.
+"""Operators of graph-structured speculation. None of them imports vLLM or has a gradient.
 
-The compiled kernels (``kernels/cpu``) serve CPU tensors. Where the extension ``vllm_gsd._C`` is not built,
-and on other devices, the PyTorch references serve instead, with the same results up to rounding. Nothing here
-imports vLLM or has a gradient.
+Two kinds of kernels serve them. The C++ extension ``vllm_gsd._C`` (``kernels/cpu``) serves CPU tensors, and Triton
+kernels serve GPU tensors. ``dispatch`` chooses the Triton kernels.
+
+Some operators also have a PyTorch version in this package, because it runs in production or in engine tests:
+
+- ``tree_attention_reference``, ``topk_softmax_reference``, ``argmax_of_walks_reference``, ``move_kv_reference`` and the
+  references of ``state_rows`` serve CPUs where the extension is not built.
+- ``_merge_reference``, ``_graft_reference``, ``_flatten_reference`` and the loop in ``row_masks`` grow graphs on the
+  device path where no Triton kernel serves: on the CPU, and in the interpreter, where kernels that visit the nodes one
+  by one are too slow.
+
+All other references are in ``tests/kernels/references``.
 """
 
 import importlib
@@ -13,7 +22,7 @@ import torch
 
 
 def _load_extension() -> bool:
-    """Register ``torch.ops.vllm_gsd``; False where that cannot be done, loudly if it should have worked."""
+    """Register ``torch.ops.vllm_gsd``. Return False if the extension is not built or, with a warning, does not load."""
     try:
         importlib.import_module("vllm_gsd._C")
     except ImportError as error:

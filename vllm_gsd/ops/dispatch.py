@@ -1,4 +1,4 @@
-"""Where the Triton kernels (``vllm_gsd/kernels``) serve, and the checks that their entries share."""
+"""Choosing between a Triton kernel and PyTorch, and the checks that the operators share."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ import torch
 
 @functools.cache
 def have_triton() -> bool:
-    """Whether Triton can be imported; it is not imported for that."""
+    """Whether Triton is installed; this does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on CPU tensors: ``TRITON_INTERPRET=1`` before its import."""
+    """Whether Triton interprets kernels on CPU tensors: ``TRITON_INTERPRET=1`` was set before Triton was imported."""
     return os.environ.get("TRITON_INTERPRET") == "1" and have_triton()
 
 
 def use_triton(tensor: torch.Tensor, node_by_node: bool = False) -> bool:
-    """Whether the Triton kernels serve ``tensor``: it lies on a GPU, or on the CPU with Triton interpreted.
+    """Whether Triton kernels serve ``tensor``: it is on a GPU, or on the CPU while Triton interprets.
 
     Args:
-        node_by_node: of a kernel that goes from node to node; interpreted it takes seconds, and its tests call for it.
+        node_by_node: whether the kernel visits the nodes one by one. Such a kernel takes seconds in the interpreter, so
+            only the tests of that kernel run it there.
     """
     if tensor.is_cuda:
         return have_triton()
     return tensor.device.type == "cpu" and interpreted() and not node_by_node
 
 
+def require_triton(operator: str, tensor: torch.Tensor) -> None:
+    """Raise RuntimeError, one sentence, unless Triton kernels serve ``tensor``."""
+    if not use_triton(tensor):
+        raise RuntimeError(f"{operator} runs on GPUs with Triton only, but its tensors are on {tensor.device}")
+
+
 def check_tensor(
     name: str, tensor: torch.Tensor, device: torch.device, dims: int, *dtypes: torch.dtype, rows: int = 0
 ) -> None:
-    """Raise ValueError, one sentence, unless ``tensor`` fits; needs no synchronisation."""
+    """Raise ValueError, one sentence, unless ``tensor`` fits; does not synchronise with the device."""
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but must be {allowed}")

@@ -1,1 +1,1 @@
-"""How much to draft and to verify in a step, for the whole batch, from measured costs and observed acceptance."""
+"""Planning of how much to draft and verify in a step, batch-wide, from measured costs and observed acceptance."""

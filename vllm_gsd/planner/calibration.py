@@ -1,7 +1,7 @@
-"""Online calibration: how much of a survival probability the target really accepts.
+"""Online calibration: how much of a survival probability the target accepts.
 
-Draft probabilities are over-confident, n-gram probabilities a rule of thumb. Nodes are sorted into cells by
-source, depth and survival; a cell's factor is what was accepted in it over what had been promised.
+Draft probabilities are over-confident, and n-gram probabilities are a rule of thumb. Nodes belong to cells by source,
+depth and survival. A cell's factor is the number of its accepted nodes over the sum of their survivals.
 """
 
 import numpy as np
@@ -11,28 +11,28 @@ from vllm_gsd.method.constants import NATIVE, NUM_BINS, NUM_DEPTHS, NUM_SOURCES,
 
 
 class Calibration:
-    """Factors by cell, ``factor[source, depth, bin]`` float32; all 1 before anything was observed."""
+    """Factors by cell, ``factor[source, depth, bin]`` float32, all 1 before the first observation."""
 
     def __init__(self) -> None:
         shape = (NUM_SOURCES, NUM_DEPTHS, NUM_BINS)
         self.promised = np.full(shape, PRIOR)
         self.accepted = np.full(shape, PRIOR)
         self.factor = np.ones(shape, np.float32)
-        self.first_level = 1.0  # accepted over promised among all native children of the root
+        self.first_level = 1.0  # accepted over promised for all native children of the root
 
     def observe(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray, accepted: np.ndarray) -> None:
         """Learn from the verified nodes of one step.
 
         Args:
-            source: int [n]; depth: int [n], children of the root are 1; survival: float [n], as promised.
-            accepted: bool [n], whether the node lies on its request's accepted path.
+            source: int [n]; depth: int [n], 1 for children of the root; survival: float [n].
+            accepted: bool [n], whether the node is on its request's accepted path.
         """
         learn(self.factor, self.promised, self.accepted, source, depth, survival, accepted)
         promised, taken = self.promised[NATIVE, 0].tolist(), self.accepted[NATIVE, 0].tolist()
         self.first_level = sum(taken) / sum(promised)
 
     def value(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
-        """Chances that nodes are accepted, float32 [n]; arguments as of ``observe``."""
+        """Probabilities that nodes are accepted, float32 [n]; arguments as for ``observe``."""
         return chances(self.factor, source, depth, survival)
 
 
@@ -40,33 +40,34 @@ _NOTHING_SEEN = np.full((2, NUM_SOURCES), OWN_PRIOR)
 
 
 class SourceTrust:
-    """How far each request's own experience with the sources differs from what is true of all requests."""
+    """How far the acceptance of each source in a request differs from its acceptance in all requests."""
 
     def __init__(self) -> None:
         self.seen: dict[str, np.ndarray] = {}  # float64 [2, sources], promised and accepted
 
     def of(self, request_ids: list[str]) -> np.ndarray:
-        """Accepted over promised by request and source, float32 [num_requests, sources]; 1 before anything was seen."""
+        """Accepted over promised by request and source, float32 [num_requests, sources]; 1 before any observation."""
         seen = self._seen(request_ids)
         return (seen[:, 1] / seen[:, 0]).astype(np.float32)
 
     def _seen(self, request_ids: list[str]) -> np.ndarray:
-        """A copy of what is known of these requests, float64 [num_requests, 2, sources]."""
+        """A copy of the sums of these requests, float64 [num_requests, 2, sources]."""
         known = [self.seen.get(request_id, _NOTHING_SEEN) for request_id in request_ids]
         return np.array(known).reshape(-1, 2, NUM_SOURCES)
 
     def observe(
         self, request_ids: list[str], row: np.ndarray, source: np.ndarray, chance: np.ndarray, accepted: np.ndarray
     ) -> None:
-        """Learn from the verified nodes of some requests.
+        """Learn from verified nodes.
 
         Args:
-            row: int [n], which of the requests; source: int [n]; chance: float [n], calibrated; accepted: bool [n].
+            row, source: int [n], index of each node's request, and its source.
+            chance: float [n], calibrated probabilities; accepted: bool [n].
         """
         seen = self._seen(request_ids)
         learn_of_requests(seen, row, source, chance, accepted)
         self.seen.update(zip(request_ids, seen, strict=True))
 
     def forget(self, request_id: str) -> None:
-        """The request is finished."""
+        """Drop the observations of a finished request."""
         self.seen.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""What a step costs on this machine: a table measured at start-up, read between its rows by interpolation."""
+"""The cost of a step on this machine: a table measured at start-up and interpolated."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +10,13 @@ from vllm_gsd.host import read
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of the two models' forward passes by number of rows.
+    """Milliseconds of both models' forward passes by number of rows.
 
     Args:
         rows: int64 [n >= 2], ascending.
-        target: float64 [n], target forward and logits over that many rows, attention to the context left out.
-        draft: float64 [n], one draft level over that many rows, down to its candidates; zeros without a draft model.
-        attention: target attention of one row over one token of context, all layers.
+        target: float64 [n], target forward and logits over that many rows, without attention to the context.
+        draft: float64 [n], one draft level over that many rows, including its candidates; zeros without a draft model.
+        attention: the target's attention of one row to one token of context, over all layers.
     """
 
     rows: np.ndarray
@@ -26,31 +26,31 @@ class Costs:
 
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """``target`` and ``draft`` by every number of rows from 0 on, and ``attention``, for ``rates``."""
+        """``target`` and ``draft`` for every number of rows from 0, and ``attention``, as ``rates`` takes them."""
         every = np.arange(max(3, int(self.rows[-1]) + 1))
         target, draft = (_filled(every, self.rows, known) for known in (self.target, self.draft))
         return target, draft, float(self.attention)
 
     def target_ms(self, rows: float, attended: float = 0.0) -> float:
-        """A target forward over ``rows`` rows that attend ``attended`` tokens of context in all."""
+        """Milliseconds of a target forward over ``rows`` rows that attend ``attended`` tokens of context in total."""
         return float(read(self.tables[0], rows) + self.attention * attended)
 
     def draft_ms(self, rows: float) -> float:
-        """One draft level over ``rows`` rows."""
+        """Milliseconds of a draft level over ``rows`` rows."""
         return float(read(self.tables[1], rows))
 
 
 def convex(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Measured times without the noise that would make one further row look free and the next one dear.
+    """Fit a convex function to measured times, so that noise does not make one more row look free.
 
-    A pass first waits for memory and then for arithmetic, so what a row adds never falls as rows get more; neighbours
-    that say otherwise are pooled (isotonic regression of the slopes). The last time stays as it was measured.
+    A pass is first bound by memory and then by arithmetic, so the cost of one more row never falls with the number of
+    rows. Neighbouring slopes that contradict this are pooled (isotonic regression). The last time stays as measured.
 
     Args:
         rows: int64 [n >= 2], ascending; times: float64 [n].
     """
     gaps = np.diff(rows).astype(np.float64)
-    pools: list[list[float]] = []  # what is added in all, rows, measurements
+    pools: list[list[float]] = []  # added milliseconds, rows, measurements
     for gap, added in zip(gaps, np.diff(times), strict=True):
         pools.append([added, gap, 1])
         while len(pools) > 1 and pools[-2][0] * pools[-1][1] > pools[-1][0] * pools[-2][1]:
@@ -62,6 +62,6 @@ def convex(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _filled(every: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Interpolated between the rows measured; beyond them on with the last slope, float64 [len(every)]."""
+    """Interpolate between the measured rows and extrapolate with the last slope, float64 [len(every)]."""
     slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
     return np.interp(every, at, values) + slope * np.maximum(every - at[-1], 0)

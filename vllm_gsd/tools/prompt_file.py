@@ -1,33 +1,34 @@
-"""Prompt files: one JSON object a line with ``turns`` (Spec-Bench), ``messages`` or ``prompt``."""
+"""Prompt files: one JSON object per line with ``turns`` (Spec-Bench), ``messages`` or ``prompt``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 Chat = list[dict[str, str]]
+Prompt = Chat | list[int]  # a chat, or its token ids
 
 
 class PromptsError(ValueError):
-    """The prompt file cannot be used; the message is one sentence."""
+    """The prompt file cannot be used. The message is one sentence."""
 
 
 class Request(NamedTuple):
-    """A line of a prompt file: the chat so far, and its ``category`` ("" where it has none)."""
+    """A line of a prompt file: the chat so far, and its ``category`` ("" if it has none)."""
 
     chat: Chat
-    category: str
+    category: str = ""
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Requests of a file; of ``turns`` the first.
+    """The requests of a file. Of ``turns``, only the first is used.
 
     Raises:
-        PromptsError: the file is missing, empty, or a line is none of these.
+        PromptsError: the file is missing or empty, or a line is malformed.
     """
     try:
-        # Lines end at line feeds only: JSON's strings may hold what else `splitlines` takes for an end (U+2028).
+        # Not `splitlines`: JSON strings may contain U+2028, at which it splits.
         lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsError(f"The prompt file {str(path)!r} cannot be read ({error}).") from error
@@ -38,15 +39,18 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def thinned(requests: list[Request], limit: int | None) -> list[Request]:
-    """At most ``limit`` of them, evenly over the file, so that every category stays."""
+    """At most ``limit`` requests, spread evenly over the file so that every category remains."""
     if not limit or limit >= len(requests):
         return requests
     return [requests[i * len(requests) // limit] for i in range(limit)]
 
 
-def token_ids_of(tokenizer: Any, chat: Chat) -> list[int]:
-    """A chat as the model reads it, up to where its answer begins."""
-    if tokenizer.chat_template is None:  # a base model: only the text
+def token_ids_of(tokenizer: Any, chat: Prompt) -> list[int]:
+    """The token ids of a prompt, up to where the model's answer begins. Token ids are returned unchanged."""
+    if chat and isinstance(chat[0], int):
+        return chat
+    chat = cast(Chat, chat)
+    if tokenizer.chat_template is None:  # a base model gets the plain text
         return tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -55,7 +59,7 @@ def token_ids_of(tokenizer: Any, chat: Chat) -> list[int]:
 def _request(line: str, number: int, path: Path) -> Request:
     try:
         row: Any = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, or nested deeper than any prompt
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply to parse
         row = None
     if isinstance(row, dict):
         category = str(row.get("category") or "")

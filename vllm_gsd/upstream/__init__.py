@@ -1,5 +1,5 @@
-"""Every place where this plugin wraps, replaces or assigns into vLLM and its libraries; nothing else does.
+"""The only package that wraps, replaces or assigns symbols of vLLM and of the libraries it uses.
 
-``inventory`` lists what is changed, why, which contract test holds it and when it goes. ``wire`` names what travels
-through vLLM's objects.
+``inventory`` lists every change with its reason, its contract test and the condition under which it can be removed.
+``wire`` defines the keys and attributes under which our data travels on vLLM's objects.
 """

@@ -1,45 +1,50 @@
-"""What a draft model inside an engine changes of it, and what it takes from the target."""
+"""Changes to vLLM's configuration and models that a draft model needs inside the target's engine."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.upstream.patching import replaced
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+
 
 @contextmanager
-def tensor_parallel_group(group: Any) -> Iterator[None]:
-    """While a model is built: its tensor-parallel group.
-
-    Args:
-        group: vLLM's ``GroupCoordinator``.
-    """
+def tensor_parallel_group(group: GroupCoordinator) -> Iterator[None]:
+    """Build models inside this context with ``group`` as their tensor-parallel group."""
     with replaced("vllm.distributed.parallel_state:_TP", lambda upstream: group):
         yield
 
 
-def with_draft_config(vllm_config: Any, draft_model_config: Any) -> None:
-    """Put a draft's ``ModelConfig`` where vLLM's EAGLE models look for their own shape.
+def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig) -> None:
+    """Store the draft's ``ModelConfig`` where vLLM's EAGLE models read their shape.
 
     Args:
-        vllm_config: the draft's own; the speculative config in it may be the target's, and stays as it is.
+        vllm_config: the draft's own. Its speculative config may be shared with the target, so a copy replaces it.
     """
     vllm_config.speculative_config = copy.copy(vllm_config.speculative_config)
     vllm_config.speculative_config.draft_model_config = draft_model_config
 
 
 def share_ends(draft: Any, target: Any) -> None:
-    """Give a draft of EAGLE's kind the target's embedding and LM head where it has none."""
+    """Give an EAGLE draft the target's embedding and LM head where it has none of its own.
+
+    Args:
+        draft: an EAGLE model of vLLM.
+        target: the target's causal language model.
+    """
     if not getattr(draft, "has_own_embed_tokens", False):
         embedding = target.model.embed_tokens
-        draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without adapters
+        draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
     if not getattr(draft, "has_own_lm_head", False):
         draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
 
 
 def take_logits(model: Any) -> None:
-    """Have a model's logits processor take logits, not hidden states."""
+    """Make a model's logits processor take logits instead of hidden states."""
     model.logits_processor.logits_as_input = True

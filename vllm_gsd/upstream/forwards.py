@@ -1,32 +1,36 @@
-"""Looks on while a V1 model runner of this process runs its target."""
+"""Observes the forward passes of a V1 model runner in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def watch(runner: Any, begun: Callable[[], None], forward: Callable[..., None], done: Callable[..., None]) -> bool:
-    """Call what is given at every step, until :func:`unwatch`.
+    """Call the given functions at every step until :func:`unwatch`.
 
     Args:
-        begun: before a step.
-        forward: with the positions and the hidden states of a forward.
-        done: with the step's ``SchedulerOutput``.
+        runner: the model runner.
+        begun: called before a step.
+        forward: called after each forward pass with its positions and hidden states.
+        done: called after a step with its ``SchedulerOutput``.
 
     Returns:
-        False where the runner has no such method to look at.
+        False if the runner is not a V1 runner and cannot be observed.
     """
     if not hasattr(runner, "_model_forward"):
         return False
     upstream_forward, upstream_execute = runner._model_forward, runner.execute_model
 
-    def model_forward(*args, **kwargs):
+    def model_forward(*args: Any, **kwargs: Any) -> Any:
         output = upstream_forward(*args, **kwargs)
         forward(kwargs["positions"] if "positions" in kwargs else args[1], output)
         return output
 
-    def execute_model(scheduler_output, *args, **kwargs):
+    def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         begun()
         result = upstream_execute(scheduler_output, *args, **kwargs)
         done(scheduler_output)
@@ -37,5 +41,5 @@ def watch(runner: Any, begun: Callable[[], None], forward: Callable[..., None], 
 
 
 def unwatch(runner: Any) -> None:
-    """Let the runner's class have its methods again."""
+    """Restore the methods of the runner's class."""
     del runner._model_forward, runner.execute_model

@@ -1,29 +1,44 @@
-"""How vLLM learns ``"method": "gsd"`` where the plugin is loaded.
+"""The wrappers that teach vLLM ``"method": "gsd"`` when the plugin is loaded.
 
-Each function takes what ``inventory`` names and returns what stands in its place; it does nothing for other configs.
+Each public wrapper takes an upstream symbol of ``inventory`` and returns its replacement. The replacement behaves like
+the original for configurations without gsd.
 """
+
+from __future__ import annotations
 
 import argparse
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, is_gsd, read
 from vllm_gsd.upstream import wire
 from vllm_gsd.upstream.inventory import When
 
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
 
 def add_cli_args(upstream: Callable[..., Any]) -> staticmethod:
-    """``--speculative-config`` takes a path too."""
+    """Wrap ``EngineArgs.add_cli_args``: ``--speculative-config`` also accepts a path."""
     return with_option_type(upstream, _parse_option)
 
 
 def with_option_type(upstream: Callable[..., Any], parse: Callable[[Callable[[str], Any], str], Any]) -> staticmethod:
-    """``EngineArgs.add_cli_args`` that reads ``--speculative-config`` by ``parse(type of upstream's, value)``."""
+    """Wrap ``EngineArgs.add_cli_args`` so that ``parse`` converts the value of ``--speculative-config``.
+
+    Args:
+        upstream: the wrapped method.
+        parse: takes upstream's own conversion function and the value.
+    """
 
     @functools.wraps(upstream)
-    def add_cli_args(parser, *args, **kwargs):
+    def add_cli_args(parser: FlexibleArgumentParser, *args: Any, **kwargs: Any) -> FlexibleArgumentParser:
         parser = upstream(parser, *args, **kwargs)
         for action in parser._actions:
             if "--speculative-config" in action.option_strings:
@@ -33,12 +48,12 @@ def with_option_type(upstream: Callable[..., Any], parse: Callable[[Callable[[st
     return staticmethod(add_cli_args)
 
 
-def _parse_option(upstream_type, value: str) -> Any:
+def _parse_option(upstream_type: Callable[[str], Any], value: str) -> Any:
     if value in ("", "None"):
         return upstream_type(value)
     try:
         if is_gsd(value):
-            GSDConfig.load(value)  # complain now, before anything is loaded
+            GSDConfig.load(value)  # report errors before any model is loaded
             end_in_one_sentence()
             return read(value)
         if value.lstrip().startswith("{"):
@@ -49,10 +64,10 @@ def _parse_option(upstream_type, value: str) -> Any:
 
 
 def end_in_one_sentence() -> None:
-    """Spare the command line's user the traceback where an engine with gsd is refused after parsing."""
+    """Print a ``GSDConfigError`` that is raised after argument parsing as one sentence, without a traceback."""
     upstream = sys.excepthook
 
-    def excepthook(kind, error, traceback):
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, GSDConfigError):
             print(f"vllm: error: {error}", file=sys.stderr)  # noqa: T201
         else:
@@ -62,10 +77,13 @@ def end_in_one_sentence() -> None:
 
 
 def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn our config into one that vLLM knows before ``SpeculativeConfig`` sees it."""
+    """Wrap ``EngineArgs.create_engine_config``: translate our config into one that ``SpeculativeConfig`` accepts.
+
+    The wrapper raises ``GSDConfigError`` if gsd does not support the engine's settings.
+    """
 
     @functools.wraps(upstream)
-    def create_engine_config(self, *args, **kwargs):
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         value = self.speculative_config
         if value is None or not is_gsd(value):
             if isinstance(value, str):
@@ -80,16 +98,17 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         v2, cpu = takes_v2(self), current_platform.is_cpu()
         _check_symbols(v2, cpu, ray=self.distributed_executor_backend == "ray")
         ours = wire.engine_args(config, v2, cpu, self.additional_config)
-        # Put back in the end: some callers (Ray Data is one) make the same arguments' configuration twice.
+        # The arguments are restored afterwards, because some callers (such as Ray Data) build a configuration from the
+        # same arguments twice.
         given = {name: getattr(self, name) for name in ours}
         try:
-            for name, of_ours in ours.items():
-                setattr(self, name, of_ours)
+            for name, value in ours.items():
+                setattr(self, name, value)
             vllm_config = upstream(self, *args, **kwargs)
         finally:
-            for name, of_theirs in given.items():
-                setattr(self, name, of_theirs)
-        # Without speculation either runner serves, whichever vLLM takes.
+            for name, value in given.items():
+                setattr(self, name, value)
+        # Without speculation, either model runner works, so vLLM's choice is taken.
         check_engine(vllm_config, config, v2 if config.speculates else vllm_config.use_v2_model_runner)
         if config.speculates and vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = wire.scheduler_class(asynchronous=True)
@@ -116,12 +135,12 @@ def _check_symbols(v2: bool, cpu: bool, ray: bool) -> None:
     check_engine_symbols(*when)
 
 
-def takes_v2(args: Any) -> bool:
-    """Whether vLLM will take Model Runner V2 for an engine with gsd, of these ``EngineArgs``.
+def takes_v2(args: EngineArgs) -> bool:
+    """Predict whether vLLM will use Model Runner V2 for an engine with gsd and these arguments.
 
-    ``VllmConfig.use_v2_model_runner`` says so, but only once there is a config, and what is in that depends on it. As
-    vLLM itself does, V1 is taken for what V2 cannot do yet, here: graphs beside adapters. ``runtime.support`` compares
-    the answers.
+    ``VllmConfig.use_v2_model_runner`` gives the answer only after the configuration is built, but the configuration
+    depends on the answer. Like vLLM, gsd uses V1 for features that V2 does not support yet; for gsd this is LoRA
+    outside CUDA. ``engine.support.check_engine`` verifies the prediction.
     """
     from vllm import envs
     from vllm.platforms import current_platform
@@ -133,10 +152,13 @@ def takes_v2(args: Any) -> bool:
 
 
 def make_room_for_lora(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """With LoRA, let a batch hold all rows that every request can have."""
+    """Wrap the defaults of ``EngineArgs``: with LoRA, a batch has room for a full graph of every request.
+
+    The wrapper raises ``GSDConfigError`` if the user gave a smaller ``max_num_batched_tokens``.
+    """
 
     @functools.wraps(upstream)
-    def set_defaults(self, *args, **kwargs):
+    def set_defaults(self: EngineArgs, *args: Any, **kwargs: Any) -> None:
         given = self.max_num_batched_tokens
         upstream(self, *args, **kwargs)
         speculative = self.speculative_config
@@ -155,9 +177,9 @@ def make_room_for_lora(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reserve_draft_slots(upstream: property) -> property:
-    """Reserve KV slots for drafted nodes."""
+    """Wrap ``VllmConfig.num_lookahead_tokens``: reserve KV slots for the nodes that the draft model runs."""
 
-    def num_lookahead_tokens(self) -> int:
+    def num_lookahead_tokens(self: VllmConfig) -> int:
         from vllm_gsd.engine.draft.limits import num_lookahead_tokens as ours
 
         config = wire.options_of(self)
@@ -167,10 +189,10 @@ def reserve_draft_slots(upstream: property) -> property:
 
 
 def accept_all_sampling_params(upstream: Callable[..., None]) -> Callable[..., None]:
-    """min_p and logit_bias go with a graph."""
+    """Wrap ``SamplingParams._validate_spec_decode``: gsd supports ``min_p`` and ``logit_bias``."""
 
     @functools.wraps(upstream)
-    def _validate_spec_decode(self, speculative_config):
+    def _validate_spec_decode(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
         if not wire.is_ours(speculative_config):
             upstream(self, speculative_config)
 
@@ -178,14 +200,14 @@ def accept_all_sampling_params(upstream: Callable[..., None]) -> Callable[..., N
 
 
 def report_metrics(upstream: type) -> type:
-    """Show our counters in vLLM's Prometheus endpoint."""
+    """Replace ``KVConnectorProm`` with a subclass that also exports our metrics."""
     from vllm_gsd.engine.observe.metrics import GraphKVConnectorProm
 
     return GraphKVConnectorProm
 
 
 def leave_metrics_out_of_logs(upstream: type) -> type:
-    """Keep our counters out of what KV connectors log."""
+    """Replace ``KVConnectorLogging`` with a subclass that does not log our metrics."""
     from vllm_gsd.engine.observe.metrics import GraphKVConnectorLogging
 
     return GraphKVConnectorLogging

@@ -1,4 +1,4 @@
-"""Puts the wraps of the inventory in, all of them or none."""
+"""Applies the changes of the inventory when the plugin is loaded: all of them, or none."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger("vllm.gsd")
 
 
 def install() -> None:
-    """Teach vLLM ``"method": "gsd"``, or to refuse it where the installed vLLM lacks a symbol that we wrap."""
+    """Teach vLLM ``"method": "gsd"``, or make vLLM reject it if the installed version lacks a symbol that we wrap."""
     replacements: list[Replacement] = []
     for patch in patches("load"):
         problem = problem_with(patch)
         if problem is None:
             try:
                 replacements.append(prepare(patch, _maker(patch)))
-            except Exception as error:  # a symbol that our replacement is made of is missing
+            except Exception as error:  # another symbol that the replacement uses is missing
                 problem = f"has a {patch.dotted} that cannot be replaced ({type(error).__name__}: {error})"
         if problem is not None:
             _stay_out(problem)
@@ -35,13 +35,13 @@ def install() -> None:
 
 
 def check_engine_symbols(*when: When) -> None:
-    """See that what an engine with gsd replaces later is there, before anything is loaded.
+    """Check, before a model is loaded, that every symbol exists that an engine with gsd will replace.
 
     Args:
-        when: of the inventory.
+        when: the values of ``Patch.when`` that apply in addition to "engine".
 
     Raises:
-        GSDConfigError: naming the symbol that is missing, the installed vLLM and the supported ones.
+        GSDConfigError: names the missing symbol, the installed vLLM version and the supported versions.
     """
     for patch in patches("engine", *when):
         if (problem := problem_with(patch, load=False)) is not None:
@@ -49,9 +49,9 @@ def check_engine_symbols(*when: When) -> None:
 
 
 def _stay_out(problem: str) -> None:
-    if multiprocessing.parent_process() is None:  # it is enough that one process tells it
+    if multiprocessing.parent_process() is None:  # one process reports it for all
         logger.warning(
-            "gsd is off, because %s %s; this vllm-gsd supports vLLM %s, and everything else works as without it.",
+            "gsd is off, because %s %s; this vllm-gsd supports vLLM %s. vLLM itself works as usual.",
             installed_vllm(),
             problem,
             SUPPORTED_VLLM,

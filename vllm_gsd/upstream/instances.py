@@ -1,28 +1,34 @@
-"""Methods and attributes that are replaced on single objects of a model runner."""
+"""Changes to single objects, such as one model runner's model state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def wrap_prepare_attn(model_state: Any, wrapper: Wrapper) -> None:
-    """Wrap ``prepare_attn`` of a V2 runner's model state, which makes attention metadata."""
+def wrap_prepare_attn(model_state: ModelState, wrapper: Wrapper) -> None:
+    """Wrap ``prepare_attn`` of a V2 runner's model state, which builds the attention metadata."""
     model_state.prepare_attn = wrapper(model_state.prepare_attn)
 
 
-def wrap_dispatch(cudagraph_manager: Any, wrapper: Wrapper) -> None:
-    """Wrap ``dispatch`` of a V2 runner's CUDA-graph manager, which chooses the graph of a step."""
+def wrap_dispatch(cudagraph_manager: CudaGraphManager, wrapper: Wrapper) -> None:
+    """Wrap ``dispatch`` of a V2 runner's CUDA-graph manager, which selects the CUDA graph of a step."""
     cudagraph_manager.dispatch = wrapper(cudagraph_manager.dispatch)
 
 
-def count_thinking_as_without_speculation(thinking_budget: Any) -> None:
-    """Let a ``ThinkingBudgetStateHolder`` take rows for one a request, not for drafts."""
+def count_thinking_as_without_speculation(thinking_budget: ThinkingBudgetStateHolder) -> None:
+    """Make the thinking budget expect one row per request instead of a row per draft token."""
     thinking_budget.in_spec_mode = False
 
 
-def count_draft_tokens(spec_decoding_stats: Any, count: int) -> None:
-    """Add to the draft tokens of a ``SpecDecodingStats``."""
+def count_draft_tokens(spec_decoding_stats: SpecDecodingStats, count: int) -> None:
+    """Add ``count`` to the number of draft tokens."""
     spec_decoding_stats.num_draft_tokens += count

@@ -1,33 +1,37 @@
-"""What this plugin changes in vLLM: one table, which ``install`` and the check for missing symbols work from.
+"""Every change that this plugin makes to vLLM, in one table.
 
-Beside the patches it lists where something of ours rides on vLLM's objects (``by`` names functions of ``wire`` then).
+``install`` applies the entries marked "load" and checks that the installed vLLM has the symbols. The table also lists
+the vLLM objects that carry our own attributes; the ``by`` of such an entry names functions of ``wire``.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-# Versions whose symbols pass the contract tests.
+# The vLLM versions that pass the contract tests.
 SUPPORTED_VLLM = "0.32 or 0.33"
 
-# When a symbol is changed: where the plugin is loaded; to refuse gsd where another symbol is missing; where an engine
-# with gsd starts, always or with a certain runner, device or executor; by our tools.
+# When a change is made:
+# "load": when vLLM loads the plugin.
+# "fallback": when the plugin loads, but only to reject gsd because another symbol is missing.
+# "engine": when an engine with gsd starts; "v1" to "Ray" do so only for one model runner, device or executor.
+# "tools": when one of our command-line tools runs.
 When = Literal["load", "fallback", "engine", "v1", "v2", "v2 on a CPU", "CPU", "Ray", "tools"]
 Kind = Literal["attribute", "class", "function", "method", "property", "static method"]
 
 
 class Patch(NamedTuple):
-    """One symbol that is wrapped, replaced or assigned to."""
+    """One vLLM symbol that the plugin wraps, replaces or assigns to."""
 
-    symbol: str  # "module:name in it"
-    by: str  # the functions of this package that do it, "module.function", separated by spaces
+    symbol: str  # "module:qualified name"
+    by: str  # the functions of vllm_gsd.upstream that make the change, as "module.function", separated by spaces
     when: When
     delta: str
     reason: str
     expiry: str
-    contract: str  # the test in tests/contract that fails when upstream changes, "file::test"
+    contract: str  # the test in tests/contract that fails when upstream changes the symbol, as "file::test"
     kind: Kind = "class"
-    parameters: tuple[str, ...] = ()  # of a function, those that we use
+    parameters: tuple[str, ...] = ()  # the parameters of a function that we rely on
 
     @property
     def module(self) -> str:
@@ -39,19 +43,19 @@ class Patch(NamedTuple):
 
     @property
     def dotted(self) -> str:
-        """As users read it."""
+        """The symbol as a dotted path, for messages and documentation."""
         return self.symbol.replace(":", ".")
 
 
 PATCHES = (
-    # --- where the plugin is loaded; other configs are passed on untouched ---------------------------
+    # --- when the plugin is loaded; configurations without gsd pass through unchanged ------------------
     Patch(
         "vllm.engine.arg_utils:EngineArgs.add_cli_args",
         by="hooks.add_cli_args hooks.with_option_type",
         when="load",
-        delta="The option --speculative-config takes a path too.",
-        reason="Upstream parses its value as JSON only.",
-        expiry="Upstream accepts a path, as it does for --config.",
+        delta="--speculative-config accepts the path of a JSON file as well as JSON text.",
+        reason="Upstream parses the value as JSON only.",
+        expiry="Upstream accepts a path here, as it does for --config.",
         contract="test_upstream.py::test_signature",
         kind="static method",
         parameters=("parser",),
@@ -60,8 +64,8 @@ PATCHES = (
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         by="hooks.create_engine_config",
         when="load",
-        delta='"method": "gsd" becomes a method that upstream knows; engines that gsd cannot serve are refused.',
-        reason="SpeculativeConfig rejects unknown keys, and its methods are a closed list.",
+        delta='Translates "method": "gsd" for upstream, and rejects engine settings that gsd does not support.',
+        reason="SpeculativeConfig rejects unknown keys and accepts a fixed list of methods.",
         expiry="Upstream has a registry of speculative methods.",
         contract="test_upstream.py::test_fields",
         kind="method",
@@ -70,9 +74,9 @@ PATCHES = (
         "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
         by="hooks.make_room_for_lora",
         when="load",
-        delta="With LoRA a batch holds all rows that every request can have.",
-        reason="Upstream refuses a smaller one beside LoRA and speculation, and its defaults are smaller.",
-        expiry="Upstream's defaults are large enough.",
+        delta="With LoRA, a step has room to verify a full graph of every request (max_num_batched_tokens).",
+        reason="With LoRA and speculative decoding, upstream rejects a smaller value, and its default is smaller.",
+        expiry="Upstream's default is large enough.",
         contract="test_upstream.py::test_signature",
         kind="method",
     ),
@@ -80,9 +84,9 @@ PATCHES = (
         "vllm.config:VllmConfig.num_lookahead_tokens",
         by="hooks.reserve_draft_slots",
         when="load",
-        delta="KV slots are reserved for drafted nodes.",
-        reason='Upstream\'s margin is 0 for "custom_class".',
-        expiry="A proposer can state its own margin.",
+        delta="Reserves KV slots for the nodes that the draft model runs.",
+        reason='Upstream reserves no lookahead slots for the method "custom_class".',
+        expiry="A proposer can declare how many lookahead slots it needs.",
         contract="test_upstream.py::test_signature",
         kind="property",
     ),
@@ -90,9 +94,9 @@ PATCHES = (
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         by="hooks.accept_all_sampling_params",
         when="load",
-        delta="min_p and logit_bias are accepted beside a graph.",
-        reason="Upstream refuses them beside any speculation, because its rejection sampler leaves them out.",
-        expiry="Upstream asks the method.",
+        delta="Accepts requests with min_p or logit_bias.",
+        reason="Upstream rejects both with any speculative method, because its rejection sampler does not apply them.",
+        expiry="Upstream lets the speculative method decide.",
         contract="test_upstream.py::test_processors_are_built_by_the_name_that_is_wrapped",
         kind="method",
         parameters=("speculative_config",),
@@ -101,28 +105,28 @@ PATCHES = (
         "vllm.v1.metrics.loggers:PrometheusStatLogger._kv_connector_cls",
         by="hooks.report_metrics",
         when="load",
-        delta="Our counters are in the Prometheus endpoint.",
-        reason="There is no hook for a proposer's metrics.",
-        expiry="There is one.",
+        delta="Exports the vllm:gsd_* metrics on vLLM's Prometheus endpoint.",
+        reason="Upstream has no hook for a proposer's metrics.",
+        expiry="Upstream adds such a hook.",
         contract="test_upstream.py::test_metric_hooks",
     ),
     Patch(
         "vllm.v1.metrics.loggers:KVConnectorLogging",
         by="hooks.leave_metrics_out_of_logs",
         when="load",
-        delta="Our counters are left out of what KV connectors log.",
-        reason="They travel where a KV connector's numbers do.",
-        expiry="There is a hook for a proposer's metrics.",
+        delta="Keeps the gsd metrics out of the log lines about KV transfers.",
+        reason="The gsd metrics travel in the field for KV-connector statistics.",
+        expiry="Upstream adds a hook for a proposer's metrics.",
         contract="test_upstream.py::test_metric_hooks",
     ),
-    # --- to refuse gsd, where one of those is missing ------------------------------------------------
+    # --- to reject gsd when one of the symbols above is missing ----------------------------------------
     Patch(
         "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
         by="refusal.refusing_method",
         when="fallback",
-        delta="gsd is refused here where create_engine_config is missing.",
-        reason="The user is told in one sentence.",
-        expiry="With create_engine_config's.",
+        delta="Rejects gsd with one clear sentence if create_engine_config is missing.",
+        reason="Without this change the user would see an unrelated error.",
+        expiry="The change to create_engine_config is no longer needed.",
         contract="test_inventory.py::test_symbol",
         kind="method",
     ),
@@ -130,9 +134,9 @@ PATCHES = (
         "vllm.config.speculative:SpeculativeConfig.__init__",
         by="refusal.refusing_keys",
         when="fallback",
-        delta="gsd is refused here where both methods above are missing.",
-        reason="The user is told in one sentence.",
-        expiry="With create_engine_config's.",
+        delta="Rejects gsd with one clear sentence if both create_engine_config and the method above are missing.",
+        reason="Without this change the user would see an unrelated error.",
+        expiry="The change to create_engine_config is no longer needed.",
         contract="test_inventory.py::test_symbol",
         kind="method",
     ),
@@ -140,21 +144,21 @@ PATCHES = (
         "vllm.utils.argparse_utils:FlexibleArgumentParser.parse_args",
         by="refusal.refusing_arguments",
         when="fallback",
-        delta="gsd is refused here where add_cli_args is missing.",
-        reason="The user is told in one sentence.",
-        expiry="With add_cli_args's.",
+        delta="Rejects gsd on the command line with one clear sentence if add_cli_args is missing.",
+        reason="Without this change the user would see an unrelated error.",
+        expiry="The change to add_cli_args is no longer needed.",
         contract="test_inventory.py::test_symbol",
         kind="method",
         parameters=("args",),
     ),
-    # --- of engines with gsd -------------------------------------------------------------------------
+    # --- in engines with gsd ---------------------------------------------------------------------------
     Patch(
         "sys:excepthook",
         by="hooks.end_in_one_sentence",
         when="engine",
-        delta="Where the command line asked for gsd, a GSDConfigError ends the program with one sentence.",
-        reason="What is refused after parsing would end in a traceback.",
-        expiry="Upstream's command line prints such errors itself.",
+        delta="If the command line asked for gsd, a GSDConfigError prints one sentence instead of a traceback.",
+        reason="Errors that are found after argument parsing would otherwise end in a traceback.",
+        expiry="Upstream's command line prints configuration errors without a traceback.",
         contract="test_inventory.py::test_symbol",
         kind="attribute",
     ),
@@ -162,9 +166,9 @@ PATCHES = (
         "vllm.config.scheduler:SchedulerConfig.scheduler_cls",
         by="hooks.create_engine_config",
         when="engine",
-        delta="Our scheduler for async scheduling, once upstream has chosen that.",
-        reason="The class is asked for before it is known which one is needed.",
-        expiry="A speculative method can name its scheduler.",
+        delta="Selects our asynchronous scheduler after upstream has enabled asynchronous scheduling.",
+        reason="The scheduler class must be given before upstream decides whether scheduling is asynchronous.",
+        expiry="A speculative method can name its scheduler class.",
         contract="test_upstream_v2.py::test_async_scheduling_has_a_scheduler_of_its_own",
         kind="attribute",
     ),
@@ -172,9 +176,9 @@ PATCHES = (
         "vllm.config.parallel:ParallelConfig.distributed_executor_backend",
         by="hooks.create_engine_config",
         when="Ray",
-        delta="Our executor on CPUs.",
-        reason="Upstream's Ray executor needs devices that Ray knows.",
-        expiry="The CPU platform has a device in Ray.",
+        delta="Selects our Ray executor on CPUs.",
+        reason="Upstream's Ray executor needs a device type that Ray schedules, and the CPU platform has none.",
+        expiry="Upstream's CPU platform names its Ray device.",
         contract="test_upstream_ray.py::test_executors_may_be_classes",
         kind="attribute",
     ),
@@ -182,9 +186,9 @@ PATCHES = (
         "vllm.config.vllm:VllmConfig.additional_config",
         by="wire.note_packed_weights",
         when="CPU",
-        delta="Says whether weights are packed for our kernel.",
-        reason="Compiled code depends on it, and its cache is named after the configuration.",
-        expiry="Never: the field is for plugins.",
+        delta="Records how weights are packed for our CPU kernel.",
+        reason="Compiled code depends on it, and vLLM names its compile cache after the configuration.",
+        expiry="Never: upstream provides this field for plugins.",
         contract="test_upstream.py::test_fields",
         kind="attribute",
     ),
@@ -192,18 +196,18 @@ PATCHES = (
         "vllm.v1.worker.cpu_worker:CPUModelRunner",
         by="workers.building_v1_runner",
         when="v1",
-        delta="The worker builds our runner.",
-        reason="The worker names the class.",
-        expiry="A worker can name its runner's class.",
+        delta="The CPU worker builds our V1 model runner.",
+        reason="The worker refers to the runner class by its module-level name.",
+        expiry="A worker can be told its runner class.",
         contract="test_upstream.py::test_worker_builds_the_runner_by_module_name",
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:build_logitsprocs",
         by="workers.building_v1_runner",
         when="v1",
-        delta="Logits processors are built as without speculation: min_p, logit_bias and custom ones among them.",
-        reason="Upstream leaves them out beside any speculation.",
-        expiry="Upstream asks the method.",
+        delta="Builds all logits processors (min_p, logit_bias, custom ones), as without speculative decoding.",
+        reason="Upstream omits them with any speculative method.",
+        expiry="Upstream lets the speculative method decide.",
         contract="test_upstream.py::test_processors_are_built_by_the_name_that_is_wrapped",
         kind="function",
         parameters=("vllm_config",),
@@ -212,18 +216,18 @@ PATCHES = (
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
         by="workers.building_v2_cpu_runner",
         when="v2 on a CPU",
-        delta="The worker builds our runner.",
-        reason="The worker names the class.",
-        expiry="A worker can name its runner's class.",
+        delta="The CPU worker builds our V2 model runner.",
+        reason="The worker refers to the runner class by its module-level name.",
+        expiry="A worker can be told its runner class.",
         contract="test_upstream_v2.py::test_the_cpu_worker_builds_the_runner_by_the_names_that_are_replaced",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:init_speculator",
         by="workers.building_speculator",
         when="v2",
-        delta="The model runner builds our speculator.",
-        reason="The model runner names the function.",
-        expiry="Model Runner V2 takes speculators by their class.",
+        delta="The V2 model runner builds our speculator.",
+        reason="The model runner refers to the factory function by its module-level name.",
+        expiry="Model Runner V2 accepts a speculator class.",
         contract="test_upstream_v2.py::test_the_cpu_worker_builds_the_runner_by_the_names_that_are_replaced",
         kind="function",
     ),
@@ -231,9 +235,9 @@ PATCHES = (
         "vllm.v1.attention.backends.registry:register_backend",
         by="workers.attention_backends",
         when="engine",
-        delta="While layers are built, our attention backends stand under the names of upstream's.",
-        reason="--attention-backend and upstream's own choice go on working.",
-        expiry="Never: the registry is made for that.",
+        delta="Registers our attention backends under the names of upstream's while the model's layers are built.",
+        reason="This keeps --attention-backend and upstream's own choice of backend working.",
+        expiry="Never: upstream provides this registry for that purpose.",
         contract="test_upstream.py::test_signature",
         kind="function",
         parameters=("backend", "class_path"),
@@ -242,9 +246,9 @@ PATCHES = (
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
         by="instances.wrap_prepare_attn",
         when="v2",
-        delta="Adds the tree mask to attention metadata.",
-        reason="The model runner asks its model state for them, between two of our methods.",
-        expiry="A speculator is asked for attention metadata.",
+        delta="Adds the tree mask to the attention metadata.",
+        reason="The model runner builds this metadata without calling the speculator.",
+        expiry="The speculator can contribute to the attention metadata.",
         contract="test_upstream_v2.py::test_a_model_state_prepares_attention_with_these",
         kind="method",
         parameters=("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups"),
@@ -253,9 +257,9 @@ PATCHES = (
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.dispatch",
         by="instances.wrap_dispatch",
         when="v2",
-        delta="Counts the graphs that are replayed, and the steps that none fits.",
+        delta="Counts forward passes that replay a CUDA graph and forward passes that no CUDA graph fits.",
         reason="Upstream does not count them.",
-        expiry="It does.",
+        expiry="Upstream counts them.",
         contract="test_inventory.py::test_v2_is_asked_for_what_is_replaced",
         kind="method",
     ),
@@ -263,36 +267,36 @@ PATCHES = (
         "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder",
         by="instances.count_thinking_as_without_speculation",
         when="v1",
-        delta="in_spec_mode is off while a walk samples.",
-        reason="Rows are one per request here, as without speculation, not drafts as in the rejection sampler.",
-        expiry="The sampler takes it as an argument.",
+        delta="Turns in_spec_mode off while the walk samples.",
+        reason="The walk samples one row per request; upstream's speculative mode expects a row per draft token.",
+        expiry="The sampler takes the mode as an argument.",
         contract="test_inventory.py::test_a_thinking_budget_has_a_mode_for_speculation",
     ),
     Patch(
         "vllm.v1.structured_output:StructuredOutputManager",
         by="structured.reserve_masks structured.allow_all",
         when="engine",
-        delta="_grammar_bitmask is allocated and filled along the paths of a graph.",
-        reason="Upstream fills masks along a chain only.",
-        expiry="Upstream takes trees of draft tokens.",
+        delta="Allocates and fills _grammar_bitmask along the paths of a token graph.",
+        reason="Upstream fills the masks along a chain of draft tokens only.",
+        expiry="Upstream supports trees of draft tokens.",
         contract="test_inventory.py::test_masks_of_grammars_are_one_tensor",
     ),
     Patch(
         "vllm.v1.request:Request",
         by="structured.set_drafts",
         when="engine",
-        delta="spec_token_ids are those that a grammar allows along a graph.",
-        reason="Upstream cuts drafts as a chain.",
-        expiry="Upstream takes trees of draft tokens.",
+        delta="Sets spec_token_ids to the nodes of the graph that the request's grammar allows.",
+        reason="Upstream checks draft tokens against the grammar as a chain.",
+        expiry="Upstream supports trees of draft tokens.",
         contract="test_inventory.py::test_drafts_are_kept_where_they_are_set",
     ),
     Patch(
         "vllm.v1.core.sched.output:SchedulerOutput.scheduled_spec_decode_tokens",
         by="structured.set_scheduled_drafts",
         when="engine",
-        delta="Tokens are those of a graph, and none of them counts as invalid.",
-        reason="Upstream cuts drafts as a chain.",
-        expiry="Upstream takes trees of draft tokens.",
+        delta="Replaces a request's draft tokens with the nodes of its graph and marks none of them invalid.",
+        reason="Upstream checks draft tokens against the grammar as a chain.",
+        expiry="Upstream supports trees of draft tokens.",
         contract="test_upstream.py::test_fields",
         kind="attribute",
     ),
@@ -300,9 +304,9 @@ PATCHES = (
         "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_draft_tokens",
         by="instances.count_draft_tokens",
         when="engine",
-        delta="Counts the nodes of a graph, while a position is a depth.",
-        reason="Upstream takes places in the list of draft tokens for positions.",
-        expiry="Upstream takes trees of draft tokens.",
+        delta="Counts all nodes of a graph as draft tokens, while acceptance is reported per depth.",
+        reason="Upstream treats the index in the list of draft tokens as the depth.",
+        expiry="Upstream supports trees of draft tokens.",
         contract="test_upstream.py::test_signature",
         kind="attribute",
     ),
@@ -310,8 +314,8 @@ PATCHES = (
         "vllm.distributed.parallel_state:_TP",
         by="drafts.tensor_parallel_group",
         when="engine",
-        delta="While a draft of another tensor-parallel size is loaded, this is its group.",
-        reason="Layers ask for the group when they are made, and remember its size.",
+        delta="Holds the draft's tensor-parallel group while a draft with its own tensor-parallel size is loaded.",
+        reason="Layers read the global group when they are constructed and store its size.",
         expiry="Layers take their group as an argument.",
         contract="test_inventory.py::test_layers_ask_for_the_group_that_is_replaced",
         kind="attribute",
@@ -320,9 +324,9 @@ PATCHES = (
         "vllm.config.speculative:SpeculativeConfig.draft_model_config",
         by="drafts.with_draft_config",
         when="engine",
-        delta="In a copy for the draft: the draft's model.",
-        reason="Upstream's EAGLE models look for their own shape there.",
-        expiry="They read the configuration they are built with.",
+        delta="Holds the draft's model configuration, in the draft's own copy of the speculative config.",
+        reason="Upstream's EAGLE models read their shape from there.",
+        expiry="EAGLE models read the configuration that they are constructed with.",
         contract="test_inventory.py::test_symbol",
         kind="attribute",
     ),
@@ -330,27 +334,27 @@ PATCHES = (
         "vllm.model_executor.models.interfaces:SupportsEagleBase",
         by="drafts.share_ends",
         when="engine",
-        delta="A draft of EAGLE's kind has the target's embedding and LM head where it has none.",
-        reason="Upstream's proposers do so, each for itself.",
-        expiry="Upstream has a function for it.",
+        delta="Gives an EAGLE draft the target's embedding and LM head where it has none of its own.",
+        reason="Each of upstream's proposers does this in its own code.",
+        expiry="Upstream provides a function that shares them.",
         contract="test_inventory.py::test_drafts_say_what_they_have_of_their_own",
     ),
     Patch(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",
         by="drafts.take_logits",
         when="engine",
-        delta="logits_as_input is on for a draft with a trimmed LM head.",
-        reason="What comes after the LM head (scale, soft cap) is the model's own business still.",
-        expiry="Never: the attribute is for that.",
+        delta="Sets logits_as_input for a draft with a trimmed LM head.",
+        reason="We compute the trimmed logits, and the model still applies its scale and soft cap.",
+        expiry="Never: upstream provides this attribute for that purpose.",
         contract="test_upstream.py::test_lm_heads_of_ones_own_rows",
     ),
     Patch(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         by="weights.packing",
         when="CPU",
-        delta="Layers multiply by our kernel, where it is the faster one.",
+        delta="Layers multiply with our kernel where it is the faster one.",
         reason="Layers look the function up by name.",
-        expiry="There is a registry of CPU kernels.",
+        expiry="Upstream has a registry of CPU matrix kernels.",
         contract="test_upstream.py::test_weights_are_packed_here",
         kind="function",
         parameters=("layer", "remove_weight"),
@@ -359,27 +363,27 @@ PATCHES = (
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
         by="weights.pack_lm_heads",
         when="CPU",
-        delta="LM heads, and embeddings tied to them, keep their weights packed only.",
-        reason="Upstream keeps them twice.",
-        expiry="There is a registry of CPU kernels.",
+        delta="LM heads, and the embeddings tied to them, store only the packed copy of their weights.",
+        reason="Upstream stores both the packed and the original weights.",
+        expiry="Upstream has a registry of CPU matrix kernels.",
         contract="test_upstream.py::test_weights_are_packed_here",
     ),
     Patch(
         "vllm.v1.executor.ray_executor_v2:RayWorkerProc",
         by="ray_ranks.ranks_on_cpus",
         when="Ray",
-        delta="The executor makes our actors.",
-        reason="The executor names the class.",
-        expiry="The CPU platform has a device in Ray.",
+        delta="The Ray executor starts our actor class.",
+        reason="The executor refers to the actor class by its module-level name.",
+        expiry="Upstream's CPU platform names its Ray device.",
         contract="test_upstream_ray.py::test_the_executor_makes_the_actors_that_we_put_in_its_module",
     ),
     Patch(
         "vllm.platforms.interface:Platform.ray_device_key",
         by="ray_ranks.devices_are_cpus",
         when="Ray",
-        delta='"CPU" on the CPU platform, while ranks are placed.',
-        reason="The CPU platform has no name for its devices in Ray.",
-        expiry="It has one.",
+        delta='Is "CPU" on the CPU platform while ranks are placed.',
+        reason="The CPU platform does not name its Ray device.",
+        expiry="Upstream's CPU platform names its Ray device.",
         contract="test_upstream_ray.py::test_the_cpu_platform_has_no_device_in_ray",
         kind="attribute",
     ),
@@ -387,9 +391,9 @@ PATCHES = (
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
         by="ray_ranks.keep_shared_memory_to_nodes",
         when="Ray",
-        delta="The name of shared memory has the node in it.",
-        reason="Over TCP the name is the same on every node, and ranks on several nodes would wait for one another.",
-        expiry="Upstream asks for the node.",
+        delta="Adds the node's identifier to the name of the shared memory.",
+        reason="Over TCP all nodes use the same name, so ranks on different nodes would deadlock.",
+        expiry="Upstream includes the node in the name.",
         contract="test_upstream_ray.py::test_shared_memory_is_named_by_the_rendezvous",
         kind="static method",
         parameters=("communicator",),
@@ -398,28 +402,28 @@ PATCHES = (
         "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer",
         by="ray_ranks.forget_name",
         when="Ray",
-        delta="Shared memory loses its name once all ranks have it: is_creator is off.",
-        reason="Ray ends an actor with everything that would have removed the memory.",
-        expiry="Upstream removes the name itself.",
+        delta="Unlinks the shared memory as soon as every rank has opened it, and clears is_creator.",
+        reason="Ray kills an actor together with the process that would have unlinked the memory.",
+        expiry="Upstream unlinks the memory itself.",
         contract="test_inventory.py::test_queues_remove_their_memory_by_its_name",
     ),
-    # --- what rides on vLLM's objects ----------------------------------------------------------------
+    # --- our data on vLLM's objects --------------------------------------------------------------------
     Patch(
         "vllm.v1.outputs:ModelRunnerOutput",
         by="wire.attach_stats",
         when="engine",
         delta="An attribute carries a step's statistics to the scheduler.",
-        reason="There is no field for a proposer's.",
-        expiry="There is one.",
+        reason="The class has no field for a proposer's statistics.",
+        expiry="Upstream adds such a field.",
         contract="test_upstream.py::test_model_runner_output_takes_our_attribute",
     ),
     Patch(
         "vllm.v1.metrics.stats:SchedulerStats.kv_connector_stats",
         by="wire.attach_metrics",
         when="engine",
-        delta="Carries our counters to the front end.",
-        reason="It is the one field that is an open dict on the way there.",
-        expiry="There is a field for a proposer's metrics.",
+        delta="Carries the gsd metrics to the front end.",
+        reason="It is the only field on that path that holds an arbitrary dict.",
+        expiry="Upstream adds a field for a proposer's metrics.",
         contract="test_upstream.py::test_fields",
         kind="attribute",
     ),
@@ -427,37 +431,37 @@ PATCHES = (
         "vllm.v1.core.sched.output:SchedulerOutput",
         by="wire.attach_salts wire.attach_kept",
         when="engine",
-        delta="Attributes carry cache salts, and which nodes grammars have left, to the workers.",
-        reason="There are no fields for them.",
-        expiry="There are.",
+        delta="Attributes carry cache salts, and the nodes that grammars allow, to the workers.",
+        reason="The class has no fields for them.",
+        expiry="Upstream adds such fields.",
         contract="test_upstream.py::test_draft_tokens_and_scheduler_output_take_our_attributes",
     ),
     Patch(
         "vllm.v1.outputs:DraftTokenIds",
         by="wire.attach_proposed wire.attach_parents",
         when="engine",
-        delta="Attributes carry graphs of requests with structured output to the scheduler.",
-        reason="Draft tokens are a list, which upstream takes for a chain.",
-        expiry="Upstream takes trees of draft tokens.",
+        delta="Attributes carry the graphs of requests with structured output to the scheduler.",
+        reason="Its draft tokens are a list, which upstream treats as a chain.",
+        expiry="Upstream supports trees of draft tokens.",
         contract="test_upstream.py::test_draft_tokens_and_scheduler_output_take_our_attributes",
     ),
     Patch(
         "vllm.v1.attention.backend:AttentionMetadata",
         by="wire.attach_tree_rows",
         when="engine",
-        delta="An attribute carries the rows that attend along a graph.",
-        reason="Metadata have no field for a mask.",
-        expiry="They have one.",
+        delta="An attribute carries the rows that attend through the tree mask.",
+        reason="The class has no field for a mask.",
+        expiry="Upstream adds such a field.",
         contract="test_inventory.py::test_attention_metadata_take_our_attribute",
     ),
-    # --- of our tools, in engines that they start ----------------------------------------------------
+    # --- in engines that our tools start ---------------------------------------------------------------
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward",
         by="forwards.watch forwards.unwatch",
         when="tools",
-        delta="vllm-gsd distill keeps the hidden states of the target's forwards; execute_model is wrapped too.",
-        reason="Answers need no second forward then.",
-        expiry="Upstream gives hidden states back.",
+        delta="vllm-gsd distill records the hidden states of the target's forward passes; it wraps execute_model too.",
+        reason="Recording them avoids a second forward pass over the generated text.",
+        expiry="Upstream returns hidden states.",
         contract="test_upstream.py::test_signature",
         kind="method",
         parameters=("positions",),
@@ -466,9 +470,9 @@ PATCHES = (
         "vllm.v1.engine.llm_engine:LLMEngine.step",
         by="parts.wrap_parts",
         when="tools",
-        delta="vllm-gsd bench times it, and what it calls (parts.METHODS).",
-        reason="A step's parts are told apart.",
-        expiry="Upstream's own traces tell them apart.",
+        delta="vllm-gsd bench times this method and the methods that it calls (see upstream/parts.py).",
+        reason="The benchmark reports how long each part of a step takes.",
+        expiry="Upstream's traces separate the parts of a step.",
         contract="test_inventory.py::test_parts_of_a_step_have_these_names",
         kind="method",
     ),
@@ -476,12 +480,12 @@ PATCHES = (
 
 
 def patches(*when: When) -> list[Patch]:
-    """The patches that are made then."""
+    """All entries with one of these values of ``when``."""
     return [patch for patch in PATCHES if patch.when in when]
 
 
 def patch_of(symbol: str) -> Patch:
-    """The entry of a symbol, "module:name in it".
+    """The entry of a symbol, given as "module:qualified name".
 
     Raises:
         KeyError: the symbol is not in the inventory.

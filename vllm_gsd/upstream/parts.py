@@ -1,4 +1,4 @@
-"""Wraps the parts of a step on the live objects of an engine of this process."""
+"""Wraps the methods that make up a step on the live objects of an engine in this process."""
 
 from __future__ import annotations
 
@@ -7,37 +7,41 @@ from typing import Any
 
 Function = Callable[..., Any]
 
-# Methods of vLLM's scheduler and V1 model runner, and the parts of a step that they are.
+# Methods of vLLM's scheduler and V1 model runner, and the part of a step that each belongs to.
 SCHEDULER = ("schedule", "update_from_output", "get_grammar_bitmask", "update_draft_token_ids")
 RUNNER = {
     "_model_forward": "target forward",
     "propose_draft_token_ids": "draft",
     "_sample": "walk",
-    "_compact": "compaction",  # ours
+    "_compact": "compaction",  # a method of our model runner
 }
-# Of our own draft model; upstream's proposers are "draft" as a whole.
+# Methods of our draft model. Upstream's proposers are timed as a whole, as "draft".
 DRAFT = ("_call", "most_probable")
 
 
 def runner_of(llm: Any) -> Any:
-    """An engine's model runner; None where it is in another process."""
+    """The model runner of an ``LLM``, or None if it runs in another process."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
     return getattr(getattr(worker, "worker", None), "model_runner", None)
 
 
 def wrap_parts(llm: Any, wrapper: Callable[[Function, str, str], Function]) -> bool:
-    """Put ``wrapper(method, its name, its part)`` in the place of every method that is a part of a step.
+    """Replace every method of a step with ``wrapper(method, method name, part of the step)``.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        wrapper: returns the replacement of a method.
 
     Returns:
-        False where they run in other processes.
+        False if the engine runs in other processes; nothing is replaced then.
     """
     runner = runner_of(llm)
     if runner is None:
         return False
     for owner, name, part in _methods(llm, runner):
         method = getattr(owner, name, None)
-        if method is not None:  # else this engine's step has no such part
+        if method is not None:  # not every engine has every part
             setattr(owner, name, wrapper(method, name, part))
     return True
 

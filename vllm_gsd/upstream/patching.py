@@ -1,4 +1,4 @@
-"""Replaces what the inventory names, for a while or for good."""
+"""Replaces symbols of the inventory, temporarily or permanently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_gsd.upstream.symbols import owner_of, problem_with
 
 
 class Replacement(NamedTuple):
-    """What is to stand in the place of a symbol, and what stood there."""
+    """A symbol's location, its original value and its replacement."""
 
     owner: Any
     name: str
@@ -28,10 +28,11 @@ class Replacement(NamedTuple):
 
 
 def prepare(patch: Patch, make: Callable[[Any], Any]) -> Replacement:
-    """Make what is to stand in the place of a symbol.
+    """Create the replacement of a symbol without applying it.
 
     Args:
-        make: takes what stands there (a function that can be called, or a property) and returns what is to.
+        patch: the symbol's entry in the inventory.
+        make: takes the original (a callable or a property) and returns the replacement.
     """
     owner, name = owner_of(patch)
     before = getattr_static(owner, name)
@@ -39,14 +40,15 @@ def prepare(patch: Patch, make: Callable[[Any], Any]) -> Replacement:
 
 
 def replace(symbol: str, make: Callable[[Any], Any]) -> Replacement:
-    """Put something of ours in the place of an upstream symbol.
+    """Replace an upstream symbol.
 
     Args:
-        symbol: of the inventory.
-        make: of :func:`prepare`.
+        symbol: as in the inventory, "module:qualified name".
+        make: as in :func:`prepare`.
 
     Raises:
         GSDConfigError: the installed vLLM has no such symbol.
+        KeyError: the inventory has no such symbol.
     """
     patch = patch_of(symbol)
     if (problem := problem_with(patch)) is not None:
@@ -58,7 +60,7 @@ def replace(symbol: str, make: Callable[[Any], Any]) -> Replacement:
 
 @contextmanager
 def replaced(symbol: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """See :func:`replace`; in the end everything is as it was."""
+    """Like :func:`replace`, but restore the original when the context ends."""
     replacement = replace(symbol, make)
     try:
         yield
@@ -67,10 +69,10 @@ def replaced(symbol: str, make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def refusal_of(problem: str) -> str:
-    """The sentence for whoever asks for gsd, where a symbol is missing.
+    """The error message for a request for gsd when a symbol is missing.
 
     Args:
-        problem: of ``symbols.problem_with``.
+        problem: as returned by ``symbols.problem_with``.
     """
     return (
         f'"method": "gsd" cannot be served, because {installed_vllm()} {problem}; '
@@ -79,7 +81,7 @@ def refusal_of(problem: str) -> str:
 
 
 def installed_vllm() -> str:
-    """Its name and version."""
+    """The name and version of the installed vLLM, for messages."""
     import vllm
 
     return f"vLLM {getattr(vllm, '__version__', 'of an unknown version')}"

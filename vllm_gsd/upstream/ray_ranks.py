@@ -1,19 +1,22 @@
-"""What vLLM's Ray executor is told on clusters without accelerators, where a rank takes a CPU."""
+"""Changes to vLLM's Ray executor on clusters without accelerators, where each rank uses a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_gsd.upstream.patching import replace, replaced
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 
 @contextmanager
 def devices_are_cpus() -> Iterator[None]:
-    """While ranks are placed: CPUs are what a node has devices of.
+    """Make vLLM place ranks on the CPUs of a node inside this context.
 
-    The platform is one object of a class that other platforms share, so only the object is changed.
+    The change is made on the platform object, because other platforms share its class.
     """
     from vllm.platforms import current_platform
 
@@ -27,19 +30,19 @@ def devices_are_cpus() -> Iterator[None]:
 
 @contextmanager
 def ranks_on_cpus(worker: type) -> Iterator[None]:
-    """While ranks are started: their actors are of this class."""
+    """Start ranks as actors of the class ``worker`` inside this context."""
     with replaced("vllm.v1.executor.ray_executor_v2:RayWorkerProc", lambda upstream: worker):
         yield
 
 
 def keep_shared_memory_to_nodes(node: str) -> None:
-    """Have ranks on several nodes talk over the network.
+    """Use shared memory between the ranks of one node only, so that ranks on different nodes use the network.
 
-    Upstream's CPU communicator takes shared memory if all ranks agree on its name, which comes from the port of their
-    rendezvous: over TCP it is the same on every node, and they would wait for one another forever.
+    Upstream's CPU communicator uses shared memory if all ranks agree on its name. It derives the name from the port of
+    their rendezvous. Over TCP that port is the same on every node, and the ranks would wait for one another forever.
 
     Args:
-        node: this rank's, as part of a name.
+        node: a string that identifies this rank's node.
     """
     replace(
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
@@ -47,9 +50,9 @@ def keep_shared_memory_to_nodes(node: str) -> None:
     )
 
 
-def forget_name(queue: Any) -> None:
-    """Take the name from the shared memory under a ``MessageQueue`` that this process has made, if it has."""
+def forget_name(queue: MessageQueue | None) -> None:
+    """Unlink the shared memory of a ``MessageQueue`` if this process created it."""
     buffer = getattr(queue, "buffer", None)
     if buffer is not None and buffer.is_creator:
         buffer.shared_memory.unlink()
-        buffer.is_creator = False  # or it is removed again
+        buffer.is_creator = False  # so that upstream does not unlink it again

@@ -1,7 +1,7 @@
-"""Tells whoever asks for gsd why it is off, where the installed vLLM lacks a symbol that we wrap.
+"""Rejects requests for gsd with a clear message if the installed vLLM lacks a symbol that we wrap.
 
-Nothing else is changed then. Of the places where a request for gsd can be seen the first that is there is taken, one
-for the command line and one for engines.
+The plugin changes nothing else then. It installs one check for the command line and one for engines, each at the first
+of several symbols that exists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.config import GSDConfigError, is_gsd
 from vllm_gsd.upstream import hooks
@@ -19,11 +19,15 @@ from vllm_gsd.upstream.inventory import patch_of
 from vllm_gsd.upstream.patching import replace
 from vllm_gsd.upstream.symbols import problem_with
 
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
 Maker = Callable[[Any], Any]
 
 
 def install(sentence: str) -> None:
-    """Answer a request for gsd with a sentence."""
+    """Make vLLM answer every request for gsd with the error message ``sentence``."""
     method = refusing_method(sentence)
     command_line: dict[str, Maker] = {
         "vllm.engine.arg_utils:EngineArgs.add_cli_args": refusing_option(sentence),
@@ -42,7 +46,7 @@ def install(sentence: str) -> None:
 
 
 def refusing_option(sentence: str) -> Maker:
-    """Of ``EngineArgs.add_cli_args``."""
+    """Wrapper of ``EngineArgs.add_cli_args`` that rejects gsd."""
 
     def parse(upstream_type: Callable[[str], Any], value: str) -> Any:
         if _asks_for_gsd(value):
@@ -53,11 +57,13 @@ def refusing_option(sentence: str) -> Maker:
 
 
 def refusing_arguments(sentence: str) -> Maker:
-    """Of ``FlexibleArgumentParser.parse_args``."""
+    """Wrapper of ``FlexibleArgumentParser.parse_args`` that rejects gsd."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        def parse_args(self, args=None, *others, **kwargs):
+        def parse_args(
+            self: argparse.ArgumentParser, args: list[str] | None = None, *others: Any, **kwargs: Any
+        ) -> argparse.Namespace:
             given = sys.argv[1:] if args is None else args
             for argument, following in itertools.pairwise([*given, ""]):
                 name, equals, value = argument.partition("=")
@@ -72,11 +78,11 @@ def refusing_arguments(sentence: str) -> Maker:
 
 
 def refusing_method(sentence: str) -> Maker:
-    """Of a method of ``EngineArgs`` that is called for every engine."""
+    """Wrapper of a method that ``EngineArgs`` calls for every engine; it rejects gsd."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        def method(self, *args, **kwargs):
+        def method(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
             if _asks_for_gsd(self.speculative_config):
                 raise GSDConfigError(sentence)
             return upstream(self, *args, **kwargs)
@@ -87,11 +93,11 @@ def refusing_method(sentence: str) -> Maker:
 
 
 def refusing_keys(sentence: str) -> Maker:
-    """Of ``SpeculativeConfig.__init__``."""
+    """Wrapper of ``SpeculativeConfig.__init__`` that rejects gsd."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        def init(self, *args, **kwargs):
+        def init(self: SpeculativeConfig, *args: Any, **kwargs: Any) -> None:
             if _asks_for_gsd(kwargs):
                 raise GSDConfigError(sentence)
             upstream(self, *args, **kwargs)
@@ -102,7 +108,7 @@ def refusing_keys(sentence: str) -> Maker:
 
 
 def _asks_for_gsd(value: Any) -> bool:
-    """Whether a speculative config is ours; what we cannot read is left for upstream to complain about."""
+    """Whether a speculative config asks for gsd. Upstream reports values that we cannot read."""
     try:
         return value is not None and is_gsd(value)
     except GSDConfigError:

@@ -1,55 +1,68 @@
-"""Grammar masks and drafts of requests with structured output, as the installed vLLM keeps them.
+"""Access to vLLM's grammar masks and draft tokens of requests with structured output.
 
-Versions 0.32 and 0.33 differ in masks; what tells them apart goes when 0.32 is no longer supported.
+vLLM 0.32 and 0.33 lay out the masks differently. The distinction can be removed with the support for 0.32.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.structured_output import StructuredOutputManager
 
-# 0.33 keeps tokens out that would end reasoning with what the grammar cannot begin with, and gives every request as
-# many masks as its graph could have rows; 0.32 has a mask for each row that there is.
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+# vLLM 0.33 also masks tokens that would end the reasoning with text that the grammar cannot start with, and it reserves
+# 1 + num_speculative_tokens masks for every request. vLLM 0.32 has one mask for each scheduled row.
 SINCE_0_33 = hasattr(StructuredOutputManager, "_masked_reasoning_ends")
 
 
 def reserve_masks(manager: StructuredOutputManager) -> None:
-    """Have a manager's masks allocated, enough for every row that a batch can have."""
+    """Allocate a manager's masks for the most rows that a batch can have, unless they exist."""
     if manager._grammar_bitmask is None:
         config = manager.vllm_config
         rows = config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens)
         manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
 
 
-def fill_mask(manager, request, row: int, applies: bool) -> None:
-    """Write the mask of the grammar's present state to a row of the manager's; all is allowed if it doesn't apply."""
+def fill_mask(manager: StructuredOutputManager, request: Request, row: int, applies: bool) -> None:
+    """Write the mask for the current state of the request's grammar to row ``row`` of the manager's masks.
+
+    Args:
+        manager: the scheduler's.
+        request: a request with structured output.
+        row: index of the mask.
+        applies: whether the grammar constrains this row; if not, the mask allows every token.
+    """
     entry: tuple[Any, ...] = (request.structured_output_request.grammar, row, applies)
     if SINCE_0_33:
         entry += (() if applies else manager._masked_reasoning_ends(request),)
     manager._fill_bitmasks((entry,))
 
 
-def allow_all(manager, row: int) -> None:
-    """Write a mask that allows everything to a row of the manager's."""
+def allow_all(manager: StructuredOutputManager, row: int) -> None:
+    """Write a mask that allows every token to row ``row`` of the manager's masks."""
     manager._grammar_bitmask[row] = -1
 
 
-def masks(manager, num_rows: int) -> torch.Tensor:
-    """The manager's first masks, int32 [num_rows, vocabulary / 32]."""
+def masks(manager: StructuredOutputManager, num_rows: int) -> torch.Tensor:
+    """The manager's first ``num_rows`` masks, int32 [num_rows, vocabulary / 32]."""
     return manager._grammar_bitmask[:num_rows]
 
 
-def next_request_row(manager, first: int, row: int) -> int:
-    """Where the next request's masks begin, after one's that begin at ``first`` and end before ``row``."""
+def next_request_row(manager: StructuredOutputManager, first: int, row: int) -> int:
+    """The first mask of the next request, if this request's masks are ``first`` to ``row`` - 1."""
     return first + 1 + manager.vllm_config.num_speculative_tokens if SINCE_0_33 else row
 
 
-def set_drafts(request, tokens: list[int]) -> None:
-    """The draft tokens of a scheduler's ``Request``, from now on."""
+def set_drafts(request: Request, tokens: list[int]) -> None:
+    """Set the draft tokens of a scheduler's ``Request``."""
     request.spec_token_ids = tokens
 
 
-def set_scheduled_drafts(scheduler_output, request_id: str, tokens: list[int]) -> None:
-    """The draft tokens of a request in a step that is scheduled; none of them counts as invalid."""
+def set_scheduled_drafts(scheduler_output: SchedulerOutput, request_id: str, tokens: list[int]) -> None:
+    """Set a request's draft tokens in a scheduled step, and mark none of them invalid."""
     scheduler_output.scheduled_spec_decode_tokens[request_id] = tokens
     scheduler_output.num_invalid_spec_tokens.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""Whether the installed vLLM has what the inventory names, and has it of the expected kind."""
+"""Checks that the installed vLLM has the symbols of the inventory, each of the expected kind."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ _MISSING = object()
 
 
 def problem_with(patch: Patch, load: bool = True) -> str | None:
-    """What is wrong with the symbol of a patch, as the end of a sentence that begins with "vLLM 0.32"; None: nothing.
+    """Describe what is wrong with a symbol.
 
     Args:
-        load: import the symbol's module. Else it is read, unless it is imported already: importing a worker's modules
-            takes seconds, and may be wrong in a process that is no worker.
+        patch: the symbol's entry in the inventory.
+        load: whether to import the symbol's module. If False, and the module is not imported yet, its source is parsed
+            instead: importing a worker's modules takes seconds and may have side effects in other processes.
+
+    Returns:
+        The end of a sentence that starts with "vLLM 0.32", or None if nothing is wrong.
     """
     module = sys.modules.get(patch.module)
     if module is None and load:
         try:
             module = importlib.import_module(patch.module)
-        except Exception as error:  # whatever a module of another version raises when it is imported
+        except Exception as error:  # a module of another version may raise anything
             first_line = next(iter(str(error).splitlines()), "")
             return f"has no module {patch.module} that can be imported ({type(error).__name__}: {first_line})"
     return _problem(patch, _read(patch) if module is None else _find(module, patch.path))
 
 
 def problem_in(patch: Patch, sources: Path) -> str | None:
-    """See :func:`problem_with`, of the sources of another vLLM."""
+    """Like :func:`problem_with`, for the sources of another vLLM in the folder ``sources``."""
     return _problem(patch, _read(patch, sources))
 
 
@@ -49,7 +53,7 @@ def _problem(patch: Patch, found: Any) -> str | None:
 
 
 def owner_of(patch: Patch) -> tuple[Any, str]:
-    """The module or class that holds the symbol of a patch, imported, and its name there."""
+    """Import the module or class that holds a symbol; returns it and the symbol's name in it."""
     owner: Any = importlib.import_module(patch.module)
     *parents, name = patch.path.split(".")
     for parent in parents:
@@ -66,20 +70,21 @@ def _find(module: ModuleType, path: str) -> Any:
     for parent in parents:
         owner = getattr(owner, parent, None)
     found = inspect.getattr_static(owner, name, _MISSING)
-    if found is _MISSING and inspect.isclass(owner):  # a field without a default is no attribute of its class
+    if found is _MISSING and inspect.isclass(owner):  # a field without a default
         annotations = [vars(base).get("__annotations__", {}) for base in owner.__mro__]
         return next((note[name] for note in annotations if name in note), _MISSING)
     return found
 
 
-# --- symbols of modules that are only read ------------------------------------------------------------
+# --- symbols of modules that are parsed but not imported ----------------------------------------------
 
 
 def _read(patch: Patch, sources: Path | None = None) -> Any:
-    """The node that defines a symbol in the source of its module.
+    """The syntax node that defines a symbol in the source of its module.
 
     Args:
-        sources: the folder of its package; None for the installed one.
+        patch: the symbol's entry in the inventory.
+        sources: the folder of the package, or None for the installed package.
     """
     package, *parts = patch.module.split(".")
     file = (sources or Path(importlib.import_module(package).__path__[0])).joinpath(*parts)
@@ -95,7 +100,7 @@ def _read(patch: Patch, sources: Path | None = None) -> Any:
 
 
 def _defined(scope: ast.AST, name: str) -> Any:
-    """The statement by which a module or a class defines a name, also within its conditions."""
+    """The statement that defines a name in a module or class, also inside ``if``, ``try`` and ``with``."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if node.name == name:
@@ -114,12 +119,12 @@ def _defined(scope: ast.AST, name: str) -> Any:
     return _MISSING
 
 
-# --- of either ----------------------------------------------------------------------------------------
+# --- both ---------------------------------------------------------------------------------------------
 
 
 def _is_kind(found: Any, kind: str) -> bool:
     if kind == "attribute" or isinstance(found, ast.Import | ast.ImportFrom | ast.Assign):
-        return True  # what is imported or computed is not looked at
+        return True  # the kind of an imported or computed value is unknown
     if isinstance(found, ast.AST):
         if kind == "class" or not isinstance(found, ast.FunctionDef):
             return kind == "class" and isinstance(found, ast.ClassDef)

@@ -1,4 +1,4 @@
-"""Has vLLM's layers multiply by our kernel on a CPU."""
+"""Makes vLLM's layers use our CPU kernel for matrix products."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from vllm_gsd.upstream.patching import replaced
 
 @contextmanager
 def packing(packs: Callable[[torch.Tensor], bool]) -> Iterator[Iterable[torch.nn.Module]]:
-    """While a model is loaded: weights that ``packs`` wants are packed for :func:`vllm_gsd.cpu.linear.linear`.
+    """Pack the weights of models loaded inside this context for :func:`vllm_gsd.cpu.linear.linear`.
+
+    Args:
+        packs: whether to pack a weight.
 
     Yields:
-        The embeddings and LM heads that are in use in the end; their weights are as they were.
+        The embeddings and LM heads, for :func:`pack_lm_heads`; their own weights stay unpacked in this context.
     """
     embeddings: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -41,7 +44,11 @@ def packing(packs: Callable[[torch.Tensor], bool]) -> Iterator[Iterable[torch.nn
 
 
 def pack_lm_heads(embeddings: Iterable[torch.nn.Module]) -> None:
-    """Keep the weights of LM heads packed only, and with them the embeddings tied to them: rows are read from there."""
+    """Store only the packed weights of LM heads and of the embeddings tied to them.
+
+    Args:
+        embeddings: as yielded by :func:`packing`.
+    """
     sharing: dict[int, list[torch.nn.Module]] = {}
     for layer in embeddings:
         if type(layer.quant_method) is UnquantizedEmbeddingMethod:
@@ -54,16 +61,16 @@ def pack_lm_heads(embeddings: Iterable[torch.nn.Module]) -> None:
 
 
 class _PackedEmbedding(UnquantizedEmbeddingMethod):
-    """Of layers whose ``weight`` is packed."""
+    """The embedding method of layers whose ``weight`` is packed."""
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
         return read_columns(layer.weight, input_)
 
 
 class _PackedOnce:
-    """``cpu_linear`` of an embedding, whose weight stays for those who read rows of it.
+    """The ``cpu_linear`` of an embedding, which keeps its original weight for row lookups.
 
-    Packed when it is first multiplied by, as few are.
+    It packs the weight at the first matrix product, because few embeddings are used for one.
     """
 
     packed: torch.Tensor | None = None

@@ -1,6 +1,6 @@
-"""The names under which something of ours travels through vLLM's objects; no other module spells them.
+"""The names under which our data travels on vLLM's objects; no other module contains them.
 
-It imports nothing of vLLM: the configuration is read in processes that have no engine.
+This module does not import vLLM, because processes without an engine use it to read the configuration.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 from vllm_gsd.config import GSDConfig
 
 if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+
     from vllm_gsd.engine.attention.tree_rows import TreeRows
-    from vllm_gsd.engine.schedule.grammar import JudgedTree, KeptTree, ProposedTree
+    from vllm_gsd.engine.schedule.grammar import GrammarTree, ProposedTree
 
 # --- classes that vLLM looks up by their dotted path -----------------------------------------------
 
 _PROPOSER = "vllm_gsd.engine.v1.proposer.GraphProposer"
 _SPECULATOR = "vllm_gsd.engine.v2.speculator.GraphSpeculator"
-_WORKER_V1 = "vllm_gsd.engine.v1.worker.GraphCPUWorker"  # for CPUs only
+_WORKER_V1 = "vllm_gsd.engine.v1.worker.GraphCPUWorker"  # gsd uses V1 on CPUs only
 _WORKER_V2_CPU = "vllm_gsd.engine.v2.cpu_worker.GraphCPUWorker"
 _WORKER_V2_GPU = "vllm_gsd.engine.v2.gpu_worker.GraphGPUWorker"
 _WORKER_KERNELS = "vllm_gsd.engine.kernels_only.KernelsCPUWorker"  # either runner, no speculation
@@ -27,30 +33,31 @@ _ASYNC_SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphAsyncScheduler"
 CPU_ATTENTION = "vllm_gsd.engine.attention.cpu.TreeCPUAttentionBackend"
 CAUSAL_CPU_ATTENTION = "vllm_gsd.engine.attention.cpu_causal.CausalCPUAttentionBackend"
 
-# How each of vLLM's model runners is told of gsd; ``model`` is our mark, vLLM looks at it with V1 only.
-# V2 refuses "custom_class". Of the methods it takes, "ngram_gpu" alone brings nothing along: no draft model (ours is
-# loaded by ourselves, and ``"model": null`` is nothing special), no slots, and async scheduling stays on.
+# The speculative config that stands for gsd with each of vLLM's model runners. ``model`` identifies the config as ours;
+# vLLM itself reads it with V1 only. V2 rejects "custom_class". Of the methods that V2 accepts, only "ngram_gpu" loads
+# no draft model, reserves no slots and keeps asynchronous scheduling; our speculator loads its draft itself.
 _SPECULATIVE_V1 = {"method": "custom_class", "model": _PROPOSER}
 _SPECULATIVE_V2 = {"method": "ngram_gpu", "model": _SPECULATOR}
 
 # --- keys and attributes ---------------------------------------------------------------------------
 
-# Of ``VllmConfig.additional_config``, the field that vLLM keeps for plugins; it reaches every process.
+# Keys of ``VllmConfig.additional_config``, which vLLM reserves for plugins and passes to every process.
 _OPTIONS_KEY = "gsd"
-# Beside it, and so in the name of vLLM's cache of compiled code.
+# vLLM's compile cache depends on this one too.
 _PACKED_KEY = "gsd_packed_weights"
-# Of ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
+# Key of ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
 _REQUEST_KEY = "gsd"
-# Of ``SchedulerStats.kv_connector_stats``, the one field that is an open dict on the way to the front end. KV
-# connectors are refused beside gsd, so nobody else uses it then.
+# Key of ``SchedulerStats.kv_connector_stats``, the only field on the way to the front end that holds an arbitrary dict.
+# gsd does not support KV connectors, so no connector uses the field at the same time.
 _METRICS_KEY = "gsd"
-_TREE_ROWS = "gsd_tree_rows"  # of the attention metadata of a forward pass
+# Attributes.
+_TREE_ROWS = "gsd_tree_rows"  # of AttentionMetadata
 _STATS = "gsd_stats"  # of ModelRunnerOutput
 _SALTS = "gsd_cache_salts"  # of SchedulerOutput
 _KEPT = "gsd_kept"  # of SchedulerOutput
 _PROPOSED = "gsd_trees"  # of DraftTokenIds
 _PARENTS = "gsd_parents"  # of DraftTokenIds
-# A tensor-parallel group that the draft has to itself.
+# The name of the draft's own tensor-parallel group.
 DRAFT_GROUP = "gsd_draft"
 
 
@@ -66,7 +73,7 @@ def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[
         return {**options, "speculative_config": None, "worker_cls": _WORKER_KERNELS}
     nodes = config.num_speculative_tokens
     if v2 and config.budget != "auto":
-        nodes = config.budget  # rows are scheduled whether there are nodes for them or not
+        nodes = config.budget  # V2 schedules this many rows even if the graph has fewer nodes
     return {
         **options,
         "speculative_config": speculative_config(v2, nodes),
@@ -76,12 +83,12 @@ def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[
 
 
 def speculative_config(v2: bool, num_speculative_tokens: int) -> dict[str, Any]:
-    """The speculative config that stands for gsd where vLLM reads it."""
+    """The speculative config that stands for gsd inside vLLM."""
     return {**(_SPECULATIVE_V2 if v2 else _SPECULATIVE_V1), "num_speculative_tokens": num_speculative_tokens}
 
 
-def is_ours(speculative_config: Any) -> bool:
-    """Whether a ``SpeculativeConfig``, or the dict it is made from, is one of :func:`speculative_config`."""
+def is_ours(speculative_config: SpeculativeConfig | dict[str, Any] | None) -> bool:
+    """Whether a ``SpeculativeConfig``, or the dict it is built from, stands for gsd."""
     if isinstance(speculative_config, dict):
         model = speculative_config.get("model")
     else:
@@ -90,111 +97,119 @@ def is_ours(speculative_config: Any) -> bool:
 
 
 def worker_class(v2: bool, cpu: bool) -> str:
-    """Dotted path of the worker class."""
+    """The dotted path of our worker class."""
     if not v2:
         return _WORKER_V1
     return _WORKER_V2_CPU if cpu else _WORKER_V2_GPU
 
 
 def scheduler_class(asynchronous: bool) -> str:
-    """Dotted path of the scheduler class."""
+    """The dotted path of our scheduler class."""
     return _ASYNC_SCHEDULER if asynchronous else _SCHEDULER
 
 
 def with_options(additional_config: dict[str, Any] | None, config: GSDConfig) -> dict[str, Any]:
-    """A ``VllmConfig.additional_config`` with our options in it."""
+    """A copy of ``VllmConfig.additional_config`` that includes our options."""
     return {**(additional_config or {}), _OPTIONS_KEY: config.model_dump(mode="json")}
 
 
-def options_of(vllm_config: Any) -> GSDConfig | None:
-    """Our options inside an engine's configuration; None for an engine without gsd."""
+def options_of(vllm_config: VllmConfig) -> GSDConfig | None:
+    """Our options in an engine's configuration, or None for an engine without gsd."""
     additional = vllm_config.additional_config
     options = additional.get(_OPTIONS_KEY) if isinstance(additional, dict) else None
     return None if options is None else GSDConfig.model_validate(options)
 
 
-def note_packed_weights(vllm_config: Any, packing: Any) -> None:
-    """Say in an engine's configuration how weights are packed for our kernel, None if they are not.
+def note_packed_weights(vllm_config: VllmConfig, packing: dict[str, int] | None) -> None:
+    """Record in an engine's configuration how weights are packed for our kernel.
 
-    Compiled code has the layout of packed weights in it, and vLLM drops the guards that would notice another one.
+    Compiled code contains the layout of packed weights as constants, and vLLM removes the guards that would detect a
+    different layout. The record keeps vLLM from loading such code from its cache.
+
+    Args:
+        vllm_config: the engine's.
+        packing: as returned by ``cpu.linear.packing``, or None if weights are not packed.
     """
     vllm_config.additional_config[_PACKED_KEY] = packing
 
 
-def opts_out(sampling_params: Any) -> bool:
-    """Whether a request has asked to be decoded without a graph: ``SamplingParams(extra_args={"gsd": False})``."""
-    # Over HTTP vLLM makes a number of false.
+def opts_out(sampling_params: SamplingParams) -> bool:
+    """Whether a request asks to be decoded without a graph: ``SamplingParams(extra_args={"gsd": False})``."""
+    # Over HTTP, vLLM converts false to 0.
     return bool(sampling_params.extra_args) and sampling_params.extra_args.get(_REQUEST_KEY) == 0
 
 
 def attach_tree_rows(metadata: Any, rows: TreeRows) -> None:
-    """Tell a layer's attention which rows attend along a graph, and how."""
+    """Attach the rows that attend through the tree mask to a layer's attention metadata."""
     setattr(metadata, _TREE_ROWS, rows)
 
 
 def tree_rows_of(metadata: Any) -> TreeRows | None:
-    """What :func:`attach_tree_rows` attached; None: no row attends along a graph."""
+    """The rows that :func:`attach_tree_rows` attached, or None if no row attends through the tree mask."""
     return getattr(metadata, _TREE_ROWS, None)
 
 
-def attach_stats(output: Any, stats: dict[str, Any]) -> None:
-    """Send a step's statistics to the scheduler, with the ``ModelRunnerOutput`` or what will become it."""
+def attach_stats(output: ModelRunnerOutput | AsyncModelRunnerOutput, stats: dict[str, Any]) -> None:
+    """Send a step's statistics to the scheduler with its output."""
     setattr(getattr(output, "model_runner_output", output), _STATS, stats)
 
 
-def stats_of(output: Any) -> dict[str, Any] | None:
-    """The statistics that the worker sent with a ``ModelRunnerOutput``."""
+def stats_of(output: ModelRunnerOutput) -> dict[str, Any] | None:
+    """The statistics that the worker sent with a step's output, or None."""
     return getattr(output, _STATS, None)
 
 
-def attach_metrics(scheduler_stats: Any, numbers: dict[str, Any]) -> None:
-    """Send numbers to the front end with a ``SchedulerStats``."""
+def attach_metrics(scheduler_stats: SchedulerStats, numbers: dict[str, Any]) -> None:
+    """Send our metrics to the front end with the scheduler's statistics."""
     scheduler_stats.kv_connector_stats = {_METRICS_KEY: numbers}
 
 
 def metrics_of(kv_connector_stats: dict[str, Any]) -> dict[str, Any] | None:
-    """Our numbers among what the front end got; None if they are a KV connector's."""
+    """Our metrics in the statistics that the front end received, or None if a KV connector sent them."""
     return kv_connector_stats.get(_METRICS_KEY)
 
 
-def attach_salts(scheduler_output: Any, salts: dict[str, str]) -> None:
-    """Send the cache salts of requests that are new to the workers and have one."""
+def attach_salts(scheduler_output: SchedulerOutput, salts: dict[str, str]) -> None:
+    """Send the cache salts of new requests to the workers, by request id."""
     setattr(scheduler_output, _SALTS, salts)
 
 
-def salts_of(scheduler_output: Any) -> dict[str, str]:
-    """Cache salts by request."""
+def salts_of(scheduler_output: SchedulerOutput) -> dict[str, str]:
+    """The cache salts of new requests, by request id."""
     return getattr(scheduler_output, _SALTS, {})
 
 
-def attach_proposed(drafts: Any, trees: dict[str, ProposedTree]) -> None:
-    """Send graphs of requests with structured output to the scheduler.
+def attach_proposed(drafts: DraftTokenIds, trees: dict[str, ProposedTree]) -> None:
+    """Send the graphs of requests with structured output to the scheduler, by request id.
 
-    They do not travel in the list of draft tokens: vLLM would take it for a chain.
+    They do not travel in the list of draft tokens, because vLLM would treat the list as a chain.
     """
     setattr(drafts, _PROPOSED, trees)
 
 
-def proposed_of(drafts: Any) -> dict[str, ProposedTree]:
-    """Graphs of requests with structured output, by request."""
+def proposed_of(drafts: DraftTokenIds) -> dict[str, ProposedTree]:
+    """The graphs of requests with structured output, by request id."""
     return getattr(drafts, _PROPOSED, {})
 
 
-def attach_parents(drafts: Any, parents: dict[str, list[int]]) -> None:
-    """Send the places of the nodes' parents, where nodes have their rows already: none can be added or moved up."""
+def attach_parents(drafts: DraftTokenIds, parents: dict[str, list[int]]) -> None:
+    """Send the parent index of every node, by request id, for nodes whose rows are already scheduled (V2).
+
+    The scheduler can neither add nor move nodes of these graphs.
+    """
     setattr(drafts, _PARENTS, parents)
 
 
-def parents_of(drafts: Any) -> dict[str, list[int]]:
-    """Places of the nodes' parents, by request."""
+def parents_of(drafts: DraftTokenIds) -> dict[str, list[int]]:
+    """The parent index of every node, by request id."""
     return getattr(drafts, _PARENTS, {})
 
 
-def attach_kept(scheduler_output: Any, kept: Mapping[str, KeptTree | JudgedTree]) -> None:
-    """Tell the workers what of graphs of requests with structured output is scheduled."""
+def attach_kept(scheduler_output: SchedulerOutput, kept: Mapping[str, GrammarTree]) -> None:
+    """Send the scheduled part of each graph of a request with structured output to the workers, by request id."""
     setattr(scheduler_output, _KEPT, kept)
 
 
-def kept_of(scheduler_output: Any) -> Mapping[str, Any]:
-    """What of graphs of requests with structured output is scheduled, by request."""
+def kept_of(scheduler_output: SchedulerOutput) -> Mapping[str, Any]:
+    """The scheduled part of each graph of a request with structured output, by request id."""
     return getattr(scheduler_output, _KEPT, {})

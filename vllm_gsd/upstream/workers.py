@@ -1,4 +1,4 @@
-"""What a worker builds in the place of vLLM's own: model runners, the speculator, logits processors, attention."""
+"""Replaces what a worker builds: the model runner, speculator, logits processors and attention backends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.upstream.patching import replaced
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.worker.gpu.states import RequestState
 
 
 @contextmanager
 def building_v1_runner(runner: type) -> Iterator[None]:
-    """While a CPU worker sets up its device: its V1 model runner is ``runner``, with all logits processors."""
+    """Make a CPU worker build ``runner`` as its V1 model runner, with all logits processors."""
     with (
         replaced("vllm.v1.worker.cpu_worker:CPUModelRunner", lambda upstream: runner),
         replaced("vllm.v1.worker.gpu_model_runner:build_logitsprocs", _with_all_processors),
@@ -23,16 +29,16 @@ def building_v1_runner(runner: type) -> Iterator[None]:
 
 @contextmanager
 def building_v2_cpu_runner(runner: type) -> Iterator[None]:
-    """While a CPU worker sets up its device: its V2 model runner is ``runner``."""
+    """Make a CPU worker build ``runner`` as its V2 model runner."""
     with replaced("vllm.v1.worker.cpu.model_runner:CPUModelRunner", lambda upstream: runner):
         yield
 
 
 @contextmanager
 def building_speculator(build: Callable[..., Any]) -> Iterator[None]:
-    """While a V2 model runner is made: its speculator is ``build(vllm_config, device)``."""
+    """Make a V2 model runner build its speculator with ``build(vllm_config, device)``."""
 
-    def init_speculator(vllm_config, device, req_states):
+    def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
         return build(vllm_config, device)
 
     with replaced("vllm.v1.worker.gpu.model_runner:init_speculator", lambda upstream: init_speculator):
@@ -40,13 +46,13 @@ def building_speculator(build: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def attention_backends(paths: Mapping[Any, str]) -> Iterator[None]:
-    """While a model's layers are built: their attention backends are ours; before and after, other engines' stay.
+def attention_backends(paths: Mapping[AttentionBackendEnum, str]) -> Iterator[None]:
+    """Build the layers of a model with our attention backends; other engines of the process keep theirs.
 
-    vLLM remembers for the whole process which class it chose for a layer's shape, so that is forgotten at both ends.
+    vLLM caches its choice of backend for the whole process, so the cache is cleared when the context starts and ends.
 
     Args:
-        paths: dotted paths of backend classes by ``AttentionBackendEnum``.
+        paths: dotted paths of our backend classes, by the backend that each replaces.
     """
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import register_backend
@@ -66,10 +72,10 @@ def attention_backends(paths: Mapping[Any, str]) -> Iterator[None]:
 
 
 def _with_all_processors(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``build_logitsprocs`` as without speculation: with min_p, logit_bias and custom processors."""
+    """Wrap ``build_logitsprocs`` to include min_p, logit_bias and custom processors despite speculative decoding."""
 
     @functools.wraps(upstream)
-    def build_logitsprocs(vllm_config, *args, **kwargs):
+    def build_logitsprocs(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         vllm_config = copy.copy(vllm_config)
         vllm_config.speculative_config = None
         return upstream(vllm_config, *args, **kwargs)

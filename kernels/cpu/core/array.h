@@ -1,4 +1,4 @@
-// NumPy arrays as the callers laid them out: nothing is converted or copied, what does not fit is refused by name.
+// NumPy arrays without conversion or copy; arrays that do not fit are refused by name.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -12,7 +12,7 @@ namespace gsd {
 
 namespace py = pybind11;
 
-// A pointer and its shape. Rows may lie apart (a slice of a wider array), elements of a row may not.
+// A pointer and its shape. Rows may have gaps between them, but the elements of a row are contiguous.
 template <typename T, int N>
 struct View {
   T* data;
@@ -58,11 +58,11 @@ template <typename T>
 bool has_type(const py::detail::PyArray_Proxy* array) {
   const int number = py::detail::array_descriptor_proxy(array->descr)->type_num;
   if (number == py::detail::npy_format_descriptor<std::remove_const_t<T>>::value) return true;
-  // C has two names for it.
+  // C has two names for int64.
   return std::is_same_v<std::remove_const_t<T>, int64_t> && number == py::detail::npy_api::NPY_LONGLONG_;
 }
 
-// The memory of an array of T with N dimensions. If T is not const, it must be writable.
+// The memory of an array of T with N dimensions, which must be writable unless T is const.
 template <typename T, int N>
 View<T, N> view(py::handle array, const char* name) {
   const auto* proxy = native_array(array, N);
@@ -81,14 +81,14 @@ View<T, N> view(py::handle array, const char* name) {
     result.stride[i] = proxy->strides[i] / static_cast<int64_t>(sizeof(T));
     if (proxy->dimensions[i] > 1 && proxy->strides[i] % static_cast<int64_t>(sizeof(T)) != 0)
       throw py::value_error(std::string(name) + " must have strides of whole elements");
-    empty |= proxy->dimensions[i] == 0;  // then NumPy's strides mean nothing
+    empty |= proxy->dimensions[i] == 0;  // the strides of an empty array are arbitrary
   }
   if (!empty && result.shape[N - 1] > 1 && result.stride[N - 1] != 1)
     throw py::value_error(std::string(name) + " must be contiguous in its last dimension");
   return result;
 }
 
-// Integers of whatever width: what is given per request or per row comes as int8, int32 or int64.
+// Integers per request or per row, of int8, int32 or int64.
 struct Ints {
   const void* data;
   int64_t count;
@@ -115,7 +115,7 @@ struct Ints {
   }
 };
 
-// Calls ``body`` with the view as one of the two types.
+// Calls ``body`` with a view of the type that the array has.
 template <typename A, typename B, int N, typename Body>
 auto either(py::handle array, const char* name, Body&& body) {
   const auto* proxy = native_array(array, N);
@@ -123,7 +123,7 @@ auto either(py::handle array, const char* name, Body&& body) {
   return body(view<const B, N>(array, name));
 }
 
-// Apart from where they are called, so that those loops stay small.
+// Not inlined, so that the loops that call them stay small.
 [[noreturn, gnu::noinline, gnu::cold]] inline void refuse_index(int64_t index, int64_t size, const char* name) {
   throw py::index_error(std::string(name) + ": " + std::to_string(index) + " is not below " + std::to_string(size));
 }
@@ -138,7 +138,7 @@ auto either(py::handle array, const char* name, Body&& body) {
   throw py::error_already_set();
 }
 
-// Where an index points that comes from outside. As in Python, a negative one counts from the end.
+// Checks an index from Python and returns its place. A negative one counts from the end, as in Python.
 inline int64_t placed(int64_t index, int64_t size, const char* name) {
   const int64_t place = index < 0 ? index + size : index;
   if (place < 0 || place >= size) refuse_index(index, size, name);
@@ -149,7 +149,7 @@ inline void check_size(int64_t size, int64_t least, const char* name) {
   if (size < least) refuse_size(size, least, name);
 }
 
-// As Python divides numbers: not by zero.
+// Division that refuses zero, as in Python.
 template <typename T>
 T divided(T above, T below) {
   if (below == 0) refuse_division();

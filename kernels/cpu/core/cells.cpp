@@ -1,4 +1,4 @@
-// What calibration learns, vllm_gsd/method/cells.py.
+// Calibration, vllm_gsd/method/cells.py.
 #include "cells.h"
 
 #include "functions.h"

@@ -12,7 +12,7 @@ struct Cell {
   int64_t depth, bin;
 };
 
-// A node's cell among those of its source: its depth, and how often survival was halved.
+// A node's cell among those of its source: its depth, and the bin of its survival.
 template <typename T>
 Cell cell(int64_t depth, T survival) {
   int64_t bin = 0;
@@ -20,7 +20,7 @@ Cell cell(int64_t depth, T survival) {
   return {placed(std::min(depth, NUM_DEPTHS) - 1, NUM_DEPTHS, "depth"), bin};
 }
 
-// A float [sources, depths, bins], checked once and read often.
+// A float [sources, depths, bins]. The shape is checked once.
 template <typename F>
 class Cells {
  public:
@@ -46,7 +46,7 @@ T calibrated(const Factor& factor, int64_t source, int64_t depth, T survival) {
   return std::min(static_cast<T>(1), survival * factor.at(source, cell(depth, survival)));
 }
 
-// How far each request's own experience differs, float32 [num_graphs, sources].
+// Each request's trust in the sources, float32 [num_graphs, sources].
 inline View<const float, 2> trust_of(py::handle trust, int64_t rows) {
   const auto result = view<const float, 2>(trust, "trust");
   check_size(result.size(), rows, "trust");

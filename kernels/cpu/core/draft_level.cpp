@@ -1,4 +1,4 @@
-// Bookkeeping of one draft level, vllm_gsd/method/draft_level.py.
+// One draft level, vllm_gsd/method/draft_level.py.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -38,7 +38,7 @@ void keep_best(py::handle frontier, py::handle frontier_len, py::handle chances,
   check_size(chance.size(), total, "chances");
   std::vector<int64_t> order(chance.size());
   std::iota(order.begin(), order.end(), 0);
-  // By np.argsort of their negatives, what is no number goes last.
+  // NaN goes last, as in np.argsort of the negatives.
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return chance[a] > chance[b] || (chance[b] != chance[b] && chance[a] == chance[a]);
   });
@@ -104,7 +104,7 @@ void level_rows(py::handle graphs, py::handle slots, py::handle frontier, py::ha
       const int64_t own = placed(used[row], 64 * words, "slots.used");
       used[row] += 1;
       int64_t* ours = seen.row(row, node);
-      // The root's key and value lie in the committed part, so depth-1 nodes start from no slot.
+      // The root's key and value are in the committed text, so its children inherit no slot.
       if (parent == 0) std::fill_n(ours, words, 0);
       else std::copy_n(seen.row(row, parent), words, ours);
       ours[own / 64] |= static_cast<int64_t>(uint64_t{1} << (own % 64));

@@ -10,20 +10,20 @@ namespace gsd {
 
 namespace {
 
-// A place that could be laid out next.
+// A place that may be laid out next.
 struct Place {
   float value, survival;
-  int64_t order;  // of discovery, which decides among equals
+  int64_t order;  // order of discovery, which breaks ties
   int32_t node, parent, depth;
-  bool crossed;  // a merged edge
+  bool crossed;  // whether the path crosses a merged edge
 
-  // Whether it comes after the other: what a heap of the standard library takes for less.
+  // Whether it comes after the other, which std::push_heap calls "less".
   bool operator<(const Place& other) const {
     return value == other.value ? order > other.order : value < other.value;
   }
 };
 
-// Lists the nodes of one graph after the other, best first.
+// Lists the places of one graph after the other, best first.
 class Flattener {
  public:
   Flattener(const Factor& factor) : factor_(factor) {}
@@ -48,7 +48,7 @@ class Flattener {
   }
 
  private:
-  // What follows ``from``, which is laid out at ``place``.
+  // Adds the children of ``from``, which is laid out at ``place``.
   void discover(const Graph& graph, const Place& from, int32_t place, const float* trust) {
     const bool crossed = from.crossed || graph.merged[from.node] != NONE;
     int32_t child = graph.first_child[graph.beyond(from.node)];

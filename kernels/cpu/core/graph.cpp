@@ -1,4 +1,4 @@
-// Graphs as Python hands them over, and the operations of vllm_gsd/method/graph.py.
+// Conversion of graphs from Python, and the operations of vllm_gsd/method/graph.py.
 #include "graph.h"
 
 #include <algorithm>
@@ -46,10 +46,10 @@ Graph Graphs::graph(int64_t row) const {
 float Graph::survival_floor(int64_t num_nodes, std::vector<float>& scratch) const {
   const int64_t count = *size - 1;
   if (count < num_nodes) return 0.0f;
-  if (num_nodes <= 0) return HUGE_VALF;  // nothing is among the best none
+  if (num_nodes <= 0) return HUGE_VALF;  // no node is among the best zero nodes
   scratch.assign(survival + 1, survival + 1 + count);
   const auto wanted = scratch.begin() + (count - num_nodes);
-  // What is no number goes last, as np.sort has it.
+  // NaN goes last, as in np.sort.
   std::nth_element(scratch.begin(), wanted, scratch.end(),
                    [](float a, float b) { return a < b || (b != b && a == a); });
   return *wanted;

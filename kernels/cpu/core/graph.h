@@ -1,4 +1,4 @@
-// Token graphs, vllm_gsd/method/graph.py: the arrays of a GraphBatch, and one graph of it.
+// Token graphs, vllm_gsd/method/graph.py: a GraphBatch and one graph of it.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace gsd {
 
-// One graph. The links between its nodes are only ever written by these functions and are not checked.
+// One graph. Only these functions write the links between nodes, so links are not checked.
 struct Graph {
   int64_t* token;
   int32_t *parent, *depth;
@@ -25,7 +25,7 @@ struct Graph {
     return child;
   }
 
-  // The new node, or NONE when the graph is full.
+  // Returns the new node, or NONE if the graph is full.
   int32_t add_child(int32_t above, int64_t new_token, float chance, int64_t source) {
     const int32_t node = *size;
     if (node >= capacity) return NONE;
@@ -47,17 +47,17 @@ struct Graph {
     return node;
   }
 
-  // A text suggests a node that is there already.
+  // Raises the probability of an existing node that a text suggests too.
   void agree(int32_t node, float chance) {
     if (origin[node] != ORIGIN_DRAFT) return;
     prob[node] = prob[node] + chance * (1.0f - prob[node]);
     origin[node] = ORIGIN_AGREED;
   }
 
-  // Where a walk that has come to ``node`` goes on: a merged edge continues as the node it points to.
+  // The node whose children follow ``node``: the target of a merged edge, else ``node`` itself.
   int32_t beyond(int32_t node) const { return merged[node] == NONE ? node : merged[node]; }
 
-  // The survival of the ``num_nodes``-th best node, 0 while there are fewer. ``scratch`` is room to sort in.
+  // The survival of the ``num_nodes``-th best node, 0 if there are fewer. ``scratch`` is memory for sorting.
   float survival_floor(int64_t num_nodes, std::vector<float>& scratch) const;
 
   template <typename T>
@@ -97,7 +97,7 @@ class Graphs {
   View<int64_t, 2> context_;
 };
 
-// Nodes to expand: a padded list for each of the graphs.
+// The nodes to expand, a padded list per graph.
 class Frontier {
  public:
   Frontier(py::handle nodes, py::handle length)

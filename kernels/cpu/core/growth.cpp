@@ -38,7 +38,7 @@ py::tuple add_candidates(py::handle graphs, py::handle frontier, py::handle fron
           ++pruned;
           continue;
         }
-        if (graph.find_child(parent, token[k]) != NONE) continue;  // another source put it there already
+        if (graph.find_child(parent, token[k]) != NONE) continue;  // another source has already added it
         const int32_t target = merger.target(graph, parent, token[k], ngram[row]);
         const int32_t node = graph.add_child(parent, token[k], prob[k], ORIGIN_DRAFT);
         if (node == NONE) {
@@ -75,7 +75,7 @@ void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes
     for (int32_t node = static_cast<int32_t>(std::max<int64_t>(0, first[row])); node < *graph.size; ++node) {
       const float survival = graph.survival[node];
       if (graph.merged[node] != NONE || survival < theta_prob || survival < floor) continue;
-      // Insert in order of survival, keeping the best ``limit``.
+      // Insert in order of survival and keep the best ``limit``.
       int64_t place = std::min(count, limit);
       while (place > 0 && graph.survival[nodes[place - 1]] < survival) {
         if (place < limit) nodes[place] = nodes[place - 1];

@@ -1,4 +1,4 @@
-// Rows of flattened graphs in a batch, and which of them see which, vllm_gsd/method/lay_out.py.
+// Rows of flattened graphs in a batch and their attention masks, vllm_gsd/method/lay_out.py.
 #include <algorithm>
 
 #include "functions.h"

@@ -4,7 +4,7 @@ namespace gsd {
 
 namespace {
 
-// One step up a path, and from the root on back through the committed text; NONE where that ends.
+// One step up a path and, before the root, back through the committed text; NONE at its end.
 int64_t step_back(const Graph& graph, int32_t& node, int64_t& back) {
   if (node != NONE) {
     const int64_t token = graph.token[node];
@@ -16,12 +16,12 @@ int64_t step_back(const Graph& graph, int32_t& node, int64_t& back) {
   return token;
 }
 
-// Whether the ``length`` tokens that end below ``parent`` equal those that end at ``node``, given that the last do.
+// Whether the ``length`` tokens ending below ``parent`` equal those ending at ``node``, if the last ones are equal.
 bool same_before(const Graph& graph, int32_t parent, int32_t node, int64_t length) {
   int32_t left = parent, right = graph.parent[node];
-  int64_t left_back = 0, right_back = 0;  // how far each side has walked past the root
+  int64_t left_back = 0, right_back = 0;  // steps of each side before the root
   for (int64_t i = 1; i < length; ++i) {
-    if (left == right && left_back == right_back) return true;  // from here on it is the same text
+    if (left == right && left_back == right_back) return true;  // the paths meet here, so everything before is equal
     const int64_t left_token = step_back(graph, left, left_back);
     const int64_t right_token = step_back(graph, right, right_back);
     if (left_token != right_token || left_token == NONE) return false;

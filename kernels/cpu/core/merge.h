@@ -1,4 +1,4 @@
-// Merging of re-occurring n-grams, vllm_gsd/method/merge.py.
+// Merging of recurring n-grams, vllm_gsd/method/merge.py.
 #pragma once
 
 #include <vector>

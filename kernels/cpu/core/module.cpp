@@ -1,11 +1,11 @@
-// vllm_gsd._core: the host's operations in C++, free of torch, each under the name of its specification.
+// vllm_gsd._core: the host's operations in C++ without torch, each under the name of its specification.
 #include <pybind11/stl.h>
 
 #include "constants.h"
 #include "functions.h"
 
 PYBIND11_MODULE(_core, module) {
-  // What it was built with: vllm_gsd/host.py compares.
+  // The constants it was built with, which vllm_gsd/host.py checks.
   pybind11::dict constants;
   gsd::for_constants([&](const char* name, const auto& value) { constants[name] = pybind11::cast(value); });
   module.attr("CONSTANTS") = constants;

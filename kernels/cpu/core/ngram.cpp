@@ -13,7 +13,7 @@ float match_prob(int64_t matched) {
   return static_cast<float>(MATCH_PROB[placed(std::min(MAX_MATCH, matched), MAX_MATCH + 1, "matched")]);
 }
 
-// Chance that the surest child copied from a text leaves to others.
+// Probability that the surest copied child leaves to its siblings.
 float left_by_copies(const Graph& graph, int32_t parent) {
   float left = 1.0f;
   for (int32_t child = graph.first_child[parent]; child != NONE; child = graph.next_sibling[child])
@@ -46,7 +46,7 @@ int64_t find_matches(const T* text, int64_t length, int64_t min_match, int32_t* 
   return count;
 }
 
-// Adds ``depth`` tokens, copied from behind ``matched`` others, below the root.
+// Adds ``depth`` copied tokens below the root; ``matched`` tokens before them agree.
 template <typename T>
 void insert_copy(Graph& graph, const T* tokens, int64_t depth, int64_t matched) {
   int32_t node = 0;
@@ -117,7 +117,7 @@ void graft_tree(py::handle graphs, int64_t row, py::handle tokens, py::handle pa
       above = nodes[place];
       before = share[place];
     }
-    if (above == NONE) continue;  // the graph was full
+    if (above == NONE) continue;  // the graph is full
     const float prob = divided(match_prob(matched + graph.depth[above]) * share[i], before);
     int32_t child = graph.find_child(above, token[i]);
     if (child == NONE) child = graph.add_child(above, token[i], prob, origin);

@@ -1,4 +1,4 @@
-// What became of a step's graphs, vllm_gsd/method/outcome.py.
+// The outcome of a step, vllm_gsd/method/outcome.py.
 #include <algorithm>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// The planner's sums, vllm_gsd/planner/rates.py.
+// Tokens per millisecond, vllm_gsd/planner/rates.py.
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -24,7 +24,7 @@ Table table_of(py::handle table, const char* name) {
   return result;
 }
 
-// Milliseconds at ``rows``, whole or not; beyond the table its last slope goes on.
+// Interpolates a table of milliseconds at ``rows``; extrapolates with its last slope.
 double read_table(const Table& table, double rows) {
   const int64_t last = table.size() - 1;
   const int64_t low = placed(rows < last - 1 ? static_cast<int64_t>(rows) : last - 1, table.size(), "rows");
@@ -45,11 +45,11 @@ struct Tables {
   }
 };
 
-// Falling order; what is no number goes first, as in a reversed np.sort.
+// Sorts in descending order; NaN goes first, as in a reversed np.sort.
 constexpr auto above = [](double a, double b) { return a > b || (a != a && b == b); };
 
 void sort_falling(std::vector<double>& values) {
-  // What a planner has learned is mostly in order already.
+  // What the planner has learned is usually in order already.
   if (!std::is_sorted(values.begin(), values.end(), above)) std::sort(values.begin(), values.end(), above);
 }
 
@@ -69,7 +69,7 @@ double most_per_ms(const Tables& tables, int64_t num_requests, double context, d
   return best;
 }
 
-// As ``rates.drafts_ms``, of ``times`` as many rows.
+// As ``rates.drafts_ms``, for ``times`` as many rows.
 double levels_ms(const Tables& tables, const Table& rows, const Table& share, double times) {
   check_size(share.size(), rows.size(), "share");
   double total = 0.0;
@@ -159,7 +159,7 @@ int64_t level_size(py::handle tables, int64_t num_requests, double context, doub
   const double rate = std::max(plain, most_per_ms(table, num_requests, context, spent, each));
   const int64_t more =
       std::min(given.size() * below.size(), std::max<int64_t>(1, num_drafted) * known.size());
-  // Verifying a child costs its row; children below that are not verified.
+  // Verifying a child costs a row; children that yield less are not verified.
   double row_ms = divided(read_table(table.target, static_cast<double>(num_requests + more)) -
                               read_table(table.target, static_cast<double>(num_requests)),
                           static_cast<double>(more));
@@ -197,7 +197,7 @@ py::array_t<int32_t> best_nodes(py::handle tables, int64_t num_requests, double 
   });
   std::vector<int64_t> order(chances.size());
   std::iota(order.begin(), order.end(), 0);
-  // By np.argsort of their negatives, what is no number goes last.
+  // NaN goes last, as in np.argsort of the negatives.
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return chances[a] > chances[b] || (chances[b] != chances[b] && chances[a] == chances[a]);
   });

@@ -1,4 +1,4 @@
-// Least squares over the latest observations, vllm_gsd/planner/regression.py.
+// Recursive least squares, vllm_gsd/planner/regression.py.
 #include <algorithm>
 #include <vector>
 
@@ -37,7 +37,7 @@ void follow_clock(py::handle squares, py::handle products, py::handle belief_squ
       left[i * count + j] = square.row(i)[j] + doubt.row(i)[j];
     }
   }
-  // Gaussian elimination; the matrix is symmetric and positive, so it needs no pivots.
+  // Gaussian elimination; the matrix is symmetric positive definite, so it needs no pivots.
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t row = i + 1; row < count; ++row) {
       const double factor = divided(left[row * count + i], left[i * count + i]);

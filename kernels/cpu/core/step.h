@@ -5,8 +5,8 @@
 
 namespace gsd {
 
-// The child of ``place`` that carries ``token``, in the tree whose rows are ``first`` to ``end``: its place in the tree,
-// or -1. Children come after their parent.
+// The place of the first child of ``place`` that carries ``token``, or -1, in the tree with the rows ``first`` to
+// ``end``. Children come after their parent.
 template <typename Parents, typename Tokens>
 int64_t child_carrying(const Parents& parents, const Tokens& tokens, int64_t first, int64_t end, int64_t place,
                        int64_t token) {

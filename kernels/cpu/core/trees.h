@@ -1,4 +1,4 @@
-// Flattened trees of a batch: their rows one after the other, the first of each its root.
+// Flattened trees of a batch. Their rows are in sequence, and each tree's first row is its root.
 #pragma once
 
 #include "array.h"
@@ -22,14 +22,14 @@ class Trees {
   int64_t end(int64_t tree) const { return starts_[tree + 1]; }
   int64_t parent(int64_t line) const { return parents_[line]; }
 
-  // The place above one of a tree, or what is no place (below 1) where the path ends.
+  // The place of the parent, or a number below 1 at the end of the path.
   int64_t above(int64_t tree, int64_t place) const {
     const int64_t parent = parents_[first(tree) + place];
     if (parent >= place) throw py::value_error("parents must come before their children");
     return parent;
   }
 
-  // The child of a place that carries the token: its place in the tree, or NONE.
+  // The place of the first child that carries the token, or NONE.
   template <typename Tokens>
   int64_t child_carrying(const Tokens& tokens, int64_t tree, int64_t place, int64_t token) const {
     return gsd::child_carrying(parents_, tokens, first(tree), end(tree), place, token);

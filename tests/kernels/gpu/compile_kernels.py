@@ -28,7 +28,7 @@ from vllm_gsd.ops.flatten import api as graph_flatten
 from vllm_gsd.ops.growth import api as graph_growth
 from vllm_gsd.ops.growth.state import start_graphs
 from vllm_gsd.ops.growth.triton import flatten_kernel, graft_kernel, merge_nodes_kernel
-from vllm_gsd.ops.kv_move.cpu import paged as paged_kv_move
+from vllm_gsd.ops.kv_move import paged as paged_kv_move
 from vllm_gsd.ops.kv_move.triton import kv_move_kernel
 from vllm_gsd.ops.ngram import api as graph_ngram
 from vllm_gsd.ops.walk import api as accept_walk
@@ -88,9 +88,11 @@ def main() -> None:
             compiled.setdefault(name, []).append(launch(*arguments, warmup=True, **options))
 
         kernel.run = compile_only
-    growth = (graph_growth, graph_ngram, graph_flatten)
-    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks, *growth):
-        op.use_triton = lambda *_, **__: True  # tensors lie on the CPU here
+    # The tensors are on the CPU here.
+    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks):
+        op.require_triton = lambda *_: None
+    for op in (graph_growth, graph_ngram, graph_flatten):
+        op.use_triton = lambda *_, **__: True
 
     report = []
     for name, case in CASES.items():

@@ -12,7 +12,7 @@ import torch
 
 from vllm_gsd.ops.dispatch import interpreted
 
-sys.path.insert(0, str(Path(__file__).parent))  # for paged_cases
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # for paged_cases and references
 
 ON_GPU = torch.cuda.is_available() and not interpreted()
 if not ON_GPU and not interpreted():

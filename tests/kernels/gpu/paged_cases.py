@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+from references.paged import paged_tree_attention_reference
 
-from vllm_gsd.ops.attention.paged import (
-    FP8_DTYPES,
-    paged_tree_attention,
-    paged_tree_attention_reference,
-)
+from vllm_gsd.ops.attention.paged import FP8_DTYPES, paged_tree_attention
 from vllm_gsd.ops.dispatch import interpreted
 
 E4M3, E5M2 = FP8_DTYPES

@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 from paged_cases import depths_and_mask, random_parents
+from references.masks import tree_masks_reference
+from references.walk import accept_walk_reference
 
-from vllm_gsd.ops.attention.masks import tree_masks, tree_masks_reference
-from vllm_gsd.ops.walk.api import accept_walk, accept_walk_reference
+from vllm_gsd.ops.attention.masks import tree_masks
+from vllm_gsd.ops.walk.api import accept_walk
 
 
 def trees(seed, device, most=40, vocabulary=3):

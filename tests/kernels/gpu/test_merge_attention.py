@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from references.merge import merge_attention_reference
 
-from vllm_gsd.ops.attention.merge import merge_attention, merge_attention_reference
+from vllm_gsd.ops.attention.merge import merge_attention
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 32])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from paged_cases import E4M3
+from references.kv_move import move_paged_kv_reference
 
-from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv, move_paged_kv_reference
+from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, E4M3]
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from paged_cases import E4M3, E5M2, PagedCase, paged_case
+from references.paged import paged_tree_attention_reference
 
 from vllm_gsd.ops.attention.merge import merge_attention
-from vllm_gsd.ops.attention.paged import TreeTiles, paged_tree_attention, paged_tree_attention_reference
+from vllm_gsd.ops.attention.paged import TreeTiles, paged_tree_attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

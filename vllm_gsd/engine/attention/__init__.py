@@ -1,1 +1,1 @@
-"""Attention backends whose rows may attend along a token graph."""
+"""Attention backends that can attend along token graphs."""

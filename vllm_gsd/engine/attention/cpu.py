@@ -3,8 +3,10 @@
 Everything else (plain decodes, prefill chunks, chains) goes to upstream's kernel untouched.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from vllm import _custom_ops as vllm_ops
@@ -49,13 +51,13 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     idle = False
 
-    def build(self, *args, **kwargs):
+    def build(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream."""
         return TreeRowsOnly() if TreeCPUAttentionMetadataBuilder.idle else super().build(*args, **kwargs)
 
 
 @contextmanager
-def no_rows_left(idle: bool):
+def no_rows_left(idle: bool) -> Iterator[None]:
     """While metadata are built of a batch all of whose rows attend along graphs, if ``idle``."""
     TreeCPUAttentionMetadataBuilder.idle = idle
     try:
@@ -72,7 +74,7 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
 
     def forward(
         self,
-        layer,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -112,7 +114,14 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
             output.index_copy_(0, tree.plain_rows, plain_output.view(-1, *output.shape[1:]))
         return output
 
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         """See ``CPUAttentionBackendImpl.do_kv_cache_update``."""
         if self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER):
             return
@@ -133,7 +142,9 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
-    def _tree(self, layer, query, kv_cache, tree: TreeRows, output) -> None:
+    def _tree(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreeRows, output: torch.Tensor
+    ) -> None:
         tree_attention(
             output,
             query,
@@ -156,7 +167,13 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
 def kv_layout(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> KVLayout:
     """How upstream orders the elements of a KV page on this machine, found by writing through its own op."""
 
-    def write(key, value, key_cache, value_cache, slots):
+    def write(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
         vllm_ops.cpu_attn_reshape_and_cache(
             key, value, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )

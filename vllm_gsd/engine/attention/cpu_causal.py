@@ -33,7 +33,9 @@ class CausalCPUAttentionMetadataBuilder(TreeCPUAttentionMetadataBuilder):
         whole = type(kv_cache_spec) is FullAttentionSpec
         self.ours = whole and serves_chains(vllm_config, device, vllm_config.model_config)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args, **kwargs):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
+    ) -> Any:
         """See upstream."""
         common = common_attn_metadata
         if not self.ours or common.causal is not True or common.num_actual_tokens == 1:

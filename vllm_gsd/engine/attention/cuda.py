@@ -1,14 +1,14 @@
-"""vLLM's CUDA attention backends, with our kernels for the rows that attend along a graph.
+"""vLLM's CUDA attention backends, with our kernels for the rows that attend along token graphs.
 
-FlashAttention's and Triton's backends are registered again under their own names, so that ``--attention-backend`` and
-vLLM's own choice go on working. Everything but graph rows goes to upstream's kernels untouched.
+Our subclasses of the FlashAttention and Triton backends are registered under the same names, so ``--attention-backend``
+and vLLM's automatic choice still work. Upstream's kernels serve all other rows.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
@@ -32,28 +32,33 @@ from vllm_gsd.ops.attention.paged import paged_tree_attention
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
 from vllm_gsd.upstream import wire
 
-#: What ``"tree_attention"`` in a gsd.json may be.
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionLayer, AttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+#: Allowed values of ``"tree_attention"`` in a gsd.json.
 IMPLEMENTATIONS = ("kernel", "flash_prefix", "xformers")
 
-# What takes the place of upstream's while the layers are built.
+# The backends that replace upstream's while layers are built.
 BACKENDS = {
     AttentionBackendEnum.FLASH_ATTN: f"{__name__}.TreeFlashAttentionBackend",
     AttentionBackendEnum.TRITON_ATTN: f"{__name__}.TreeTritonAttentionBackend",
 }
-# One engine a process: set once where the engine's worker starts.
+# A process has one engine, whose worker sets this once at start-up.
 _chosen = "kernel"
 
 
 def choose(implementation: str = "kernel") -> None:
-    """Choose how graph rows attend, in engines of this process.
+    """Choose the implementation of tree attention in this process.
 
     Args:
-        implementation: of their attention. "kernel": ours, prefix and tree in one. "flash_prefix": the
-            prefix by vLLM's FlashAttention, the tree by ours, merged. "xformers": all of it by xformers.
+        implementation: "kernel" is our kernel for prefix and tree. "flash_prefix" merges vLLM's FlashAttention for the
+            prefix with our kernel for the tree. "xformers" uses xformers for both.
 
     Raises:
         ImportError: the implementation's package is missing.
-        ValueError: there is no such implementation.
+        ValueError: the implementation is unknown.
     """
     global _chosen
     if implementation not in IMPLEMENTATIONS:
@@ -66,7 +71,7 @@ def choose(implementation: str = "kernel") -> None:
 
 
 class _TreeRowsImpl(AttendsTrees):
-    """Mixed in before upstream's implementation class: rows named by the metadata's TreeRows are ours."""
+    """Mixin before upstream's implementation class. Our kernels serve the rows in the metadata's TreeRows."""
 
     num_heads: int
     head_size: int
@@ -78,15 +83,24 @@ class _TreeRowsImpl(AttendsTrees):
     kv_cache_dtype: str
 
     def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See upstream's ``forward``."""
+        """Compute attention as upstream's ``forward`` does, with our kernels for tree rows."""
         upstream = functools.partial(super().forward, layer)  # type: ignore[misc]
         tree = wire.tree_rows_of(attn_metadata)
         if tree is None:
             return upstream(query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("fused output quantization is not supported for rows of a graph")
+            raise NotImplementedError("fused output quantization is not supported for tree rows")
         if tree.rows is None:
             self._tree(layer, query, kv_cache, tree, output)
             return output
@@ -95,7 +109,7 @@ class _TreeRowsImpl(AttendsTrees):
         output.index_copy_(0, tree.rows, tree_output)
         if tree.plain_rows is not None:
             plain_output = output.new_empty((len(tree.plain_rows), *output.shape[1:]))
-            # Keys and values of this step are in the cache by now; upstream reads them from there.
+            # Upstream reads keys and values from the cache, which already holds those of this step.
             upstream(query.index_select(0, tree.plain_rows), key, value, kv_cache, tree.plain_metadata, plain_output)
             output.index_copy_(0, tree.plain_rows, plain_output)
         return output
@@ -108,81 +122,88 @@ class _TreeRowsImpl(AttendsTrees):
             return 'a sliding window, a soft cap or sinks with "tree_attention" "xformers"'
         return None
 
-    def _tree(self, layer, query, kv_cache, tree: TreeRows, output) -> None:
+    def _tree(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        tree: TreeRows,
+        output: torch.Tensor,
+    ) -> None:
         if self.alibi_slopes is not None:
             raise NotImplementedError("tree attention does not support ALiBi slopes")
         num_rows = len(tree.positions)
         heads = (num_rows, self.num_heads, self.head_size)
-        # The cache in logical order: [num_blocks, kv_heads, block_size, 2 * head_size].
+        # The cache's logical shape is [num_blocks, kv_heads, block_size, 2 * head_size].
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         options: dict[str, Any] = {}
         if is_quantized_kv_cache(self.kv_cache_dtype):
             key_cache, value_cache = (cache.view(current_platform.fp8_dtype()) for cache in (key_cache, value_cache))
             options = {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}
         query = query[:num_rows].view(heads)
-        if query.dtype != output.dtype:  # upstream quantises queries for an fp8 cache
+        if query.dtype != output.dtype:  # upstream quantises queries if the cache is fp8
             query = (query.to(torch.float32) * layer._q_scale).to(output.dtype)
         if tree.slot_positions is not None and _chosen != "xformers":
             options["slot_positions"] = tree.slot_positions
         _attention(_chosen)(
             output[:num_rows].view(heads), query, key_cache, value_cache, tree.block_table, tree.query_start_loc,
             tree.prefix_lens, tree.positions, tree.mask, self.scale,
-            # Upstream keeps (how far to the left, how far to the right), both without the token itself.
+            # Upstream's window is (left, right), without the token itself.
             sliding_window=self.sliding_window[0] + 1, softcap=self.logits_soft_cap, sinks=self.sinks, **options,
             **({} if _chosen == "xformers" else {"max_rows": tree.max_rows}),
         )  # fmt: skip
 
 
 class TreeFlashAttentionImpl(_TreeRowsImpl, FlashAttentionImpl):
-    """One layer's attention beside FlashAttention."""
+    """One layer's attention: FlashAttention, with tree rows on our kernels."""
 
 
 class TreeTritonAttentionImpl(_TreeRowsImpl, TritonAttentionImpl):
-    """One layer's attention beside vLLM's Triton kernels."""
+    """One layer's attention: vLLM's Triton kernels, with tree rows on our kernels."""
 
 
 class _TreeRowsBuilder:
-    """Mixed in before upstream's builder class: what may be in a full CUDA graph."""
+    """Mixin before upstream's builder class. It declares which batches full CUDA graphs support."""
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
-        """Batches whose rows are all attended as trees; none where that asks the host."""
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        """Uniform batches, whose rows are all tree rows. xformers needs the host, so it supports none."""
         return AttentionCGSupport.NEVER if _chosen == "xformers" else AttentionCGSupport.UNIFORM_BATCH
 
 
 class TreeFlashAttentionMetadataBuilder(_TreeRowsBuilder, FlashAttentionMetadataBuilder):
-    """Of metadata for ``TreeFlashAttentionImpl``."""
+    """Builds metadata for ``TreeFlashAttentionImpl``."""
 
 
 class TreeTritonAttentionMetadataBuilder(_TreeRowsBuilder, TritonAttentionMetadataBuilder):
-    """Of metadata for ``TreeTritonAttentionImpl``."""
+    """Builds metadata for ``TreeTritonAttentionImpl``."""
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
-    """Upstream's backend with a tree-aware implementation; same name, metadata and cache layout."""
+    """Upstream's backend with tree attention. The name, metadata and cache layout are upstream's."""
 
     @staticmethod
     def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
-        """The builder class vLLM instantiates per group of layers."""
+        """The metadata builder that vLLM instantiates for each group of layers."""
         return TreeFlashAttentionMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttentionImpl]:
-        """The implementation class vLLM instantiates per layer."""
+        """The implementation that vLLM instantiates for each layer."""
         return TreeFlashAttentionImpl
 
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
-    """Upstream's backend with a tree-aware implementation; same name, metadata and cache layout."""
+    """Upstream's backend with tree attention. The name, metadata and cache layout are upstream's."""
 
     @staticmethod
     def get_builder_cls() -> type[TreeTritonAttentionMetadataBuilder]:
-        """The builder class vLLM instantiates per group of layers."""
+        """The metadata builder that vLLM instantiates for each group of layers."""
         return TreeTritonAttentionMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[TreeTritonAttentionImpl]:
-        """The implementation class vLLM instantiates per layer."""
+        """The implementation that vLLM instantiates for each layer."""
         return TreeTritonAttentionImpl
 
 
@@ -196,10 +217,10 @@ def _attention(implementation: str) -> Callable[..., None]:
 
 
 def _flash_attention() -> Callable[..., Any]:
-    """The FlashAttention that vLLM brings.
+    """The FlashAttention function that ships with vLLM.
 
     Raises:
-        ImportError: this build of vLLM has none.
+        ImportError: this build of vLLM has no FlashAttention.
     """
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -212,10 +233,12 @@ def _flash_attention() -> Callable[..., Any]:
 
 
 def _flash_prefix_attention(
-    output, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask, scale, *,
-    sliding_window, softcap, sinks, max_rows, **options,
+    output: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    block_table: torch.Tensor, query_start_loc: torch.Tensor, prefix_lens: torch.Tensor, positions: torch.Tensor,
+    tree_mask: torch.Tensor, scale: float, *, sliding_window: int, softcap: float, sinks: torch.Tensor | None,
+    max_rows: int | None, **options: Any,
 ) -> None:  # fmt: skip
-    """The prefix by FlashAttention, whole and without a causal mask; the tree by our kernel; both merged."""
+    """Merge FlashAttention over the whole prefix, without a causal mask, with our kernel's attention over the tree."""
     if sliding_window > 0 or sinks is not None or options:
         raise NotImplementedError(
             'with a sliding window, sinks or a quantised KV cache "tree_attention" must be "kernel"'
@@ -227,7 +250,7 @@ def _flash_prefix_attention(
     )  # fmt: skip
     parts = query.new_empty((2, *query.shape))
     lses = query.new_empty((2, *query.shape[:2]), dtype=torch.float32)
-    parts[0], lses[0] = prefix, prefix_lse.transpose(0, 1)  # FlashAttention's is [heads, rows]
+    parts[0], lses[0] = prefix, prefix_lse.transpose(0, 1)  # FlashAttention returns [heads, rows]
     paged_tree_attention(
         parts[1], query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
         scale, softcap=softcap, include_prefix=False, lse=lses[1], max_rows=max_rows, num_splits=1,

@@ -1,4 +1,4 @@
-"""A model's attention layers, which are asked what they do before anything is verified with them."""
+"""Checks that a model's attention layers can attend along token graphs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,28 +6,28 @@ from typing import Any
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees
 
 
-def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
-    """All layers with a KV cache or a state that have been built so far, by name."""
+def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
+    """All layers built so far that have a KV cache or other state, by name."""
     layer_type: Any = AttentionLayerBase
     return get_layers_from_vllm_config(vllm_config, layer_type)
 
 
-def check_target_layers(layers: Mapping[str, Any], nodes: int, v2: bool) -> None:
-    """Refuse a target with layers that would attend graphs wrongly, whatever its configuration calls them.
+def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int, v2: bool) -> None:
+    """Check the target's layers themselves, since its configuration may not reveal how they attend.
 
     Args:
-        layers: the target's, by name.
-        nodes: most nodes of a graph; those that one step verifies are attended without regard to a window.
-        v2: whether they run in Model Runner V2.
+        layers: the target's layers by name.
+        nodes: maximum number of nodes of a tree. Attention among them ignores sliding windows.
+        v2: whether the layers run in Model Runner V2.
 
     Raises:
-        GSDConfigError: naming the first such layer and what it does.
+        GSDConfigError: names the first unsupported layer and the reason.
     """
     check_draft_layers(layers)
     for name, layer in layers.items():
@@ -41,17 +41,17 @@ def check_target_layers(layers: Mapping[str, Any], nodes: int, v2: bool) -> None
             _refuse(kind, name, "set it below the window")
 
 
-def check_draft_layers(layers: Mapping[str, Any]) -> None:
-    """Refuse a model with layers of a kind that cannot attend along graphs.
+def check_draft_layers(layers: Mapping[str, AttentionLayerBase]) -> None:
+    """Check that layers are of a kind that can attend along token graphs.
 
     Args:
-        layers: by name.
+        layers: the layers by name.
 
     Raises:
-        GSDConfigError: naming the first such layer and its kind.
+        GSDConfigError: names the first unsupported layer and the reason.
     """
     for name, layer in layers.items():
-        if type(layer) is not Attention:  # its subclasses choose other keys, or keep other states
+        if type(layer) is not Attention:  # subclasses select other keys or store other state
             _refuse(f"attention of class {type(layer).__name__}", name, _OTHER)
         if not isinstance(layer.impl, AttendsTrees):
             backend = layer.attn_backend
@@ -63,7 +63,7 @@ def check_draft_layers(layers: Mapping[str, Any]) -> None:
         if layer.attn_type != AttentionType.DECODER:
             _refuse(f"{AttentionType(layer.attn_type).value} attention", name, _OTHER)
         if layer.head_size_v != layer.head_size:
-            _refuse(f"values of size {layer.head_size_v} beside keys of size {layer.head_size}", name, _OTHER)
+            _refuse(f"values of size {layer.head_size_v} with keys of size {layer.head_size}", name, _OTHER)
         if layer.impl.alibi_slopes is not None:
             _refuse("ALiBi", name, _OTHER)
         if getattr(layer.impl, "chunk_lookback", -1) > -1:
@@ -72,16 +72,16 @@ def check_draft_layers(layers: Mapping[str, Any]) -> None:
             _refuse(refused, name, 'leave "tree_attention" at "kernel"')
 
 
-def window_of(impl: Any) -> int | None:
-    """Keys that each row of a layer attends, its own among them; None: all."""
+def window_of(impl: AttentionImpl) -> int | None:
+    """Sliding window of an attention implementation, including the row's own key; None for full attention."""
     window = impl.sliding_window
-    if isinstance(window, tuple):  # GPUs' backends: how far to the left and to the right, -1: without end
+    if isinstance(window, tuple):  # GPU backends store (left, right) without the row itself; -1 is unlimited
         window = window[0] + 1
     return None if window is None or window <= 0 else window
 
 
 _FULL = "use a model with full attention"
-_OTHER = "use a decoder-only text model with vLLM's plain attention layers alone"
+_OTHER = "use a decoder-only text model with vLLM's plain attention layers only"
 
 
 def _refuse(kind: str, layer: str, instead: str) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a forward pass that attend along a graph: what the attention backend needs to know of them."""
+"""Metadata for the rows of a forward pass that attend along token graphs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,38 +12,39 @@ from vllm_gsd.ops import HAVE_EXTENSION
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Tree rows of one forward pass, request by request.
+    """The tree rows of one forward pass, request by request.
 
-    A row attends the ``prefix_lens[r]`` first keys of its request up to its own position, and among the request's tree
-    slots (logical index ``prefix_lens[r] + j``) those whose bit is set in its mask. So rows of text have their own keys
-    in the prefix, and no bits; only CPUs attend such rows this way. A node's position is never below the prefix.
+    A row of request r attends to two sets of keys. Of the prefix, which is the first ``prefix_lens[r]`` keys, it
+    attends to those up to its own position. Of the tree slots, which have logical index ``prefix_lens[r] + j``, it
+    attends to those whose bit j is set in its mask. A node's position is at least ``prefix_lens[r]``. A row of text
+    has its own key in the prefix and an empty mask; only CPUs use tree rows for text.
     """
 
     query_start_loc: torch.Tensor  # int32 [num_tree_requests + 1]
     prefix_lens: torch.Tensor  # int32 [num_tree_requests]
     block_table: torch.Tensor  # int32 [num_tree_requests, max_blocks]
     positions: torch.Tensor  # int64 [num_tree_rows]
-    mask: torch.Tensor  # int64 [num_tree_rows, words], no words where no row has bits
-    rows: torch.Tensor | None  # int64 [num_tree_rows], their rows in the batch; None: they are the whole batch
-    # The other rows of the batch and upstream's metadata for them alone; None when there are no others.
+    mask: torch.Tensor  # int64 [num_tree_rows, words]; words is 0 if all masks are empty
+    rows: torch.Tensor | None  # int64 [num_tree_rows], rows of the batch; None if they are all its rows
+    # The other rows of the batch, int64, and upstream's metadata for them; None if there are none.
     plain_rows: torch.Tensor | None = None
     plain_metadata: Any = None
-    # For GPUs. Most rows of a request, so that a launch is bounded without asking the device; None: all of them.
+    # For GPUs: maximum rows of a request, which bounds a launch without a device sync; None for the number of all rows.
     max_rows: int | None = None
-    # int64 [num_tree_requests, slots], for models with sliding windows that slots may leave; None: not windowed.
+    # For sliding windows: int64 [num_tree_requests, slots], positions of the tree slots; None for full attention.
     slot_positions: torch.Tensor | None = None
 
 
 class AttendsTrees:
-    """Mixed into the attention implementations that heed the TreeRows of their metadata."""
+    """Mixin of the attention implementations that support TreeRows in their metadata."""
 
     def refuses(self) -> str | None:
-        """What the layer does and the chosen kernel for graph rows cannot do; None: nothing."""
+        """The feature of the layer that the chosen tree attention does not support; None if it supports all."""
         return None
 
 
 class TreeRowsOnly:
-    """Attention metadata of layers all of whose rows attend along graphs: nothing but their TreeRows, once set."""
+    """Attention metadata for batches with tree rows only. ``wire.attach_tree_rows`` sets the TreeRows."""
 
 
 def serves_chains(vllm_config: VllmConfig, device: torch.device, model: ModelConfig) -> bool:

@@ -1,1 +1,1 @@
-"""Drafting: the draft model, its KV cache, and other sources of hypotheses."""
+"""Drafting: the draft model, its KV cache, and other sources of draft tokens."""

@@ -1,11 +1,15 @@
-"""Growing token graphs with the draft model: catch-up over committed text, then one forward a level."""
+"""Growing token graphs with the draft model: catch up on committed text, then one forward per level."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import TreeRows, causal_rows, serves_chains
-from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import draft_kv_slots
@@ -28,24 +32,28 @@ from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.planner.planner import Planner
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 class Drafter:
-    """The draft model at work on the runner's batch.
+    """Grows token graphs for the requests of a batch with the draft model.
 
     Args:
-        vllm_config, config: the engine's configuration and ours; ``config.model`` is not None.
-        stats: counters to add to.
-        planner: says how far drafting pays.
-        capacity: nodes a graph can hold.
+        vllm_config: the engine's configuration.
+        config: gsd's configuration; ``config.model`` must not be None.
+        stats: counters to update.
+        planner: decides how far to draft.
+        capacity: maximum number of nodes in a graph.
     """
 
-    def __init__(self, vllm_config, config: GSDConfig, stats: GraphStats, planner: Planner, capacity: int):
+    def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, capacity: int):
         assert config.model is not None
         self.config = config
         self.stats = stats
         self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, config.draft_vocab_size)
         self.masks_chains = serves_chains(vllm_config, self.model.device, self.model.model_config)
-        # Positions the draft knows; beyond them a request goes on without it.
+        # The draft's maximum length. Longer requests are decoded without draft tokens of the draft model.
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_slots = draft_kv_slots(config)
@@ -53,19 +61,19 @@ class Drafter:
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self.slots = new_draft_slots(num_requests, capacity, self.max_slots)
         self.frontier = np.zeros((num_requests, config.num_speculative_tokens), np.int32)
-        # For a draft that reads hidden states: the target's, and each node's row in the level that ran it.
+        # For EAGLE drafts: the target's hidden states, and each node's row in the draft forward that ran it.
         self.features: Features | None = None
-        self.lines = np.zeros((num_requests, capacity), np.int64)
+        self.node_rows = np.zeros((num_requests, capacity), np.int64)
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes a token for hidden states of the target; 0 where the draft does not read them."""
+        """Bytes per token for the target's hidden states; 0 if the draft does not read them."""
         if not self.model.reads_features:
             return 0
         return self.model.hidden_size * torch.empty((), dtype=self.model.model_config.dtype).element_size()
 
     def prepare(self, num_blocks: int, block_size: int) -> None:
-        """The KV cache has this size."""
+        """Allocate the store of hidden states, if needed, for a KV cache of this size."""
         if self.model.reads_features:
             model = self.model
             slots = num_blocks * block_size
@@ -74,19 +82,21 @@ class Drafter:
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Run the draft over committed text it has no KV for yet.
+        """Run the draft over committed text for which it has no KV yet.
 
         Args:
-            known: int64 [num_requests], tokens of each request whose draft KV is due; 0 for none.
+            batch: the batch.
+            tracker: the valid draft KV; it is updated.
+            known: int64 [num_requests], leading tokens of each request that need draft KV; 0 for none.
             wanted: bool [num_requests], requests to draft for.
 
         Returns:
-            bool [num_requests], those of the wanted requests that can be drafted for, and the hidden states of their
-            last tokens, [number of them, hidden] (None without any).
+            bool [num_requests], the wanted requests that can be drafted for, and the hidden states of their last
+            tokens, [number of these requests, hidden], or None if there are no such requests.
         """
         room = np.minimum(batch.capacity, self.max_positions)
         done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
-        # A request whose draft KV was complete already has no fresh hidden state to draft from.
+        # A request whose draft KV is already complete runs no row, so it has no hidden state to draft from.
         drafted = wanted & (known <= room) & (known > done)
         due = np.minimum(known, room)
         counts = np.empty_like(done)
@@ -99,18 +109,18 @@ class Drafter:
                 tracker.advance(batch.request_ids[request], int(done[request]))
             if len(chosen) == 0:
                 continue
-            last_lines = counts.cumsum()[chosen] - 1
-            if last_hidden is None and counts[chosen].all():  # nearly always one forward is enough
-                last_hidden = read_rows(hidden, self.model.to_device(last_lines))
+            last_rows = counts.cumsum()[chosen] - 1
+            if last_hidden is None and counts[chosen].all():  # one forward is nearly always enough
+                last_hidden = read_rows(hidden, self.model.to_device(last_rows))
                 continue
             if last_hidden is None:
                 last_hidden = hidden.new_zeros(len(chosen), hidden.shape[1])
             run = np.flatnonzero(counts[chosen])
-            last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_lines[run])]
+            last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_rows[run])]
         return drafted, last_hidden
 
     def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
-        """Run the draft over each request's next ``counts`` tokens behind ``done``; returns [num_rows, hidden]."""
+        """Run the draft over each request's next ``counts`` tokens after ``done``; returns [num_rows, hidden]."""
         tokens, positions, requests = np.empty((3, num_rows), np.int64)
         text_rows(done, counts, batch.token_ids, batch.token_rows, tokens, positions, requests)
         if self.model.head is not None:
@@ -133,90 +143,110 @@ class Drafter:
         return self.model.run_level(tokens, tree, slots, features)
 
     def _features_before(self, batch: DraftBatch, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
-        """Hidden states that the target had before tokens of requests."""
+        """The target's hidden states of the preceding tokens; None if the draft reads none."""
         if self.features is None:
             return None
         before = slots_of(batch.block_table, requests, positions - 1, batch.block_size)
         return self.features.read(before, self.model.to_device(positions == 0))
 
-    def grow(
-        self,
-        graphs: GraphBatch,
-        drafted: np.ndarray,
-        requests: np.ndarray,
-        root_hidden: torch.Tensor,
-        num_nodes: np.ndarray,
-        max_depth: np.ndarray,
-        trust: np.ndarray,
-        batch: DraftBatch,
-    ) -> None:
-        """Grow the graphs of a batch level by level, as far as it pays.
+    def grow(self, graphs: GraphBatch, drafted: np.ndarray, root_hidden: torch.Tensor, requests: GraphRequests) -> None:
+        """Grow the token graphs of a batch, level by level, while another level is expected to pay.
 
         Args:
-            graphs: one graph per request of ``requests``, lone roots.
+            graphs: one graph per request, each with a root only.
             drafted: bool [num_graphs], graphs to grow.
-            requests: int64 [num_graphs], places in the batch.
-            root_hidden: [sum(drafted), hidden], the draft's at each root.
-            num_nodes, max_depth: int32 [num_graphs], limits of each graph.
-            trust: of ``SourceTrust``, float32 [num_graphs, sources].
+            root_hidden: [sum(drafted), hidden], the draft's hidden states of the roots.
+            requests: the requests and their limits.
         """
-        config = self.config
-        count = len(requests)
+        batch, length = requests.batch, requests.length
+        count = len(length)
         frontier = self.frontier[:count]
         frontier[:, 0] = 0
         frontier_len = drafted.astype(np.int32)
         slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
         slots.used[:] = 0
-        length = batch.length[requests]
-        block_rows = batch.block_table
-        if count < len(block_rows):
-            block_rows = block_rows[self.model.to_device(requests)]
-        room = np.minimum(self.max_slots, batch.capacity[requests] - length).astype(np.int32)
-        deepest = np.minimum(max_depth, self.max_positions - length)
-        merge_ngram = np.full(count, config.merge_ngram, np.int32)
-        merge_ngram[trust[:, MERGED] < OFF_BELOW] = 0
-        theta_prob = np.float32(config.theta_prob)
+        block_table = batch.block_table
+        if count < len(block_table):
+            block_table = block_table[self.model.to_device(requests.index)]
+        room = np.minimum(self.max_slots, batch.capacity[requests.index] - length).astype(np.int32)
+        deepest = np.minimum(requests.max_depth, self.max_positions - length)
+        merge_ngram = np.full(count, self.config.merge_ngram, np.int32)
+        merge_ngram[requests.trust[:, MERGED] < OFF_BELOW] = 0
+        theta_prob = np.float32(self.config.theta_prob)
         hidden = root_hidden
-        self.lines[drafted.nonzero()[0], 0] = np.arange(len(hidden))
-        for level in range(1, config.max_depth + 1):
+        self.node_rows[drafted.nonzero()[0], 0] = np.arange(len(hidden))
+        for level in range(1, self.config.max_depth + 1):
             first_new = graphs.size.copy()
-            probs, tokens = self.model.candidates(hidden, config.top_k)
-            self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, 0] == 0))
-            self.planner.drafted(probs)
-            added, merged, pruned = add_candidates(
-                graphs,
-                frontier,
-                frontier_len,
-                tokens,
-                probs,
-                num_nodes,
-                config.theta_sib,
-                merge_ngram,
-            )
-            self.stats.counts["nodes_added"] += added
-            self.stats.counts["nodes_merged"] += merged
-            self.stats.counts["nodes_pruned"] += pruned
-            if level == config.max_depth:
+            self._add_children(graphs, frontier, frontier_len, hidden, requests.num_nodes, merge_ngram)
+            if level == self.config.max_depth:
                 break
-            room_now = (room - slots.used) * (deepest > level)
-            next_frontier(graphs, first_new, num_nodes, room_now, theta_prob, frontier, frontier_len)
-            chances = frontier_chances(graphs, frontier, frontier_len, self.planner.calibration.factor, trust)
-            size = self.planner.level_size(chances)
-            if size == 0:
+            room_left = (room - slots.used) * (deepest > level)
+            next_frontier(graphs, first_new, requests.num_nodes, room_left, theta_prob, frontier, frontier_len)
+            if not self._trim_frontier(graphs, frontier, frontier_len, requests.trust):
                 break
-            keep_best(frontier, frontier_len, chances, size)
-            features = None
-            if self.features is not None:  # below the root they are the draft's own
-                lines = parent_lines(graphs, frontier, frontier_len, self.lines)
-                features = read_rows(hidden, self.model.to_device(lines))
+            features = self._parent_features(graphs, frontier, frontier_len, hidden)
             hidden = self._run_level(
-                graphs, slots, frontier, frontier_len, length, block_rows, batch.block_size, features
+                graphs, slots, frontier, frontier_len, length, block_table, batch.block_size, features
             )
 
+    def _add_children(
+        self,
+        graphs: GraphBatch,
+        frontier: np.ndarray,
+        frontier_len: np.ndarray,
+        hidden: torch.Tensor,
+        num_nodes: np.ndarray,
+        merge_ngram: np.ndarray,
+    ) -> None:
+        """Add the draft's candidates below the frontier nodes, whose hidden states are [rows, hidden]."""
+        probs, tokens = self.model.candidates(hidden, self.config.top_k)
+        self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, 0] == 0))
+        self.planner.drafted(probs)
+        added, merged, pruned = add_candidates(
+            graphs,
+            frontier,
+            frontier_len,
+            tokens,
+            probs,
+            num_nodes,
+            self.config.theta_sib,
+            merge_ngram,
+        )
+        self.stats.counts["nodes_added"] += added
+        self.stats.counts["nodes_merged"] += merged
+        self.stats.counts["nodes_pruned"] += pruned
+
+    def _trim_frontier(
+        self, graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, trust: np.ndarray
+    ) -> bool:
+        """Keep the best frontier nodes, as many as the planner expects to pay; return whether any are left."""
+        chances = frontier_chances(graphs, frontier, frontier_len, self.planner.calibration.factor, trust)
+        size = self.planner.level_size(chances)
+        if size > 0:
+            keep_best(frontier, frontier_len, chances, size)
+        return size > 0
+
+    def _parent_features(
+        self, graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The draft's own hidden states [rows, hidden] of the frontier's parents; None if the draft reads none."""
+        if self.features is None:
+            return None
+        rows = parent_lines(graphs, frontier, frontier_len, self.node_rows)
+        return read_rows(hidden, self.model.to_device(rows))
+
     def _run_level(
-        self, graphs, slots, frontier, frontier_len, length, block_rows, block_size, features
+        self,
+        graphs: GraphBatch,
+        slots: DraftSlots,
+        frontier: np.ndarray,
+        frontier_len: np.ndarray,
+        length: np.ndarray,
+        block_table: torch.Tensor,
+        block_size: int,
+        features: torch.Tensor | None,
     ) -> torch.Tensor:
-        """One draft forward over the frontier nodes of all requests; returns hidden states [rows, hidden]."""
+        """Run the draft over the frontier nodes of all requests; returns hidden states [rows, hidden]."""
         num_rows = int(frontier_len.sum())
         token = np.empty(num_rows, np.int64)
         depth, slot = np.empty((2, num_rows), np.int32)
@@ -229,7 +259,7 @@ class Drafter:
         tree = TreeRows(
             query_start_loc=to_device(starts_of(frontier_len)),
             prefix_lens=to_device(length.astype(np.int32)),
-            block_table=block_rows,
+            block_table=block_table,
             positions=to_device(positions),
             mask=to_device(mask),
             rows=None,
@@ -238,19 +268,19 @@ class Drafter:
         self.stats.counts["draft_rows"] += num_rows
         self.stats.counts["draft_nodes"] += num_rows
         self.stats.counts["draft_forwards"] += 1
-        flat_slots = slots_of(block_rows, request_of_row, base + slot, block_size)
+        flat_slots = slots_of(block_table, request_of_row, base + slot, block_size)
         return self.model.run_level(token, tree, flat_slots, features)
 
 
 def starts_of(counts: np.ndarray) -> np.ndarray:
-    """Where each request's rows begin, and all end: int32 [len(counts) + 1]."""
+    """Start of each request's rows, followed by the total: int32 [len(counts) + 1]."""
     starts = np.zeros(len(counts) + 1, np.int32)
     counts.cumsum(out=starts[1:])
     return starts
 
 
 def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:
-    """Physical KV slots, int64, on the block table's device; arguments as of ``kv_slots``."""
+    """Physical KV slots, int64, on the block table's device. Arguments are those of ``kv_slots``."""
     if block_table.device.type == "cpu":
         return torch.from_numpy(kv_slots(block_table.numpy(), rows, positions, block_size))
     index, offset = np.divmod(np.maximum(positions, 0), block_size)

@@ -1,12 +1,19 @@
-"""Which draft KV is valid, per physical block.
+"""Tracks which draft KV is valid, per physical block.
 
-The draft model shares the target's blocks, and vLLM's prefix cache hands a block on as soon as the *target's*
-keys and values are in it. Where the draft did not run (speculation off for a request, no room, a fallback) such a
-block has none of the draft's: drafting from it would stay lossless and accept nothing. So validity is tracked
-per block, and whatever is missing is computed before the draft is used.
+The draft model shares the target's blocks. vLLM's prefix cache reuses a block as soon as it holds the *target's* keys
+and values. The block may lack the draft's, because the draft did not run for that request. Drafting from such a block
+would remain lossless but lower the acceptance length. So validity is tracked per block, and missing draft KV is
+computed before the draft is used.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class DraftKVTracker:
@@ -19,18 +26,18 @@ class DraftKVTracker:
 
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
-        self.valid = np.zeros(num_blocks, np.int32)  # leading tokens of each block with draft KV
+        self.valid = np.zeros(num_blocks, np.int32)  # per block, number of leading tokens that have draft KV
         self.blocks: dict[str, list[int]] = {}
-        self.length: dict[str, int] = {}  # leading tokens of each request with draft KV
+        self.length: dict[str, int] = {}  # per request, number of leading tokens that have draft KV
 
     def admit(self, starting: list[tuple[str, list[int], int]]) -> None:
-        """Requests start (or resume) in one step.
+        """Track requests that start or resume in this step.
 
         Args:
-            starting: request, its blocks, and how many of its tokens have target KV from the prefix cache; blocks
-                beyond those tokens are fresh.
+            starting: for each request its id, its blocks, and the number of its tokens that have target KV from the
+                prefix cache. Blocks after those tokens are newly allocated.
         """
-        # A request may share blocks that another was given in this very step: empty all fresh ones before counting.
+        # A request may share blocks that were allocated to another in this step, so reset all new blocks first.
         for _, blocks, num_cached in starting:
             self.valid[blocks[num_cached // self.block_size :]] = 0
         for request_id, blocks, num_cached in starting:
@@ -43,12 +50,12 @@ class DraftKVTracker:
             self.length[request_id] = length
 
     def extend(self, request_id: str, block_ids: list[int]) -> None:
-        """A running request got further, fresh blocks."""
+        """Track newly allocated blocks of a running request."""
         self.valid[block_ids] = 0
         self.blocks[request_id].extend(block_ids)
 
     def advance(self, request_id: str, length: int) -> None:
-        """The draft model has now written KV of the request's first ``length`` committed tokens."""
+        """Record that the draft model has written KV for the request's first ``length`` committed tokens."""
         start = self.length[request_id]
         blocks = self.blocks[request_id]
         for index in range(start // self.block_size, (length - 1) // self.block_size + 1):
@@ -56,12 +63,12 @@ class DraftKVTracker:
         self.length[request_id] = length
 
     def remove(self, request_id: str) -> None:
-        """A request is gone; its blocks keep what they hold for the prefix cache."""
+        """Stop tracking a request. The validity of its blocks remains, since the prefix cache may reuse them."""
         self.blocks.pop(request_id, None)
         self.length.pop(request_id, None)
 
-    def update(self, scheduler_output) -> None:
-        """Apply one step's ``SchedulerOutput`` (a single KV cache group is assumed)."""
+    def update(self, scheduler_output: SchedulerOutput) -> None:
+        """Apply the block assignments of one step. There must be a single KV cache group."""
         for request_id in scheduler_output.finished_req_ids:
             self.remove(request_id)
         starting = [(r.req_id, r.block_ids[0], r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs]

@@ -1,10 +1,12 @@
-"""The draft model inside vLLM: same loader, same paged KV pool, same block tables as the target."""
+"""The draft model inside vLLM. It shares the model loader, the KV cache and the block tables with the target."""
+
+from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +29,11 @@ from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.ops.topk.api import topk_softmax
 from vllm_gsd.upstream import drafts, wire
 
-# Most bytes for logits of the draft at a time, and what one takes: itself, its float32 copy, and its exponential.
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.v1.worker.utils import AttentionGroup
+
+# Maximum bytes for the draft's logits at a time, and bytes per logit: itself, its float32 copy and its exponential.
 MAX_LOGITS_BYTES = 1 << 30
 LOGIT_BYTES = 12
 
@@ -38,8 +44,8 @@ class DraftModel:
     Args:
         vllm_config: the target engine's configuration.
         model: path or hub id of the draft.
-        tensor_parallel_size: the draft's, or None for the target's.
-        vocab_size: tokens its LM head computes, or None for what its folder says.
+        tensor_parallel_size: the draft's tensor-parallel size; None for the target's.
+        vocab_size: number of tokens whose logits the draft computes; None for the number stored with the model.
     """
 
     has_kv_cache = True
@@ -49,14 +55,14 @@ class DraftModel:
         self.model_config = draft_model_config(vllm_config.model_config, model)
         self.tensor_parallel_size = tensor_parallel_size
         self.token_ids = trimmed_vocab(self.model_config, vocab_size)
-        # Whether it reads the target's hidden states, and has neither embedding nor LM head of its own.
+        # EAGLE drafts read the target's hidden states and share its embedding and LM head.
         self.reads_features = is_eagle_config(self.model_config.hf_config.to_dict())
         self.head: TrimmedHead | None = None
         self.model: Any = None
         self.layer_names: list[str] = []
-        self.builders: list[tuple[Any, list[str]]] = []  # of attention metadata, and the draft's layers of each
+        self.builders: list[tuple[Any, list[str]]] = []  # metadata builders and their draft layers
         self.device = torch.device(vllm_config.device_config.device_type)
-        # The draft's CUDA graphs while there are any; they belong to who captures them.
+        # Returns the draft's CUDA graphs, or None. The code that captures them sets it.
         self.graphs: Callable[[], Any] = lambda: None
 
     @property
@@ -65,10 +71,10 @@ class DraftModel:
         return self.model_config.get_hidden_size()
 
     def load(self, target_model: Any = None) -> None:
-        """Load the weights; the draft's attention layers register themselves beside the target's.
+        """Load the weights. The draft's attention layers are registered in the target's engine configuration.
 
         Args:
-            target_model: whose embedding and LM head a draft shares that has none.
+            target_model: the loaded target, whose embedding and LM head an EAGLE draft shares.
         """
         from vllm.compilation.backends import set_model_tag
 
@@ -81,7 +87,7 @@ class DraftModel:
         config = replace(
             self.vllm_config,
             quant_config=None,
-            lora_config=None,  # adapters are the target's
+            lora_config=None,  # LoRA adapters apply to the target only
             model_config=self.model_config,
             parallel_config=replace(parallel, rank=target.rank),
         )
@@ -92,22 +98,23 @@ class DraftModel:
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
         if self.reads_features:
             drafts.share_ends(self.model, target_model)
-            gc.collect()  # its own ends refer to themselves, and vLLM exempts from collection what is there later
+            # The replaced embedding and LM head are in reference cycles. Free them before vLLM freezes the collector.
+            gc.collect()
         if self.token_ids is not None:
             head, size = self.model.lm_head, self.model_config.get_vocab_size()
             kernels = uses_cpu_kernels(self.vllm_config)
             lookup = partial(head_rows, head)
             self.head = TrimmedHead(lookup, size, self.token_ids, self.device, kernels=kernels)
-            # What it does after the LM head (scale, soft cap) is the model's own business still.
+            # The model still applies its own scale and soft cap to the logits.
             drafts.take_logits(self.model)
 
-    def bind_attention(self, attention_groups) -> None:
-        """Remember the metadata builders of the draft's layers once the KV cache exists.
+    def bind_attention(self, attention_groups: Sequence[AttentionGroup]) -> None:
+        """Store the attention metadata builders of the draft's layers. Call it once the KV cache exists.
 
         Raises:
-            ValueError: a layer of the draft is in none of the groups.
+            ValueError: a draft layer is in none of the groups.
         """
-        # A group may hold target layers too; its builder serves either. Layers of unlike shapes are in several groups.
+        # A group may also contain target layers. Draft layers of different shapes are in different groups.
         own = [(group, [name for name in group.layer_names if name in self.layer_names]) for group in attention_groups]
         self.builders = [(group.get_metadata_builder(0), names) for group, names in own if names]
         found = {name for _, names in self.builders for name in names}
@@ -117,15 +124,15 @@ class DraftModel:
             )
 
     def to_device(self, values: np.ndarray) -> torch.Tensor:
-        """A host array where the model is; nothing waits for it."""
+        """Copy a host array to the model's device without waiting."""
         tensor = torch.from_numpy(values)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
-        """Run over zeros without KV cache: compiles the model, and shows what a level costs.
+        """Run over zeros without a KV cache, to compile the model or to measure the cost of a level.
 
         Returns:
-            hidden states [num_tokens, hidden], meaningless.
+            meaningless hidden states [num_tokens, hidden].
         """
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
@@ -137,21 +144,30 @@ class DraftModel:
             return self._call(tokens, positions, features)
 
     def run_causal(
-        self, tokens, positions, slots, query_start_loc, seq_lens, block_table, features=None
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        slots: torch.Tensor,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        block_table: torch.Tensor,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run rows of committed text.
+        """Run the draft over committed text with causal attention.
 
         Args:
-            tokens, positions: int64 numpy [n]; slots: int64 tensor [n].
-            query_start_loc: int32 numpy [num_requests + 1]; seq_lens: int32 numpy [num_requests], rows included.
+            tokens, positions: int64 numpy [n].
+            slots: KV slots, int64 tensor [n].
+            query_start_loc: int32 numpy [num_requests + 1].
+            seq_lens: int32 numpy [num_requests], including these rows.
             block_table: int32 tensor [num_requests, max_blocks].
-            features: hidden states [n, hidden] before the rows, of a draft that reads them.
+            features: for EAGLE drafts, the target's hidden states [n, hidden] of the tokens before the rows.
 
         Returns:
             hidden states [n, hidden].
         """
         lengths = query_start_loc[1:] - query_start_loc[:-1]
-        positions = self.to_device(positions)
+        device_positions = self.to_device(positions)
         common = CommonAttentionMetadata(
             query_start_loc=self.to_device(query_start_loc),
             query_start_loc_cpu=torch.from_numpy(query_start_loc),
@@ -163,19 +179,23 @@ class DraftModel:
             block_table_tensor=block_table,
             slot_mapping=slots,
             causal=True,
-            positions=positions,
+            positions=device_positions,
         )
         by_layer: dict[str, Any] = {}
         for builder, names in self.builders:
             by_layer |= dict.fromkeys(names, builder.build(0, common))
-        return self._run(tokens, positions, slots, by_layer, features)
+        return self._run(tokens, device_positions, slots, by_layer, features)
 
-    def run_level(self, tokens, tree: TreeRows, slots, features=None) -> torch.Tensor:
-        """Run one draft level: every row attends along its own path of the graph.
+    def run_level(
+        self, tokens: np.ndarray, tree: TreeRows, slots: torch.Tensor, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the draft over one level of nodes. Each row attends along its own path of the token graph.
 
         Args:
-            tokens: int64 numpy [n]; slots: int64 tensor [n].
-            features: of ``run_causal``; here the draft's own, of the rows' parents.
+            tokens: int64 numpy [n].
+            tree: how the rows attend, and their positions.
+            slots: KV slots, int64 tensor [n].
+            features: for EAGLE drafts, the draft's own hidden states [n, hidden] of the rows' parents.
 
         Returns:
             hidden states [n, hidden].
@@ -184,13 +204,16 @@ class DraftModel:
         wire.attach_tree_rows(metadata, tree)
         return self._run(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
-    def run_rows(self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features=None) -> torch.Tensor:
-        """Run rows that lie on the device already.
+    def run_rows(
+        self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the draft over rows whose tokens are already on the device.
 
         Args:
-            tokens: int32 [n]; slots: int64 [n], -1: the row's key and value are kept nowhere.
+            tokens: int32 [n].
+            slots: KV slots, int64 [n]. The key and value of a row with slot -1 are not stored.
             tree: how the rows attend, and their positions.
-            features: of ``run_level``.
+            features: as in ``run_level``.
 
         Returns:
             hidden states [n, hidden].
@@ -199,19 +222,33 @@ class DraftModel:
         wire.attach_tree_rows(metadata, tree)
         return self._forward(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
-    def _run(self, tokens: np.ndarray, positions: torch.Tensor, slots, by_layer, features) -> torch.Tensor:
+    def _run(
+        self,
+        tokens: np.ndarray,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        by_layer: dict[str, Any],
+        features: torch.Tensor | None,
+    ) -> torch.Tensor:
         return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, by_layer, features)
 
     @contextmanager
-    def without_kv_cache(self):
-        """Let rows attend nothing and write nothing: memory is profiled before there is a KV cache."""
+    def without_kv_cache(self) -> Iterator[None]:
+        """Neither read nor write KV within this context. Memory is profiled before the KV cache exists."""
         self.has_kv_cache = False
         try:
             yield
         finally:
             self.has_kv_cache = True
 
-    def _forward(self, input_ids, positions, slots, by_layer: dict[str, Any], features) -> torch.Tensor:
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        by_layer: dict[str, Any],
+        features: torch.Tensor | None,
+    ) -> torch.Tensor:
         count = len(input_ids)
         if not self.has_kv_cache:
             return self.run_idle(count)
@@ -227,23 +264,23 @@ class DraftModel:
         ):
             return self._call(input_ids, positions, features)
 
-    def _call(self, input_ids, positions, features) -> torch.Tensor:
+    def _call(self, input_ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
         if not self.reads_features:
             return self.model(input_ids=input_ids, positions=positions, inputs_embeds=None)
-        # Twice: one for the LM head, one for the next level. They are the same here.
+        # EAGLE models return one output for the LM head and one for the next level. Here they are equal.
         return self.model(input_ids=input_ids, positions=positions, hidden_states=features)[1]
 
     def candidates(self, hidden: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The most probable next tokens after hidden states [n, hidden].
+        """The k most probable next tokens for hidden states [n, hidden], the same on every tensor-parallel rank.
 
         Returns:
-            probabilities float32 [n, k], falling, and tokens int64 [n, k].
+            descending probabilities, float32 [n, k], and their tokens, int64 [n, k].
         """
         probs, tokens = self.most_probable(hidden, k)
         return from_first_rank(probs.cpu().numpy()), from_first_rank(tokens.cpu().numpy())
 
     def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``candidates``, left where they are and this rank's own. Logits take at most ``MAX_LOGITS_BYTES``."""
+        """This rank's ``candidates``, on the device. Logits are computed in parts of at most MAX_LOGITS_BYTES."""
         width = self.model_config.get_vocab_size() if self.head is None else len(self.head.ids)
         parts = hidden.split(max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * width)))
         if len(parts) == 1:
@@ -260,10 +297,10 @@ class DraftModel:
 
 
 @contextmanager
-def _parallel_group(size: int):
-    """Load a model whose tensor-parallel size is the target's, or 1: a copy on every rank.
+def _parallel_group(size: int) -> Iterator[None]:
+    """Build layers for tensor-parallel size ``size``: the target's, or 1 for a full copy on every rank.
 
-    Layers ask for the group when they are made, and remember its size.
+    Layers read the size from the tensor-parallel group when they are constructed.
     """
     target = parallel_state.get_tp_group()
     if size == target.world_size:
@@ -279,8 +316,13 @@ def _parallel_group(size: int):
         yield
 
 
-def head_rows(lm_head: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Rows [n, hidden] of an LM head that may be spread over ranks; all of them ask for the same tokens, int64 [n]."""
+def head_rows(lm_head: ParallelLMHead, ids: torch.Tensor) -> torch.Tensor:
+    """Rows [n, hidden] of an LM head that may be sharded over ranks.
+
+    Args:
+        lm_head: the draft's LM head.
+        ids: tokens, int64 [n], the same on all ranks.
+    """
     if lm_head.tp_size == 1:
         return lm_head.quant_method.embedding(lm_head, ids)
     shard = lm_head.shard_indices
@@ -290,13 +332,13 @@ def head_rows(lm_head: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def trimmed_vocab(model: ModelConfig, wanted: int | None) -> np.ndarray | None:
-    """Ascending token ids, int64, whose logits the draft computes; None for all."""
+    """The tokens whose logits the draft computes, int64 and ascending; None for all tokens."""
     stored = get_hf_file_to_dict(draft_vocab.FILE, model.model, model.revision)
     return draft_vocab.choose_draft_vocab(stored, model.get_vocab_size(), wanted)
 
 
 def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:
-    """The draft's ModelConfig, following the target's where vLLM's own draft models do."""
+    """The draft's ModelConfig. It inherits the settings that vLLM's own draft models inherit from the target."""
     return ModelConfig(
         model=model,
         runner="draft",

@@ -1,57 +1,69 @@
-"""Hypotheses from finished responses of other requests: source ``"shared"``, off unless asked for.
+"""Draft tokens from finished responses of other requests: the optional source ``"shared"``.
 
-The suffix trees are arctic-inference's (SuffixDecoding, Oliaro et al., 2024). Responses are kept apart by adapter and
-by cache salt: whoever may not share a prefix cache does not share suffixes either, and no prompt is ever kept. The
-index is bounded by the number of responses, the oldest ones leaving first.
+The suffix trees are arctic-inference's (SuffixDecoding, Oliaro et al., 2024). Responses are separated by LoRA adapter
+and cache salt, so requests that may not share a prefix cache do not share suffixes either. Prompts are never stored.
+The number of stored responses is bounded; the oldest are evicted first.
 """
 
+from __future__ import annotations
+
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_gsd.host import graft_tree
 from vllm_gsd.method.constants import ORIGIN_SHARED
 
-# Longest context compared plus continuation; memory grows with it.
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+    from vllm_gsd.method.graph import GraphBatch
+
+# An adapter (None for the base model) and a cache salt: only requests with the same pair share responses.
+Reader = tuple[tuple[int, str, str] | None, str | None]
+
+# Depth of the suffix trees: the longest matched context plus its continuation. Memory grows with it.
 TREE_DEPTH = 48
-# Of longer responses only the end is kept.
+# Only the last tokens of a longer response are stored.
 MOST_TOKENS = 4096
-# A match of n tokens is continued by at most this many times n.
+# A match of n tokens is continued by at most REACH * n tokens.
 REACH = 4.0
-# Continuations that were seen less often than this, given the match, are left out.
+# Continuations with a smaller share of the occurrences of the match are left out.
 LEAST_SHARE = 0.05
-# A continuation is taken for at least as sure as that of an n-gram of so many tokens in the own text.
+# A continuation is trusted at least as much as that of an n-gram match of this length in the request's own text.
 LEAST_MATCH = 2
-# Trees are read in the name of a request that never ends.
+# Id of the request that never ends and in whose name the suffix trees are read.
 READER = "reader"
 
 
 class SharedSuffixes:
-    """Finished responses, findable by any of their suffixes.
+    """An index of finished responses by their suffixes.
 
     Args:
-        most_responses: most responses kept, over all adapters and salts.
+        most_responses: maximum number of stored responses, over all adapters and cache salts.
     """
 
     def __init__(self, most_responses: int):
         self.most_responses = most_responses
-        self.salts: dict[str, str] = {}  # of running requests that have one
-        self.caches: dict[Any, Any] = {}  # by who may see them
-        self.kept: deque[tuple[Any, int]] = deque()  # oldest first
+        self.salts: dict[str, str] = {}  # cache salts of running requests that have one
+        self.caches: dict[Reader, Any] = {}  # arctic-inference's ``SuffixDecodingCache`` per reader
+        self.kept: deque[tuple[Reader, int]] = deque()  # oldest first
         self.next_id = 0
 
-    def finished(self, request_id: str, lora_request: Any, response: list[int]) -> None:
-        """Keep a finished request's response (token ids; negative ones are placeholders).
+    def finished(self, request_id: str, lora_request: LoRARequest | None, response: list[int]) -> None:
+        """Store the response of a finished request.
 
         Args:
-            lora_request: vLLM's ``LoRARequest`` of it, or None.
+            request_id: the request.
+            lora_request: its LoRA adapter, if any.
+            response: its output token ids. Negative ids are placeholders and are left out.
         """
         reader = self._reader(request_id, lora_request)
         self.forget(request_id)
         tokens = np.array([token for token in response[-MOST_TOKENS:] if token >= 0], np.int32)
         if len(tokens) < 2:
-            return  # nothing follows anything
+            return  # there is no continuation to store
         if reader not in self.caches:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
 
@@ -67,17 +79,26 @@ class SharedSuffixes:
             self._drop_oldest()
 
     def forget(self, request_id: str) -> None:
-        """A request is gone, whether it had a response or not."""
+        """Drop the cache salt of a request that has ended, with or without a response."""
         self.salts.pop(request_id, None)
 
-    def graft(self, graphs, row: int, request_id: str, lora_request, text: np.ndarray, num_nodes: int) -> None:
-        """Add continuations of the text's longest known suffixes to a graph.
+    def graft(
+        self,
+        graphs: GraphBatch,
+        row: int,
+        request_id: str,
+        lora_request: LoRARequest | None,
+        text: np.ndarray,
+        num_nodes: int,
+    ) -> None:
+        """Add continuations of the text's longest known suffixes to a token graph.
 
         Args:
-            graphs, row: GraphBatch and the graph in it.
-            lora_request: vLLM's ``LoRARequest`` of the request, or None.
+            graphs, row: the batch of token graphs and the request's row in it.
+            request_id: the request.
+            lora_request: its LoRA adapter, if any.
             text: int32 [length], its committed tokens.
-            num_nodes: most nodes worth adding.
+            num_nodes: maximum number of nodes to add.
         """
         cache = self.caches.get(self._reader(request_id, lora_request))
         if cache is None:
@@ -86,22 +107,22 @@ class SharedSuffixes:
         found = cache.speculate(READER, latest, num_nodes, REACH, 0.0, LEAST_SHARE, use_tree_spec=True)
         tokens, parents = np.array(found.token_ids, np.int64), np.array(found.parents, np.int32)
         shares = np.array(found.probs, np.float32)
-        # Of matches that promise the same the shortest is named.
+        # Of equally good matches, arctic-inference reports the shortest.
         matched = max(LEAST_MATCH, found.match_len)
         graft_tree(graphs, row, tokens, parents, shares, matched, ORIGIN_SHARED)
 
     def clear(self) -> None:
-        """Forget all responses."""
+        """Remove all responses."""
         while self.kept:
             self._drop_oldest()
 
-    def _reader(self, request_id: str, lora: Any) -> tuple[Any, str | None]:
-        """Who may see a request's response: whoever runs the same adapter with the same salt."""
+    def _reader(self, request_id: str, lora: LoRARequest | None) -> Reader:
+        """The adapter and cache salt that requests must have to share responses with this one."""
         adapter = None if lora is None else (lora.lora_int_id, lora.lora_name, lora.lora_path)
         return adapter, self.salts.get(request_id)
 
     def _drop_oldest(self) -> None:
         reader, oldest = self.kept.popleft()
         self.caches[reader].evict_cached_response(oldest)
-        if len(self.caches[reader].cached_requests) == 1:  # only the one that reads
+        if len(self.caches[reader].cached_requests) == 1:  # only READER is left
             del self.caches[reader]

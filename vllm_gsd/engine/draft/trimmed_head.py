@@ -1,7 +1,7 @@
-"""A draft's LM head that computes the frequent tokens, and those that texts have had lately.
+"""A draft's LM head that computes logits only for frequent tokens and for tokens seen recently.
 
-Texts repeat their own rare words: names, terms, a prompt's foreign language. The head's last rows are a ring of such
-tokens, so the frequent ones can be few.
+Texts repeat their own rare tokens, such as names, terms or words of a foreign language. The head's last columns are a
+ring buffer of such tokens, so the set of frequent tokens can be small.
 """
 
 from collections.abc import Callable
@@ -14,21 +14,22 @@ from vllm_gsd.cpu.int8_rows import Int8Rows, int8_pays
 from vllm_gsd.cpu.linear import COLUMNS, linear, pack_weight, write_columns
 from vllm_gsd.cpu.packed_weights import packs_weights
 
-# Rare tokens that are kept, of all requests together; who comes first leaves first.
+# Rare tokens in the ring buffer, shared by all requests. The oldest is replaced first.
 RECENT = 512
-# Of ``top_k``.
+# The largest ``top_k``.
 MOST_CANDIDATES = 32
 
 
 class TrimmedHead(torch.nn.Module):
-    """Rows of an LM head, packed on a CPU as is fastest there if ``kernels``.
+    """A subset of an LM head's tokens, packed in the fastest way on CPUs.
 
     Args:
-        lookup: gives the LM head's rows [n, hidden] of tokens, int64 [n] on ``device``.
-        vocab_size: of the whole head.
+        lookup: returns the LM head's rows [n, hidden] for tokens, int64 [n] on ``device``.
+        vocab_size: number of tokens of the full LM head.
         token_ids: int64 numpy [n], the frequent tokens.
-        recent: most rare tokens kept besides.
-        kernels: whether to multiply by our kernel, or in int8, where that is faster; else as vLLM does.
+        device: device of the weights.
+        recent: size of the ring buffer of rare tokens.
+        kernels: whether our kernel or int8 multiplies where that is faster; otherwise vLLM's own product does.
     """
 
     def __init__(
@@ -45,15 +46,16 @@ class TrimmedHead(torch.nn.Module):
         frequent = torch.from_numpy(token_ids).to(device)
         self.num_frequent = len(frequent)
         weight = lookup(frequent).contiguous()
-        # Sizes that our kernel does not take are filled up with columns of nobody.
+        # Our kernel takes multiples of COLUMNS, so the matrix is padded with zero columns.
         room = recent + -(self.num_frequent + recent) % COLUMNS
-        whole = torch.cat([weight, weight.new_zeros(room, weight.shape[1])])
-        packs = kernels and packs_weights(whole)
-        self.columns = _Together(whole) if packs else _Apart(weight, recent, kernels)
-        # The token of each column; -1 where there is none yet.
+        padded = torch.cat([weight, weight.new_zeros(room, weight.shape[1])])
+        packs = kernels and packs_weights(padded)
+        self.columns = _Together(padded) if packs else _Apart(weight, recent, kernels)
+        # The token of each column; -1 for columns that have no token yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
-        # Columns looked at: where shapes may change those that have a token, and all candidates come from them.
+        # Number of columns in the logits. Shapes may change on CPUs, so columns without a token are left out there,
+        # provided that the frequent tokens suffice as candidates.
         narrow = device.type == "cpu" and self.num_frequent >= MOST_CANDIDATES
         self.width = self.num_frequent if narrow else len(self.ids)
         self.kept = np.full(recent, -1)
@@ -62,7 +64,7 @@ class TrimmedHead(torch.nn.Module):
         self.next = 0
 
     def see(self, tokens: np.ndarray) -> None:
-        """Texts have these tokens, int [n]."""
+        """Add the rare ones among ``tokens``, int [n], to the ring buffer."""
         rare = tokens[~self.known[tokens]]
         if len(rare) == 0:
             return
@@ -82,24 +84,24 @@ class TrimmedHead(torch.nn.Module):
         self.width = max(self.width, self.num_frequent + int(places.max()) + 1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, columns] of hidden states [rows, hidden]; tokens of the columns are in ``ids``."""
+        """Logits [rows, columns] of hidden states [rows, hidden]. ``ids`` holds the token of each column."""
         return self.columns(hidden)[:, : self.width]
 
     def tokens_of(self, places: torch.Tensor) -> torch.Tensor:
-        """The tokens of columns, int64 of any shape."""
-        if places.device.type == "cpu":  # NumPy is the faster one at so little
+        """The tokens of the given columns, int64 of any shape."""
+        if places.device.type == "cpu":  # NumPy is faster for small arrays
             return torch.from_numpy(self.ids.numpy()[places.numpy()])
         return self.ids[places]
 
     def hide(self, logits: torch.Tensor) -> torch.Tensor:
-        """Make columns without a token impossible, in place, where there are any."""
+        """Set the logits of columns without a token to -inf, in place."""
         if self.width == len(self.ids):
             logits[:, self.num_frequent :].masked_fill_(self.missing[self.num_frequent :], -torch.inf)
         return logits
 
 
 class _Together(torch.nn.Module):
-    """All columns in one matrix of our own kernel's."""
+    """All columns in one matrix that is packed for our kernel."""
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()
@@ -113,7 +115,7 @@ class _Together(torch.nn.Module):
 
 
 class _Apart(torch.nn.Module):
-    """The frequent columns in int8, or as vLLM packs its own LM heads; the recent ones behind them as they are."""
+    """Frequent columns in int8 or as vLLM packs LM heads, and recent columns unpacked in a second matrix."""
 
     def __init__(self, weight: torch.Tensor, recent: int, kernels: bool = True):
         super().__init__()
@@ -129,7 +131,7 @@ class _Apart(torch.nn.Module):
 
 
 class _Packed(torch.nn.Module):
-    """``x @ weight.T`` as vLLM multiplies its own LM heads."""
+    """Computes ``x @ weight.T`` with vLLM's method for unquantised LM heads."""
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()

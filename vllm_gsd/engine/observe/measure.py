@@ -1,8 +1,11 @@
-"""The cost table of this machine, measured once the models are loaded; takes a few seconds."""
+"""Measures this machine's cost table for the planner, in a few seconds after the models are loaded."""
+
+from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,25 +15,29 @@ from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.planner.costs import Costs, convex
 
+if TYPE_CHECKING:
+    from vllm_gsd.engine.draft.drafter import Drafter
+    from vllm_gsd.engine.v1.model_runner import GraphModelRunner
+
 logger = init_logger("vllm.gsd")
 
-# Rows at which the forwards are timed, as far as a step of the engine can have them.
+# Numbers of rows at which forward passes are timed, up to the most rows of a step.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
-# The table is cut short on a machine that takes longer for it.
+# The measurement stops early if it has taken this long.
 MOST_SECONDS = 6.0
-# Rows at which the target's attention is timed, and a short and a long context.
+# The number of rows, and the short and the long context, with which the target's attention is timed.
 TREE_SIZE, CONTEXTS = 9, (32, 1024)
-# Draft levels that are timed together: the first of a step finds none of the draft's weights in the caches.
+# Draft levels that are timed together, because the first level of a step finds the draft's weights in no cache.
 LEVELS = 2
 
 
 @torch.inference_mode()
-def measure_costs(runner, drafter) -> Costs:
-    """Time target forwards, draft levels and tree attention.
+def measure_costs(runner: GraphModelRunner, drafter: Drafter | None) -> Costs:
+    """Time the target's forward pass, a draft level and tree attention.
 
     Args:
-        runner: the model runner, its KV cache allocated.
-        drafter: the ``Drafter``, or None.
+        runner: the V1 model runner; its KV cache is allocated.
+        drafter: None without a draft model.
     """
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.drafter.num_nodes + 1)))
     rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
@@ -38,8 +45,8 @@ def measure_costs(runner, drafter) -> Costs:
     draft: list[float] = []
     started = time.perf_counter()
     for count in rows:
-        # In turns, as a step runs them: levels find the caches full of the target's weights, and a machine whose speed
-        # drifts is at one speed for both.
+        # Target and draft take turns, as in a step: a draft level then finds the target's weights in the caches, and
+        # drifts of the clock speed affect both alike.
         runs: list[Callable[[], object]] = [partial(_target_forward, runner, count)]
         if drafter is not None:
             runs.append(partial(_draft_levels, drafter, count))
@@ -48,7 +55,7 @@ def measure_costs(runner, drafter) -> Costs:
         draft.append(took_levels[0] / LEVELS if took_levels else 0.0)
         took = from_first_rank(np.array([time.perf_counter() - started]))[0]
         if len(target) > 1 and took > MOST_SECONDS:
-            rows = rows[: len(target)]  # beyond them ``Costs`` goes on with the last slope
+            rows = rows[: len(target)]  # ``Costs`` extrapolates with the last slope
             break
     costs = Costs(
         rows=np.array(rows, np.int64),
@@ -58,29 +65,29 @@ def measure_costs(runner, drafter) -> Costs:
     )
     last = len(rows) - 1
     logger.info(
-        "gsd: a target step takes %.1f ms for 1 row and %.1f ms for %d, a draft level %.1f and %.1f ms; "
-        "attending 1,000 tokens takes a row %.2f ms.",
+        "gsd: a target step takes %.1f ms for 1 row and %.1f ms for %d rows, a draft level %.1f and %.1f ms; "
+        "attention to 1,000 tokens takes %.2f ms per row.",
         *(target[0], target[last], rows[last], draft[0], draft[last], 1000 * costs.attention),
     )
     return costs
 
 
-def _draft_levels(drafter, num_rows: int) -> None:
+def _draft_levels(drafter: Drafter, num_rows: int) -> None:
     for _ in range(LEVELS):
         drafter.model.candidates(drafter.model.run_idle(num_rows), drafter.config.top_k)
 
 
-def _target_forward(runner, num_rows: int) -> None:
-    """What a step runs of the target: the idle run has no attention."""
+def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
+    """Run the target as a step does: the idle run lacks attention, which is added here."""
     runner.run_idle(num_rows)
     attend = _attention(runner, min(num_rows, runner.drafter.num_nodes + 1), CONTEXTS[0])
-    # Requests of a batch attend apart, and take about as long as many.
+    # The requests of a batch attend separately, so their times add up.
     for _ in range(len(runner.target_kv.layers) * -(-num_rows // (runner.drafter.num_nodes + 1))):
         attend()
 
 
-def _attention_ms(runner) -> float:
-    """Milliseconds that one row's attention to one further token of context takes, over all target layers."""
+def _attention_ms(runner: GraphModelRunner) -> float:
+    """Milliseconds that one more token of context costs one row, over all target layers."""
     layer = runner.target_kv.layers[0]
     room = layer.kv_cache.shape[2] * layer.kv_cache.shape[0]
     short, long = (min(context, room - TREE_SIZE, runner.max_model_len - TREE_SIZE) for context in CONTEXTS)
@@ -90,8 +97,8 @@ def _attention_ms(runner) -> float:
     return max(0.0, times[1] - times[0]) * len(runner.target_kv.layers) / (TREE_SIZE * (long - short))
 
 
-def _attention(runner, num_rows: int, context: int) -> Callable[[], None]:
-    """One layer's attention of ``num_rows`` rows of a request to ``context`` tokens, to be run."""
+def _attention(runner: GraphModelRunner, num_rows: int, context: int) -> Callable[[], None]:
+    """A function that runs one layer's attention for ``num_rows`` rows of a request with ``context`` tokens."""
     layer = runner.target_kv.layers[0]
     block_size = layer.kv_cache.shape[2]
     num_blocks = -(-(context + num_rows) // block_size)
@@ -108,7 +115,7 @@ def _attention(runner, num_rows: int, context: int) -> Callable[[], None]:
 
 
 def _usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:
-    """Milliseconds that each takes, in turns: the lower quartile, as whatever else runs on a machine only adds."""
+    """The lower quartile of each function's time in milliseconds; other load on the machine only adds to a time."""
     times = 8 if rows <= 32 else 4
     seconds = np.empty((times + 1, len(runs)))
     for turn in seconds:
@@ -116,4 +123,4 @@ def _usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:
             start = time.perf_counter()
             run()
             turn[index] = time.perf_counter() - start
-    return [1e3 * float(value) for value in np.quantile(seconds[1:], 0.25, axis=0)]  # the first warms caches
+    return [1e3 * float(value) for value in np.quantile(seconds[1:], 0.25, axis=0)]  # the first turn warms the caches

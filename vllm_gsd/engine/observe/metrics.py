@@ -1,60 +1,70 @@
-"""Our metrics in vLLM's Prometheus endpoint, all named ``vllm:gsd_*`` (the offline reader shows only ``vllm:*``)."""
+"""Our metrics on vLLM's Prometheus endpoint.
+
+Their names start with ``vllm:gsd_`` because ``LLM.get_metrics`` reads only names that start with ``vllm:``.
+"""
 
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_gsd.upstream import wire
 
 COUNTERS = {
-    "target_steps": "Target steps of requests that emitted tokens, steps without drafts counted too.",
-    "draft_rows": "Rows the draft model ran, graph nodes and committed tokens together.",
-    "draft_nodes": "Graph nodes the draft model ran.",
-    "draft_rows_invalid": "Draft rows whose logits have no softmax (NaN or infinity): nothing is drafted from them.",
+    "target_steps": "Steps of the target, counted once per request that emitted tokens, with or without drafts.",
+    "draft_rows": "Rows in the draft model's forward passes: graph nodes, committed tokens and, with V2, padding.",
+    "draft_nodes": "Graph nodes that the draft model ran.",
+    "draft_rows_invalid": "Draft rows without a valid softmax (NaN or infinite logits); nothing is drafted from them.",
     "draft_forwards": "Forward passes of the draft model.",
     "nodes_added": "Candidates that became nodes of a token graph.",
-    "nodes_merged": "Candidates merged with an existing node instead of being drafted again.",
-    "nodes_pruned": "Candidates dropped by theta_sib or the node budget.",
-    "nodes_cut": "Nodes of flattened graphs left out because verifying them would not pay.",
-    "nodes_invalid": "Places of graphs left empty because grammars forbid their nodes.",
-    "drafts_skipped": "Request-steps that were not drafted for because it would not pay.",
-    "drafting_switches": "Times that drafting was taken up or given up because that paid.",
-    "nodes_verified": "Nodes of flattened graphs that the target verified.",
-    "nodes_accepted_native": "Accepted nodes drafted on their own path.",
-    "nodes_accepted_merged": "Accepted nodes reached over a merged edge.",
+    "nodes_merged": "Candidates merged with an existing node instead of becoming a new one.",
+    "nodes_pruned": "Candidates dropped because of theta_sib or the node budget.",
+    "nodes_cut": "Graph nodes left out of verification because verifying them would not pay off.",
+    "nodes_invalid": "Graph nodes dropped because the request's grammar forbids them.",
+    "drafts_skipped": "Times that a request was not drafted for in a step because drafting would not pay off.",
+    "drafting_switches": "Times that drafting was switched on or off because it started or ceased to pay off.",
+    "nodes_verified": "Graph nodes that the target verified.",
+    "nodes_accepted_native": "Accepted nodes that the draft model proposed on their own path.",
+    "nodes_accepted_merged": "Accepted nodes that the walk reached through a merged edge.",
     "nodes_accepted_ngram": "Accepted nodes copied from the request's own text.",
     "nodes_accepted_shared": "Accepted nodes copied from responses to earlier requests.",
-    "nodes_accepted_agreed": "Accepted nodes that were drafted and copied alike.",
-    "nodes_accepted_grammar": "Accepted nodes that the request's grammar left little choice about.",
+    "nodes_accepted_agreed": "Accepted nodes that both the draft model and a copied text proposed.",
+    "nodes_accepted_grammar": "Accepted nodes proposed where the request's grammar allows only a few tokens.",
     "kv_rows_moved": "KV rows moved to contiguous slots after acceptance.",
-    "chain_requests": "Request-steps whose graph was a chain.",
-    "cudagraphs_captured": "CUDA graphs captured at start, the target's full ones and the draft's.",
-    "cudagraph_hits": "Forward passes of target and draft that replayed CUDA graphs.",
-    "cudagraph_misses": "Forward passes of target and draft that no CUDA graph fitted.",
-    "draft_seconds": "Seconds spent drafting.",
-    "verify_seconds": "Seconds spent in the target's forward pass and its preparation.",
-    "walk_seconds": "Seconds spent sampling along the graph.",
-    "compaction_seconds": "Seconds spent moving accepted KV.",
+    "chain_requests": "Verified graphs that were chains, counted once per request and step.",
+    "cudagraphs_captured": "CUDA graphs captured at start-up: the target's full graphs and the draft's graphs.",
+    "cudagraph_hits": "Forward passes of the target and the draft that replayed a CUDA graph.",
+    "cudagraph_misses": "Forward passes of the target and the draft for which no CUDA graph was large enough.",
+    "draft_seconds": "Seconds spent on drafting.",
+    "verify_seconds": "Seconds spent on the target's forward pass and its preparation.",
+    "walk_seconds": "Seconds spent on sampling along the graph.",
+    "compaction_seconds": "Seconds spent on moving the KV of accepted nodes.",
 }
 
 GAUGES = {
-    "drafting": "1 while drafts of the draft model pay, 0 while they do not or there is none.",
-    "tracked_requests": "Most requests that any table of gsd holds; 0 when no request is left.",
+    "drafting": "1 while drafting with the draft model pays off; 0 otherwise, or without a draft model.",
+    "tracked_requests": "Entries in the largest per-request table of gsd; 0 when no request is left.",
 }
 
-# Counted by the label "reason".
+# Counters with the label "reason".
 BY_REASON = {
     "fallbacks": "Requests decoded without a graph, by reason.",
 }
 
 HISTOGRAMS = {
-    "accepted_length": "Accepted nodes per request and target step.",
+    "accepted_length": "Accepted nodes per request and verification step.",
 }
 
 
 class GraphPrometheus:
-    """Registers our metrics once per engine front end and records each step's changes."""
+    """Registers our metrics once per engine front end and records the changes of every step.
+
+    Args:
+        prom: vLLM's object, which has the metric classes.
+        labelnames: the names of vLLM's labels.
+        per_engine: the values of these labels, by engine index.
+    """
 
     def __init__(self, prom: KVConnectorProm, labelnames: list[str], per_engine: dict[int, list[object]]):
         self.counters = {
@@ -93,9 +103,14 @@ class GraphPrometheus:
         )
 
     def observe(self, data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one step's changes, as made by ``GraphStats.take``."""
+        """Record the changes of one step.
+
+        Args:
+            data: as sent by ``wire.attach_metrics``.
+            engine_idx: the index of the engine that sent them.
+        """
         stats = wire.metrics_of(data)
-        assert stats is not None  # no KV connector is beside gsd
+        assert stats is not None  # gsd does not support KV connectors
         for name, amount in stats["counts"].items():
             self.counters[name][engine_idx].inc(amount)
         for name, value in stats["state"].items():
@@ -108,9 +123,11 @@ class GraphPrometheus:
 
 
 class GraphKVConnectorProm(KVConnectorProm):
-    """Upstream's class, recording our numbers for engines that speculate by gsd."""
+    """vLLM's ``KVConnectorProm``; for engines that speculate by gsd it exports our metrics."""
 
-    def __init__(self, vllm_config, labelnames, per_engine_labelvalues):
+    def __init__(
+        self, vllm_config: VllmConfig, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> None:
         super().__init__(vllm_config, labelnames, per_engine_labelvalues)
         config = wire.options_of(vllm_config)
         if config is not None and config.speculates:
@@ -118,9 +135,9 @@ class GraphKVConnectorProm(KVConnectorProm):
 
 
 class GraphKVConnectorLogging(KVConnectorLogging):
-    """Upstream's class, leaving our numbers to Prometheus."""
+    """vLLM's ``KVConnectorLogging``, which does not log our metrics."""
 
     def observe(self, transfer_stats_data: dict[str, Any]) -> None:
-        """Log KV-transfer numbers; ours are not among them."""
+        """Log the statistics of a KV connector; ignore ours."""
         if wire.metrics_of(transfer_stats_data) is None:
             super().observe(transfer_stats_data)

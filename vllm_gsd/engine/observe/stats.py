@@ -1,7 +1,7 @@
-"""Counters of the graph's work, from the worker to ``/metrics``.
+"""Counters that the worker collects for ``/metrics``.
 
-The worker sends what changed with every step's output, the scheduler hands it on with its own statistics, and
-``metrics`` turns it into Prometheus metrics in the front end.
+The worker sends the changes with every step's output, the scheduler forwards them with its own statistics, and
+``metrics`` converts them to Prometheus metrics in the front end.
 """
 
 import time
@@ -11,31 +11,26 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GraphStats:
-    """What happened since the last ``take``.
+    """Statistics since the last ``take``."""
 
-    ``counts`` holds plain counters (names in ``metrics.COUNTERS``), ``fallbacks`` requests decoded without a
-    graph by reason, ``accepted_lengths`` how many walks accepted that many nodes, ``drafted_depths`` the depth of the
-    graph verified for a request in this step.
-    """
-
-    counts: Counter = field(default_factory=Counter)
-    fallbacks: Counter = field(default_factory=Counter)
-    accepted_lengths: Counter = field(default_factory=Counter)
-    drafted_depths: dict[str, int] = field(default_factory=dict)
+    counts: Counter = field(default_factory=Counter)  # by the names of ``metrics.COUNTERS``
+    fallbacks: Counter = field(default_factory=Counter)  # requests decoded without a graph, by reason
+    accepted_lengths: Counter = field(default_factory=Counter)  # walks, by the number of nodes they accepted
+    drafted_depths: dict[str, int] = field(default_factory=dict)  # depth of the graph verified, by request id
 
     def timed(self, name: str) -> "_Timed":
-        """A context that adds the seconds its body takes on the host."""
+        """A context manager that adds the wall time of its body, in seconds, to the counter ``name``."""
         return _Timed(self, name)
 
     def take(self) -> dict[str, dict]:
-        """Everything as plain dicts, and start again from zero."""
+        """Return all statistics as plain dicts and reset them."""
         taken = {name: dict(getattr(self, name)) for name in self.__dataclass_fields__}
         self.__init__()  # type: ignore[misc]
         return taken
 
 
 class _Timed:
-    """Every step has some of them, so it is a class: a generator's context takes four calls more."""
+    """The context of ``timed``. It is a class because a generator-based context manager costs four more calls."""
 
     __slots__ = ("name", "start", "stats")
 

@@ -1,7 +1,8 @@
-"""Keeping tensor-parallel ranks in step.
+"""Keeps tensor-parallel ranks consistent.
 
-Every rank builds the graphs itself: the same inputs give the same graphs, so nothing large is sent. What is not the
-same everywhere (clocks, floats that depend on threads, draws) is the first rank's: these few numbers are broadcast.
+Every rank builds the graphs itself; equal inputs give equal graphs, so nothing large is sent. A few numbers may differ
+between ranks: clock readings, floats that depend on the number of threads, and random draws. The first rank broadcasts
+these.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistri
 
 
 def from_first_rank(values: np.ndarray) -> np.ndarray:
-    """The first tensor-parallel rank's values, on all of them; every rank gives an array of that shape and dtype."""
+    """Broadcast the first tensor-parallel rank's values; all ranks pass arrays of the same shape and dtype."""
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return values
     group, tensor = get_tp_group(), torch.from_numpy(np.ascontiguousarray(values))
@@ -24,9 +25,9 @@ def from_first_rank(values: np.ndarray) -> np.ndarray:
 
 
 def forget_shared_memory() -> None:
-    """Take the name from this rank's shared memory, through which upstream's CPU ranks sum, once all ranks have it.
+    """Unlink the shared memory through which upstream's CPU ranks all-reduce, once all ranks have opened it.
 
-    It goes with the last process that uses it then. With its name, a rank that is killed leaves it behind for ever.
+    The system then frees it with the last process that uses it. Otherwise, a rank that is killed would leave it behind.
     """
     memory = getattr(get_tp_group().device_communicator, "dist_module", None)
     if isinstance(memory, _CPUSHMDistributed):

@@ -1,6 +1,7 @@
-"""vLLM's Ray executor on clusters without accelerators: a rank takes one of the CPUs that a node declares.
+"""vLLM's Ray executor for clusters without accelerators: each rank uses one of the CPUs that a node declares.
 
-Upstream's asks the platform for the name of its devices in Ray, and vLLM's CPU platform has none. Goes when it has.
+Upstream's executor asks the platform for its Ray device, and vLLM's CPU platform does not name one. This module can be
+removed when it does.
 """
 
 from typing import Any
@@ -18,30 +19,30 @@ from vllm_gsd.upstream import ray_ranks
 
 
 class CPURayWorkerProc(ray_executor_v2.RayWorkerProc):
-    """A rank in a Ray actor. That Ray imports this class loads the plugin there before vLLM does anything."""
+    """A rank in a Ray actor. Importing this class in the actor loads the plugin before vLLM runs."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         vllm_gsd.register()
         super().__init__(*args, **kwargs)
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
-        """The node, and the rank as the only "device": upstream counts and sorts them."""
+        """The node's id, and the rank as the only "device", because upstream counts and sorts the devices."""
         return ray.get_runtime_context().get_node_id(), [self._init_kwargs["rank"]]
 
-    def initialize_worker(self, *args, **kwargs) -> None:
-        """Upstream's, with this rank's share of the node's cores and its shared memory kept to the node."""
+    def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
+        """Set the number of threads to this rank's share of the node's cores, then proceed as upstream."""
         ranks_here = len(kwargs.pop("assigned_physical_gpu_ids"))
         cores = {(cpu.numa_node, cpu.physical_core) for cpu in get_allowed_cpu_list()}
-        # Ray has set OMP_NUM_THREADS to 1 in this process; what counts is whether the engine's process has it.
+        # Ray sets OMP_NUM_THREADS to 1 in this process, so the value of the engine's process decides.
         driver_env_vars = args[3]
         torch.set_num_threads(int(driver_env_vars.get("OMP_NUM_THREADS", 0)) or max(1, len(cores) // ranks_here))
         ray_ranks.keep_shared_memory_to_nodes(ray.get_runtime_context().get_node_id()[:8])
         super().initialize_worker(*args, **kwargs)
 
-    def worker_busy_loop(self, *args, **kwargs) -> None:
-        """Upstream's, once all ranks have this rank's queues: the shared memory under them loses its name.
+    def worker_busy_loop(self, *args: Any, **kwargs: Any) -> None:
+        """Unlink the shared memory of this rank's queues, which all ranks have opened, then proceed as upstream.
 
-        Ray ends an actor with everything it started, and so with what would have removed the memory after it.
+        Ray kills an actor with all its child processes, including the one that would unlink the memory.
         """
         groups = [group() for group in parallel_state._groups.values()]
         for queue in (self.worker_response_mq, *(getattr(group, "mq_broadcaster", None) for group in groups)):
@@ -54,7 +55,7 @@ class CPURayExecutor(ray_executor_v2.RayExecutorV2):
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        return {}  # the placement group's bundle holds the CPU
+        return {}  # the placement group's bundle reserves the CPU
 
     def _init_executor(self) -> None:
         with ray_ranks.devices_are_cpus():
@@ -64,7 +65,7 @@ class CPURayExecutor(ray_executor_v2.RayExecutorV2):
                 super()._init_executor()
 
     def shutdown(self) -> None:
-        """Upstream's; but where Ray has ended before, as at the end of a program, its actors are gone already."""
-        if not ray.is_initialized():  # asking it to kill them would start it again
+        """Shut down as upstream does. If Ray has ended already, as at program exit, there are no actors to kill."""
+        if not ray.is_initialized():  # a call to ray.kill would start Ray again
             self.ray_worker_handles: list[ray_executor_v2.RayWorkerHandle] = []
         super().shutdown()

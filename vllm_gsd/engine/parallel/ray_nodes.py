@@ -1,4 +1,4 @@
-"""What every node of a Ray cluster must have before ranks are started there."""
+"""Checks the nodes of a Ray cluster before ranks start on them."""
 
 from importlib.metadata import version
 
@@ -11,13 +11,13 @@ from vllm_gsd.config import GSDConfigError
 
 
 def check_nodes(placement_group: PlacementGroup) -> None:
-    """See to it that all nodes that will have ranks have this plugin, of this version.
+    """Check that every node of the placement group has this version of the plugin.
 
     Raises:
-        GSDConfigError: naming the first node that does not.
+        GSDConfigError: names the first node that does not.
     """
 
-    # A function within a function is sent as code: one that is found by its name would need the plugin to be there.
+    # Ray pickles a nested function by value. It would pickle a module-level function by name, which needs the plugin.
     def versions() -> tuple[str, str]:
         import importlib.metadata
 

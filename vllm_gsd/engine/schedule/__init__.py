@@ -1,1 +1,1 @@
-"""The scheduler's part: grammars, and requests that are served without a graph."""
+"""The scheduler's part: grammars along graphs, and requests that are decoded without a graph."""

@@ -1,13 +1,15 @@
-"""Which requests go on the graph."""
+"""Which requests are decoded without graph speculation."""
+
+from typing import Any
 
 from vllm_gsd.upstream import wire
 
 
-def fallback_reason(request) -> str | None:
-    """Why a request is decoded without a graph, as a metric label; None if it goes on the graph.
+def fallback_reason(request: Any) -> str | None:
+    """Why a request is decoded without a token graph, as a metric label; None if it uses one.
 
     Args:
-        request: the runner's ``CachedRequestState``.
+        request: the runner's request record, such as V1's ``CachedRequestState``.
     """
     params = request.sampling_params
     if params is None:

@@ -1,70 +1,64 @@
-"""Structured output on graphs: which nodes a grammar allows, and its token masks along their paths.
+"""Structured output along token graphs: which nodes a grammar allows, and the token bitmask of each node.
 
-Runs in the scheduler's process, where vLLM keeps the grammars. A path is judged by vLLM's own manager, so that
-every backend and the reasoning rules (no constraint before reasoning has ended) work as without a graph.
+This code runs in the scheduler's process, where vLLM keeps the grammars. vLLM's own manager checks each path, so every
+backend and the reasoning rules (no constraint before reasoning ends) work as they do without a graph.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.upstream import structured
 
-# Where a grammar allows more tokens than that, no look is taken at how many of them go furthest.
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+# If a grammar allows more tokens than this at a position, it adds no nodes there.
 MOST_ALLOWED = 256
-# So many choices are worth verifying unasked.
+# If more than this many allowed tokens remain after removing prefixes of others, the grammar adds no nodes.
 MOST_CHOICES = 4
 
 Path = tuple[int, ...]  # tokens from below the root to a node
+Choices = Callable[["Request", list[int]], list[int]]
 
 
 class ProposedTree(NamedTuple):
-    """A flattened graph, best node first, with more nodes than will be verified."""
+    """A flattened graph, best node first, with more nodes than will be verified, for the grammar to choose from."""
 
     tokens: list[int]
-    parents: list[int]  # places in the list, NONE for children of the root
-    budget: int  # most nodes to verify, but for those that the grammar forces
-    max_depth: int = 0  # of nodes that the grammar adds
-    room: int = 0  # most nodes to verify, forced ones among them
+    parents: list[int]  # places in the list; NONE for children of the root
+    budget: int  # maximum number of nodes to verify, not counting forced ones
+    max_depth: int = 0  # maximum depth of nodes that the grammar adds
+    room: int = 0  # maximum number of nodes to verify, including forced ones
 
 
-class KeptTree(NamedTuple):
-    """The nodes of a ``ProposedTree`` that its grammar allows, and others it suggests."""
+class GrammarTree(NamedTuple):
+    """The scheduled nodes of a request, with the paths that its grammar allows."""
 
-    places: list[int]  # in the proposed list, NONE for what the grammar suggests
-    paths: list[list[int]]  # tokens from below the root to each of them
-
-    @property
-    def tokens(self) -> list[int]:
-        """The last token of each path."""
-        return [path[-1] for path in self.paths]
-
-
-class JudgedTree(NamedTuple):
-    """The scheduled rows of a request, each with what its grammar thinks of it."""
-
-    tokens: list[int]  # of all rows below the root, zeros where there is no node
-    paths: list[list[int] | None]  # tokens from below the root to each of them, None for what the grammar forbids
+    tokens: list[int]  # the draft token of each scheduled row below the root
+    paths: list[list[int] | None]  # tokens from below the root to each row; None where the grammar forbids the node
+    places: list[int]  # each row's place in the proposed tree; NONE for nodes that the grammar added
 
 
 class GrammarTokens:
-    """Says what a grammar leaves to choose after a path, where that is little.
+    """Finds the tokens that a grammar allows after a path, where they are few.
 
-    After ``{"`` an object's first key comes, whatever the draft thinks: such nodes need no draft.
-
-    Args:
-        manager: vLLM's ``StructuredOutputManager``.
+    After ``{"``, for example, only an object's first key is allowed. Such nodes need no draft.
     """
 
-    def __init__(self, manager):
+    def __init__(self, manager: StructuredOutputManager):
         self.manager = manager
-        self.bitmask = None
+        self.bitmask: torch.Tensor | None = None
         self.texts: list[str] = []
 
-    def after(self, request, path: list[int]) -> list[int]:
-        """Tokens that may follow, without those that only begin another of them; none if they are many."""
+    def after(self, request: Request, path: list[int]) -> list[int]:
+        """The allowed tokens after a path, without those whose text is a prefix of another's; empty if too many."""
         grammar = request.structured_output_request.grammar
         grammar_start, constraint_start = self.manager._get_constraint_bounds(request, path)
         if constraint_start > len(path):
@@ -87,7 +81,7 @@ class GrammarTokens:
         if int(np.bitwise_count(mask.view(np.uint32)).sum()) > MOST_ALLOWED:
             return []
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        # In the order of their texts, what begins with a text comes right after it.
+        # When sorted by text, a text is directly followed by those that it is a prefix of.
         ordered = sorted((self.texts[token], int(token)) for token in allowed if token < len(self.texts))
         following = [text for text, _ in ordered[1:]] + [""]
         furthest = [
@@ -97,15 +91,18 @@ class GrammarTokens:
 
 
 def allowed_nodes(
-    manager, request, tree: ProposedTree, choices: Callable[[Any, list[int]], list[int]] | None = None
-) -> KeptTree:
-    """Drop what the grammar of ``request`` forbids, with everything below it; valid nodes move up.
+    manager: StructuredOutputManager, request: Request, tree: ProposedTree, choices: Choices | None = None
+) -> GrammarTree:
+    """Choose the nodes to verify: the best nodes that the request's grammar allows, and nodes that it adds.
 
-    What the grammar leaves no choice about is added at once, few choices where budget is left.
+    A forbidden node is dropped with all its descendants. If the grammar allows a single token after a path, that token
+    is forced: its node is added at once. If it allows a few, they are added while budget is left.
 
     Args:
-        manager: vLLM's ``StructuredOutputManager``.
-        choices: ``GrammarTokens.after``; None to add nothing.
+        manager: vLLM's manager of structured output.
+        request: the scheduler's record of the request.
+        tree: the proposed nodes and their limits.
+        choices: ``GrammarTokens.after``; None to add no nodes.
     """
     nodes = _Nodes(request, tree, choices)
     nodes.add_forced(())
@@ -123,13 +120,14 @@ def allowed_nodes(
             continue
         paths[place] = path
     nodes.add_choices()
-    return KeptTree(list(nodes.places.values()), [list(path) for path in nodes.places])
+    tokens = [path[-1] for path in nodes.places]
+    return GrammarTree(tokens, [list(path) for path in nodes.places], list(nodes.places.values()))
 
 
 class _Nodes:
-    """The nodes kept so far, by their paths, and what the grammar can add to them."""
+    """The nodes chosen so far, by path, and the nodes that the grammar can add to them."""
 
-    def __init__(self, request, tree: ProposedTree, choices):
+    def __init__(self, request: Request, tree: ProposedTree, choices: Choices | None):
         self.request, self.tree, self.choices = request, tree, choices
         self.places: dict[Path, int] = {}
         self.forced = 0
@@ -137,12 +135,12 @@ class _Nodes:
 
     @property
     def most(self) -> int:
-        """Nodes there may be."""
+        """Maximum number of nodes."""
         return max(self.tree.budget, self.tree.room)
 
     @property
     def full(self) -> bool:
-        """Whether there is budget left for a node that may be wrong; forced ones are sure to pay."""
+        """Whether the budget for nodes that may be rejected is used up. Forced nodes are always accepted."""
         beyond = max(0, self.forced - (self.most - self.tree.budget))
         return len(self.places) - self.forced + beyond >= self.tree.budget
 
@@ -172,12 +170,17 @@ class _Nodes:
                     paths.append(child)
 
 
-def judged_tree(manager, request, tokens: list[int], parents: list[int]) -> JudgedTree:
-    """Say which of a graph's nodes the grammar of ``request`` allows.
+def judged_tree(
+    manager: StructuredOutputManager, request: Request, tokens: list[int], parents: list[int]
+) -> GrammarTree:
+    """Find the nodes that the request's grammar allows, for a tree whose rows are already assigned.
 
     Args:
-        tokens: of the request's rows; more than there are nodes, or fewer where the scheduler cut the list.
-        parents: places of the nodes' parents, NONE for children of the root.
+        manager: vLLM's manager of structured output.
+        request: the scheduler's record of the request.
+        tokens: tokens of the request's rows. There are more rows than nodes if some rows have no node, and fewer if the
+            scheduler cut the list.
+        parents: places of the nodes' parents; NONE for children of the root.
     """
     paths: dict[int, list[int] | None] = {NONE: []}
     for place, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
@@ -185,21 +188,31 @@ def judged_tree(manager, request, tokens: list[int], parents: list[int]) -> Judg
         path = None if above is None else [*above, token]
         allowed = path is not None and len(manager.validate_tokens(request, path)) == len(path)
         paths[place] = path if allowed else None
-    return JudgedTree(tokens, [paths.get(place) for place in range(len(tokens))])
+    places = list(range(len(tokens)))
+    return GrammarTree(tokens, [paths.get(place) for place in places], places)
 
 
-def tree_fits(tree, tokens: list[int]) -> bool:
-    """Whether the scheduled tokens are those of a ``KeptTree`` or ``JudgedTree``, None for none."""
+def tree_fits(tree: GrammarTree | None, tokens: list[int]) -> bool:
+    """Whether the scheduled tokens are a prefix of the tree's tokens; False without a tree."""
     return tree is not None and tree.tokens[: len(tokens)] == tokens
 
 
-def tree_bitmask(manager, requests, request_ids: list[str], scheduled: dict[str, list[int]], kept) -> np.ndarray:
-    """Token masks of the root and of every scheduled node of the given requests, in the order of their rows.
+def tree_bitmask(
+    manager: StructuredOutputManager,
+    requests: Mapping[str, Request],
+    request_ids: Sequence[str],
+    scheduled: Mapping[str, list[int]],
+    trees: Mapping[str, GrammarTree],
+) -> np.ndarray:
+    """Token bitmasks of the root and all scheduled nodes of the given requests, in the order of their rows.
 
     Args:
+        manager: vLLM's manager of structured output.
+        requests: the scheduler's requests by id.
+        request_ids: requests with structured output.
         scheduled: draft tokens scheduled for each request.
-        kept: ``{request: KeptTree or JudgedTree}``. Where it doesn't fit what is scheduled, only the root is
-            constrained: no walk leaves it then, nor does one enter a node that is forbidden.
+        trees: the tree of each request. If it does not fit the scheduled tokens, only the root is constrained, because
+            no walk leaves the root then. Forbidden nodes are not constrained either, because no walk enters them.
 
     Returns:
         int32 [rows, vocabulary / 32].
@@ -211,8 +224,8 @@ def tree_bitmask(manager, requests, request_ids: list[str], scheduled: dict[str,
         request = requests[request_id]
         grammar = request.structured_output_request.grammar
         tokens = scheduled.get(request_id, [])
-        tree = kept.get(request_id)
-        paths = tree.paths if tree_fits(tree, tokens) else []
+        tree = trees.get(request_id)
+        paths = tree.paths if tree is not None and tree_fits(tree, tokens) else []
         for path in [[], *paths[: len(tokens)], *[None] * (len(tokens) - len(paths))]:
             if path is None:
                 structured.allow_all(manager, row)

@@ -1,7 +1,10 @@
-"""vLLM's scheduler with grammars along graphs and truthful statistics."""
+"""vLLM's scheduler, extended by grammars along token graphs and statistics that count depths."""
+
+from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
@@ -11,8 +14,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_gsd.engine.schedule.grammar import (
     GrammarTokens,
-    JudgedTree,
-    KeptTree,
+    GrammarTree,
     allowed_nodes,
     judged_tree,
     tree_bitmask,
@@ -21,30 +23,37 @@ from vllm_gsd.engine.schedule.grammar import (
 from vllm_gsd.upstream import structured, wire
 from vllm_gsd.upstream.instances import count_draft_tokens
 
-# What of a step's statistics goes to the front end, and seconds between two times: some thirty metrics a step take as
-# long as a walk.
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+# Statistics that are summed over steps before they go to the front end.
 COUNTED = ("counts", "fallbacks", "accepted_lengths")
-TELL_EVERY = 0.25
+# Seconds between two reports to the front end. Updating about thirty metrics takes as long as a walk.
+REPORT_EVERY = 0.25
 
 
 class GraphScheduling(Scheduler):
-    """Scheduling itself is upstream's: a flattened graph is accounted for exactly as a chain of that length."""
+    """Upstream's scheduling. A flattened graph of n nodes is scheduled exactly like a chain of n draft tokens."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.graph_stats: dict | None = None  # of this step
-        self.untold: dict[str, Counter] = {name: Counter() for name in COUNTED}  # of steps that nobody heard of yet
-        self.told = 0.0  # when somebody did
-        self.state: dict[str, float] = {}  # the latest
-        self.told_state: dict[str, float] = {}
-        self.kept: dict[str, KeptTree | JudgedTree] = {}  # of requests with structured output
-        self.nodes_invalid = 0  # not told yet
+        self.graph_stats: dict[str, Any] | None = None  # statistics of this step
+        self.unreported: dict[str, Counter] = {name: Counter() for name in COUNTED}
+        self.reported_at = 0.0
+        self.state: dict[str, float] = {}  # the latest state
+        self.reported_state: dict[str, float] = {}
+        self.kept: dict[str, GrammarTree] = {}  # trees of requests with structured output
+        self.nodes_invalid = 0  # not reported yet
         self.grammar_tokens = GrammarTokens(self.structured_output_manager)
 
     # --- structured output ------------------------------------------------------------------------
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """See upstream; graphs of requests with structured output are cut to what their grammars allow."""
+        """Store draft tokens as upstream does. Grammars choose among the nodes of requests with structured output."""
         super().update_draft_token_ids(draft_token_ids)
         for request_id, tree in wire.proposed_of(draft_token_ids).items():
             request = self.requests.get(request_id)
@@ -61,8 +70,10 @@ class GraphScheduling(Scheduler):
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
                 structured.set_drafts(request, self._judge(request, list(drafts[request_id]), parents))
 
-    def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output) -> None:
-        """See upstream: the same, for a step that has its rows already."""
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Do the same for a step whose rows are already assigned (asynchronous scheduling)."""
         drafts = dict(zip(draft_token_ids.req_ids, map(list, draft_token_ids.draft_token_ids), strict=True))
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         scheduled = scheduler_output.scheduled_spec_decode_tokens
@@ -73,15 +84,15 @@ class GraphScheduling(Scheduler):
                 tokens = self._judge(request, tokens, parents)
                 structured.set_scheduled_drafts(scheduler_output, request_id, tokens)
 
-    def _judge(self, request, tokens: list[int], parents: list[int]) -> list[int]:
-        """Remember what the grammar of ``request`` allows; upstream has taken its nodes for a chain and cut them."""
+    def _judge(self, request: Request, tokens: list[int], parents: list[int]) -> list[int]:
+        """Record which nodes the grammar allows, and return all tokens. Upstream has cut them as a chain."""
         tree = judged_tree(self.structured_output_manager, request, tokens, parents)
         self.kept[request.request_id] = tree
         self.nodes_invalid += tree.paths[: len(parents)].count(None)
         return tokens
 
-    def schedule(self, *args, **kwargs):
-        """See upstream; tells the workers which nodes were kept, and cache salts."""
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule as upstream does, and send the workers the grammars' trees and the cache salts."""
         output = super().schedule(*args, **kwargs)
         for request_id in output.finished_req_ids:
             self.kept.pop(request_id, None)
@@ -91,8 +102,8 @@ class GraphScheduling(Scheduler):
         wire.attach_salts(output, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
         return output
 
-    def get_grammar_bitmask(self, scheduler_output) -> GrammarOutput | None:
-        """See upstream; one mask per node, along its path."""
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Fill one bitmask per node, for the path to it."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if not scheduler_output.has_structured_output_requests:
             return None
@@ -106,7 +117,7 @@ class GraphScheduling(Scheduler):
         if not request_ids:
             return None
         bitmask = tree_bitmask(self.structured_output_manager, self.requests, request_ids, scheduled, self.kept)
-        # What a grammar has not judged is not verified.
+        # Draft tokens that no grammar has checked are not verified.
         judged = [
             scheduled.get(i, []) if tree_fits(self.kept.get(i), scheduled.get(i, [])) else [] for i in request_ids
         ]
@@ -114,8 +125,10 @@ class GraphScheduling(Scheduler):
 
     # --- statistics -------------------------------------------------------------------------------
 
-    def update_from_output(self, scheduler_output, model_runner_output):
-        """See upstream; keeps the step's graph statistics for ``make_stats``."""
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process the output as upstream does, and keep the step's graph statistics for ``make_stats``."""
         self.graph_stats = wire.stats_of(model_runner_output)
         if self.graph_stats is not None and self.nodes_invalid:
             self.graph_stats["counts"]["nodes_invalid"] = self.nodes_invalid
@@ -123,50 +136,55 @@ class GraphScheduling(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(
-        self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
-    ):
-        """Count positions as depths: upstream takes places in the list for positions, which is true for chains only."""
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """Count acceptance by depth. Upstream counts by index in the list, which is right for chains only."""
         if not self.log_stats or not num_draft_tokens:
             return spec_decoding_stats
         depths = (self.graph_stats or {}).get("drafted_depths", {})
         depth = depths.get(request_id, 0)
         if depth == 0:
-            return spec_decoding_stats  # a list that was not ours (placeholders): nothing was drafted
+            return spec_decoding_stats  # placeholders instead of a tree: nothing was drafted
         if spec_decoding_stats is None:
             spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
         spec_decoding_stats.observe_draft(depth, num_accepted_tokens)
         count_draft_tokens(spec_decoding_stats, num_draft_tokens - depth)
         return spec_decoding_stats
 
-    def make_stats(self, *args, **kwargs):
-        """See upstream; adds ours now and then, and with the last step while there is work."""
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Add graph statistics to upstream's every REPORT_EVERY seconds, and when no step may follow."""
         stats = super().make_stats(*args, **kwargs)
         news, self.graph_stats = self.graph_stats, None
         if stats is None:
             return stats
         if news is not None:
-            for name, counter in self.untold.items():
+            for name, counter in self.unreported.items():
                 counter.update(news[name])
             tracked = max(news["state"]["tracked_requests"], len(self.kept))
             self.state = {**news["state"], "tracked_requests": tracked}
         now = time.monotonic()
-        changed = any(self.untold.values()) or self.state != self.told_state
-        if changed and (now - self.told >= TELL_EVERY or self._may_be_last()):
-            told = {name: dict(counts) for name, counts in self.untold.items()}
-            wire.attach_metrics(stats, {**told, "state": self.state})
-            for counter in self.untold.values():
+        changed = any(self.unreported.values()) or self.state != self.reported_state
+        if changed and (now - self.reported_at >= REPORT_EVERY or self._may_be_last()):
+            report = {name: dict(counts) for name, counts in self.unreported.items()}
+            wire.attach_metrics(stats, {**report, "state": self.state})
+            for counter in self.unreported.values():
                 counter.clear()
-            self.told, self.told_state = now, self.state
+            self.reported_at, self.reported_state = now, self.state
         return stats
 
     def _may_be_last(self) -> bool:
-        """Whether no step may follow: the front end finds stop strings, and ends such requests after a step."""
+        """Whether this may be the last step. The front end, not the scheduler, ends requests at stop strings."""
         return not self.running or any(request.sampling_params.stop for request in self.running)
 
 
 class GraphScheduler(GraphScheduling):
-    """Schedules a step once the one before is done."""
+    """Schedules a step after the previous one has finished."""
 
 
 class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
-    """Schedules a step while the one before runs."""
+    """Schedules a step while the previous one runs."""

@@ -1,1 +1,1 @@
-"""The graph on vLLM's V1 model runner (the CPU's runner)."""
+"""Graph speculation on vLLM's Model Runner V1, which CPUs use."""

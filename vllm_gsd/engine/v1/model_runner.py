@@ -1,12 +1,14 @@
-"""vLLM's V1 CPU model runner, verifying token graphs.
+"""vLLM's V1 CPU model runner, extended to verify token graphs.
 
-One step: ``_prepare_inputs`` recognises the scheduled draft tokens as a flattened graph and gives its rows
-positions by depth; ``_build_attention_metadata`` adds the tree mask; the target runs once over everything;
-``_sample`` walks the accepted paths and moves their KV to contiguous slots; the proposer drafts again.
+One step: ``_prepare_inputs`` matches the scheduled draft tokens with flattened graphs and sets their positions by
+depth. ``_build_attention_metadata`` adds the tree mask. The target runs once over all rows. ``_sample`` walks the
+accepted paths and moves their KV to contiguous slots. Then the proposer drafts again.
 """
 
+from __future__ import annotations
+
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,13 +28,24 @@ from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.host import kv_moves
 from vllm_gsd.upstream import wire
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+    from vllm.sequence import IntermediateTensors
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 
 
 class GraphModelRunner(CPUModelRunner):
-    """CPUModelRunner whose drafter is a ``GraphProposer``."""
+    """A ``CPUModelRunner`` whose drafter is a ``GraphProposer``."""
 
-    def __init__(self, vllm_config, device: torch.device):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
         self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
@@ -42,7 +55,7 @@ class GraphModelRunner(CPUModelRunner):
 
     @property
     def speculation(self) -> Speculation:
-        """What is shared with the other runner."""
+        """The part of speculation that both runners share."""
         return self.drafter
 
     # --- start-up ---------------------------------------------------------------------------------
@@ -53,15 +66,15 @@ class GraphModelRunner(CPUModelRunner):
         with _set_global_compilation_settings(self.vllm_config):
             self.drafter.warm_up(min(64, self.max_num_tokens))
 
-    def get_kv_cache_spec(self) -> dict[str, Any]:
-        """See upstream; what lies behind a sliding window is kept, so that all layers of both models share one table.
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """KV cache specs that keep all tokens, even outside sliding windows, so that all layers share one block table.
 
-        Upstream does the same on CPUs where layers with and without windows meet.
+        Upstream does the same on CPUs for models that mix layers with and without windows.
         """
-        return {name: _kept_whole(spec) for name, spec in super().get_kv_cache_spec().items()}
+        return {name: _without_window(spec) for name, spec in super().get_kv_cache_spec().items()}
 
-    def initialize_kv_cache(self, kv_cache_config, *args: Any, **kwargs: Any) -> None:
-        """Allocate the KV cache; then prepare what reads and moves it."""
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        """Allocate the KV cache, then set up drafting and KV moves for it."""
         check_kv_groups(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         group = self.kv_cache_config.kv_cache_groups[0]
@@ -70,41 +83,45 @@ class GraphModelRunner(CPUModelRunner):
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
-        """Run the target over zeros without KV cache, up to the logits of all rows.
+        """Run the target over zeros without a KV cache, and compute the logits of all rows.
 
-        Where LoRA is on, every row has an adapter; the caller has set dummy ones up.
+        With LoRA, every row uses an adapter. The caller must have set up dummy adapters.
         """
         num_loras = 0 if self.lora_config is None else 1
         rows = np.ones(num_tokens, np.int32)
         with torch.inference_mode():
             hidden, _ = self._dummy_run(num_tokens, remove_lora=False, num_active_loras=num_loras)
-            # The dummy run has chosen adapters for the logits of one row per request, not of all rows.
+            # The dummy run selects adapters for the logits of one row per request. Here all rows need one.
             with self.maybe_select_dummy_loras(self.lora_config, rows, num_active_loras=num_loras):
                 return self.model.compute_logits(hidden[:num_tokens])
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _update_states(self, scheduler_output):
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Callable | None:
         assert self.drafter.draft_kv is not None
         self.drafter.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
         self.drafter.remember(wire.salts_of(scheduler_output))
         return super()._update_states(scheduler_output)
 
-    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> tuple[torch.Tensor, SpecDecodeMetadata | None]:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.step = plan_step(self, scheduler_output, self.drafter.trees)
         if self.step is not None:
             self.step.set_positions(self.positions)
             if self.step.has_placeholders:
-                # Placeholders of -1 are scheduled where upstream pads a request to a uniform length.
+                # Upstream schedules placeholders of -1 where it pads a request to a uniform length.
                 self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
         return result
 
-    def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray):
-        """See upstream; says no more than which rows need logits, as the walk does without rejection sampling."""
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        """Set only which rows need logits. The walk does not use upstream's rejection sampler."""
         num_rows, rows = len(num_draft_tokens) + int(num_draft_tokens.sum()), self.all_rows
-        if num_rows < cu_num_scheduled_tokens[-1]:  # prompts among them
+        if num_rows < cu_num_scheduled_tokens[-1]:  # there are prompts in the batch
             sizes = num_draft_tokens + 1
             rows = torch.from_numpy(np.repeat(cu_num_scheduled_tokens - np.cumsum(sizes), sizes)) + rows[:num_rows]
         return SpecDecodeMetadata(
@@ -117,8 +134,10 @@ class GraphModelRunner(CPUModelRunner):
             logits_indices=rows[:num_rows],
         )
 
-    def _build_attention_metadata(self, *args: Any, **kwargs: Any):
-        # What upstream's kernel would be told, if none of its rows are left to it, is not worked out.
+    def _build_attention_metadata(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], CommonAttentionMetadata | None]:
+        # Upstream's metadata is not built if our kernel serves all rows.
         with no_rows_left(self.step is not None and self.step.batch is not None):
             attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
@@ -127,17 +146,19 @@ class GraphModelRunner(CPUModelRunner):
             check_attached(self.target_kv.names, attn_metadata)
         return attn_metadata, common
 
-    def execute_model(self, *args: Any, **kwargs: Any):
-        """See upstream; timed. A step without tokens has its output at once, with our statistics."""
+    def execute_model(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput | IntermediateTensors | None:
+        """Run and time the target. A step without tokens returns its output here, with our statistics."""
         with self.drafter.stats.timed("verify_seconds"):
             output = super().execute_model(*args, **kwargs)
         if isinstance(output, ModelRunnerOutput):
-            output = copy.copy(output)  # vLLM's is one object for all such steps
+            output = copy.copy(output)  # vLLM shares one object among all such steps
             wire.attach_stats(output, self.drafter.take_stats())
         return output
 
-    def sample_tokens(self, grammar_output):
-        """See upstream; keeps hidden states for the draft, and sends the step's statistics along with its output."""
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors:
+        """Sample as upstream does. Store hidden states for the draft before, and attach the step's statistics after."""
         state, features = self.execute_model_state, self.drafter.features
         if state is not None and features is not None:
             count = state.scheduler_output.total_num_scheduled_tokens
@@ -147,8 +168,10 @@ class GraphModelRunner(CPUModelRunner):
         wire.attach_stats(output, self.drafter.take_stats())
         return output
 
-    def propose_draft_token_ids(self, scheduler_output, *args: Any, **kwargs: Any):
-        """See upstream; timed."""
+    def propose_draft_token_ids(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> list[list[int]] | torch.Tensor:
+        """Propose draft tokens as upstream does, and time it."""
         request_ids, clock = self.input_batch.req_ids, self.drafter.clock
         clock.proposing(request_ids, scheduler_output.total_num_scheduled_tokens)
         with self.drafter.stats.timed("draft_seconds"):
@@ -157,7 +180,7 @@ class GraphModelRunner(CPUModelRunner):
         return drafts
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """See upstream; graphs of requests with structured output go along as an attribute."""
+        """Return the draft tokens, with the trees of requests with structured output attached."""
         drafts = super().take_draft_token_ids()
         trees = self.drafter.take_grammar_trees()
         if trees:
@@ -165,7 +188,7 @@ class GraphModelRunner(CPUModelRunner):
             wire.attach_proposed(drafts, trees)
         return drafts
 
-    def _sample(self, logits, spec_decode_metadata) -> SamplerOutput:
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         step, self.step = self.step, None
         if spec_decode_metadata is None or logits is None:
             return super()._sample(logits, spec_decode_metadata)
@@ -187,7 +210,7 @@ class GraphModelRunner(CPUModelRunner):
         return output
 
     def _compact(self, step: VerifyStep, places: np.ndarray) -> None:
-        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        """Move the target KV of accepted nodes to the slots that plain decoding would have used."""
         rows = kv_moves(step.trees.parent, step.trees.starts, places, step.first_rows)
         if len(rows[0]) == 0:
             return
@@ -197,20 +220,20 @@ class GraphModelRunner(CPUModelRunner):
         if self.drafter.features is not None:
             self.drafter.features.move(sources, destinations)
 
-    def _input_fits_in_drafter(self, common_attn_metadata) -> bool:
-        # Upstream gives up drafting for the whole batch when one request nears max_model_len;
-        # the proposer limits that request alone.
+    def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
+        # Upstream stops drafting for the whole batch when one request nears max_model_len. The proposer limits that
+        # request only.
         return common_attn_metadata is not None
 
 
-def _has_processor(request) -> bool:
-    """Whether a built-in logits processor of vLLM holds state for the request."""
+def _has_processor(request: CachedRequestState) -> bool:
+    """Whether one of vLLM's built-in logits processors is active for the request."""
     params = request.sampling_params
     return params.min_tokens > 0 or params.min_p > 0 or bool(params.logit_bias)
 
 
-def _kept_whole(spec: Any) -> Any:
-    """How the KV of a layer is kept; its window is then its attention's alone to know."""
+def _without_window(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec of a layer that keeps all tokens. Only the attention then applies the sliding window."""
     if type(spec) is not SlidingWindowSpec:
         return spec
     return replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",), sliding_window=None)

@@ -1,24 +1,33 @@
-"""Which of the scheduled draft tokens are a graph of ours."""
+"""Match the scheduled draft tokens with the proposed trees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_gsd.engine.verify.draft_tree import DraftTree
+from vllm_gsd.engine.verify.draft_tree import FlatTree
 from vllm_gsd.engine.verify.step import VerifyStep, lay_out
 from vllm_gsd.upstream import wire
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
-def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> VerifyStep:
-    """Match the scheduled draft tokens with the graphs that were proposed.
+    from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 
-    The scheduler may have cut a list; it may also hold tokens that are not ours (placeholders for a request that
-    resumes). A list that is not a prefix of the request's graph is verified as nothing: only its root is sampled.
+
+def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, proposed: dict[str, FlatTree]) -> VerifyStep:
+    """Match the scheduled draft tokens with the proposed trees, and lay the trees out.
+
+    The scheduler may cut a tree's list of tokens. It may also schedule placeholders, for example for a request that
+    resumes. If the scheduled tokens are not a prefix of the request's tree, only its root is sampled.
     """
     scheduled = scheduler_output.scheduled_spec_decode_tokens
     kept = wire.kept_of(scheduler_output)
     request_ids = runner.input_batch.req_ids
     num_requests = len(request_ids)
     sizes = np.ones(num_requests, np.int64)
-    matched: list[DraftTree | None] = [None] * num_requests
+    matched: list[FlatTree | None] = [None] * num_requests
     has_placeholders = False
     for index, request_id in enumerate(request_ids):
         tokens = scheduled.get(request_id)
@@ -35,6 +44,6 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     step.has_placeholders = has_placeholders
-    if runner.masks_chains and batch_ends[-1] > 1:  # a lone row gains nothing
+    if runner.masks_chains and batch_ends[-1] > 1:  # a single row gains nothing
         step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
     return step

@@ -1,9 +1,9 @@
-"""Custom logits processors along a walk: each is asked once for every token that a request emits, as in plain decoding.
+"""Custom logits processors along a walk: each is called once per emitted token, as in plain decoding.
 
-A processor may keep state that goes on whenever it is asked (a count, an automaton), so it must not be asked for a
-request whose walk has ended while others go on. vLLM's ``AdapterLogitsProcessor`` holds one callable for each request,
-and those of ended walks are taken out meanwhile. Any other processor sees the whole batch in one tensor, so all its
-walks take the same number of steps: they end where the first of them does. A lone request loses nothing by that.
+A processor may have state that advances with every call, such as a counter or an automaton. So it must not be called
+for a request whose walk has ended while other walks continue. vLLM's ``AdapterLogitsProcessor`` has one callable per
+request; those of ended walks are removed during the call. Any other processor sees the whole batch in one tensor, so
+all walks must take the same number of steps: they end as soon as the first one does. A single request is not affected.
 """
 
 from collections.abc import Iterator
@@ -23,37 +23,37 @@ logger = init_logger("vllm.gsd")
 
 
 class CustomProcessors:
-    """The processors of a batch that are not vLLM's own.
+    """The custom logits processors of a batch.
 
     Args:
-        processors: of the batch's sampling metadata.
+        processors: all processors in the batch's sampling metadata.
     """
 
     def __init__(self, processors: LogitsProcessors):
         custom = [processor for processor in processors.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
         self.by_request = [one for one in custom if asks_by_request(one) and one.req_info]
-        self.in_step = any(not asks_by_request(one) for one in custom)  # whether walks end together
+        self.in_step = any(not asks_by_request(one) for one in custom)  # whether all walks must end together
 
     def __bool__(self) -> bool:
-        """Whether any of them may have to say something about this batch."""
+        """Whether any custom processor may change the logits of this batch."""
         return self.in_step or bool(self.by_request)
 
     @contextmanager
     def only_for(self, requests: np.ndarray) -> Iterator[None]:
-        """Within it, the callables of other requests than these, int [n], are not called."""
-        everything = [processor.req_info for processor in self.by_request]
-        going = set(requests.tolist())
-        for processor, known in zip(self.by_request, everything, strict=True):
-            processor.req_info = {request: one for request, one in known.items() if request in going}
+        """Within this context, call the per-request callables of ``requests``, int [n], only."""
+        saved = [processor.req_info for processor in self.by_request]
+        active = set(requests.tolist())
+        for processor, callables in zip(self.by_request, saved, strict=True):
+            processor.req_info = {request: one for request, one in callables.items() if request in active}
         try:
             yield
         finally:
-            for processor, known in zip(self.by_request, everything, strict=True):
-                processor.req_info = known
+            for processor, callables in zip(self.by_request, saved, strict=True):
+                processor.req_info = callables
 
 
 def asks_by_request(processor: LogitsProcessor) -> bool:
-    """Whether a custom processor is an ``AdapterLogitsProcessor`` that works as vLLM wrote it."""
+    """Whether a custom processor is an ``AdapterLogitsProcessor`` with vLLM's own ``apply`` and ``update_state``."""
     kind = type(processor)
     return (
         isinstance(processor, AdapterLogitsProcessor)
@@ -63,12 +63,12 @@ def asks_by_request(processor: LogitsProcessor) -> bool:
 
 
 def stop_tokens(params: SamplingParams) -> set[int]:
-    """The tokens that end a request's text, as upstream's ``check_stop`` has them."""
+    """The tokens that end a request's text, as in upstream's ``check_stop``."""
     return {*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])}
 
 
 def tell_of_processors(processors: LogitsProcessors) -> None:
-    """Log which processors keep the walks of a batch in step."""
+    """Warn about each processor that makes all walks of a batch end together."""
     for processor in processors.all:
         if type(processor) not in BUILTIN_LOGITS_PROCESSORS and not asks_by_request(processor):
             logger.warning(

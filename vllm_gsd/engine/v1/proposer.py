@@ -1,4 +1,9 @@
-"""The proposer in vLLM's speculative-decoding interface."""
+"""The proposer behind vLLM's V1 interface for speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -7,27 +12,34 @@ from vllm_gsd.engine.observe.measure import measure_costs
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v1.step_clock import StepClock
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gsd.engine.v1.model_runner import GraphModelRunner
+
 
 class GraphProposer(Speculation):
-    """``method="custom_class"`` proposer of vLLM's V1 runner."""
+    """The proposer that vLLM's V1 runner creates for ``method="custom_class"``."""
 
-    def __init__(self, vllm_config):
+    runner: GraphModelRunner
+
+    def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
         self.clock = StepClock(self.planner)
 
-    def bind(self, runner) -> None:
-        """Give the proposer the runner whose batch it drafts for."""
+    def bind(self, runner: GraphModelRunner) -> None:
+        """Set the runner whose batch the proposer drafts for."""
         self.runner = runner
 
     def initialize_attention(self) -> None:
-        """Called once the KV cache and the attention groups exist."""
+        """Set up drafting and measure costs, once the KV cache and the attention groups exist."""
         self.prepare(self.runner.kv_cache_config, self.runner.attn_groups)
         if self.config.budget == "auto":
             with self.runner.maybe_setup_dummy_loras(self.runner.lora_config):
                 self.planner.costs = measure_costs(self.runner, self.drafter)
 
-    def forget(self, request_ids) -> None:
-        """Requests are finished; the runner still has their records."""
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Store the responses of finished requests, whose records the runner still has, and drop their state."""
         for request_id in request_ids:
             record = self.runner.requests.get(request_id)
             if self.shared is not None and record is not None:
@@ -35,23 +47,27 @@ class GraphProposer(Speculation):
         super().forget(request_ids)
 
     def remember(self, cache_salts: dict[str, str]) -> None:
-        """New requests have these cache salts."""
+        """Store the cache salts of new requests."""
         if self.shared is not None:
             self.shared.salts.update(cache_salts)
 
     def propose(  # type: ignore[override]
-        self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Draft for every request of the batch.
 
         Args:
-            sampled_token_ids: tokens each request has just been given; empty for unfinished prefills.
+            sampled_token_ids: tokens that each request has just emitted; empty for unfinished prefills.
             num_tokens_no_spec: int32 [>= num_requests], committed tokens of each request.
             token_ids_cpu: int32 [>= num_requests, max_model_len], the tokens.
-            slot_mappings: unused, part of vLLM's interface.
+            slot_mappings: unused; part of vLLM's interface.
 
         Returns:
-            the flattened graph of each request as a list of tokens (empty: nothing to verify).
+            the draft tokens of each request's flattened graph; an empty list if there is nothing to verify.
         """
         batch = self.runner.input_batch
         count = len(sampled_token_ids)

@@ -1,4 +1,4 @@
-"""Times steps for the planner, which learns what they take beyond their forwards."""
+"""Times steps, so that the planner learns their overhead beyond the model forwards."""
 
 import time
 from typing import NamedTuple
@@ -10,25 +10,25 @@ from vllm_gsd.planner.planner import Planner
 
 
 class StepClock:
-    """Follows decode steps from the end of one proposal to the end of the next.
+    """Times decode steps from the end of one proposal to the end of the next.
 
-    Only a step that ran just what was planned counts: the same requests, no prefill beside them, no list cut.
+    Only steps that ran exactly as planned count: the same requests, no prefill and no tree that the scheduler cut.
     """
 
     def __init__(self, planner: Planner):
         self.planner = planner
         self.planned: _Planned | None = None
-        self.time = 0.0
-        self.drafting_took = 0.0
+        self.time = 0.0  # when proposing last began or ended, in seconds
+        self.drafting_ms = 0.0
 
     def proposing(self, request_ids: list[str], rows: int) -> None:
-        """A target step over ``rows`` rows of these requests is done, proposing begins."""
+        """Record that proposing begins, after a target step over ``rows`` rows of these requests."""
         now = time.perf_counter()
         planned = self.planned
         if planned is not None and (planned.request_ids, planned.rows) == (request_ids, rows):
             overhead = self.planner.overhead
-            # The clock of one rank, so that all ranks plan the same.
-            took, drafting = from_first_rank(np.array([1e3 * (now - self.time), self.drafting_took]))
+            # All ranks use the first rank's times, so that they make the same plans.
+            took, drafting = from_first_rank(np.array([1e3 * (now - self.time), self.drafting_ms]))
             nodes = rows - len(request_ids)
             overhead.observe_step(took, planned.forward_ms, len(request_ids), planned.context, nodes)
             if planned.levels:
@@ -36,23 +36,23 @@ class StepClock:
         self.time = now
 
     def proposed(self, request_ids: list[str]) -> None:
-        """Proposing is done."""
+        """Record that proposing ends."""
         now, planner = time.perf_counter(), self.planner
         if planner.costs is None:
             return
         rows, forward_ms = planner.planned
         levels = len(planner.rows) if planner.as_usual else 0
         self.planned = _Planned(list(request_ids), rows, forward_ms, planner.context, levels, planner.forwards_ms())
-        self.drafting_took = 1e3 * (now - self.time)
+        self.drafting_ms = 1e3 * (now - self.time)
         self.time = now
 
 
 class _Planned(NamedTuple):
-    """A step to come, and the drafting before it."""
+    """The planned next step and the drafting that preceded it."""
 
     request_ids: list[str]
     rows: int
     forward_ms: float
     context: int
-    levels: int  # 0: none, or none to learn from
+    levels: int  # draft levels; 0 if there were none or their times are not typical
     drafts_ms: float

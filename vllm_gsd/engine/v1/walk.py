@@ -1,12 +1,15 @@
-"""Sampling along the graph: the accepted path of every request, drawn exactly as plain decoding draws it.
+"""Sampling along flattened token graphs: each request's accepted path is drawn exactly as plain decoding draws it.
 
-At each depth, the rows where the walks stand go through vLLM's own sampler with the requests' own parameters
-and their output extended by the path so far. A request's random generator is used once per emitted token, as
-without speculation, so seeded output equals plain decoding's. Only rows on accepted paths are ever sampled.
+At each depth, vLLM's own sampler samples the row that each walk has reached. It uses the request's own parameters and
+its output extended by the path so far. A request's random generator is used once per emitted token, as without
+speculation, so seeded output equals that of plain decoding. Only rows on accepted paths are sampled.
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -20,68 +23,99 @@ from vllm_gsd.host import follow, step_into
 from vllm_gsd.ops.topk.api import argmax_of_walks
 from vllm_gsd.upstream.instances import count_thinking_as_without_speculation
 
+if TYPE_CHECKING:
+    from vllm.v1.sample.sampler import Sampler
+
+Value = TypeVar("Value")
+
 PLACEHOLDER = -1  # vLLM's mark for "no token" in a padded row of sampled tokens
 
 
 def walk(
-    sampler,
-    logits,
+    sampler: Sampler,
+    logits: torch.Tensor,
     metadata: SamplingMetadata,
     trees: WalkTrees,
     outputs: list[list[int]],
     stateful: bool,
     stops: Iterable[set[int]] = (),
-):
+) -> tuple[SamplerOutput, np.ndarray]:
     """Sample every request's accepted path and bonus token.
 
     Args:
-        sampler: vLLM's ``Sampler``.
-        logits: [num_rows, vocab], the target's logits of all rows of ``trees``.
+        sampler: vLLM's sampler.
+        logits: [num_rows, vocab], the target's logits for all rows of ``trees``.
         metadata: the batch's sampling metadata, one entry per request.
-        outputs: the requests' own lists of output tokens. They are extended while walking, because penalties, bad words
-            and logits processors read them, and restored before returning.
-        stateful: whether vLLM's own logits processors have something to say: they index the batch by request and need
-            all its rows.
-        stops: tokens that end each request's text. Custom logits processors are not asked for what follows them.
+        trees: the rows to verify.
+        outputs: the requests' lists of output tokens. Penalties, bad words and logits processors read them, so they are
+            extended during the walk and restored before returning.
+        stateful: whether a built-in logits processor is active. These index the batch by request and need all its rows.
+        stops: the stop tokens of each request. Custom logits processors are not called for positions after them.
 
     Returns:
         SamplerOutput with int32 ``sampled_token_ids`` [num_requests, deepest walk + 1], padded with -1, and the place
-        where each walk ended, int32 [num_requests].
+        within its tree where each walk ended, int32 [num_requests].
     """
-    num_requests = len(trees.starts) - 1
-    places = np.zeros(num_requests, np.int32)
-    logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
-    original_lengths = [len(output) for output in outputs]
-    starts = trees.starts[:-1]
     thinking = metadata.thinking_budget_state_holder
     if thinking is not None and thinking.has_tracked_requests():
-        # Rows are one per request here, not drafts as in upstream's rejection sampler.
+        # There is one row per request here, unlike in upstream's rejection sampler, which has one per draft token.
         count_thinking_as_without_speculation(thinking)
         metadata = replace(metadata, spec_token_ids=None)
     custom = CustomProcessors(metadata.logitsprocs)
     stateful = stateful or bool(custom)
-    if not stateful and _takes_the_best(metadata):
-        rows = (torch.from_numpy(part) for part in trees)
-        best = from_first_rank(argmax_of_walks(logits, *rows).cpu().numpy())
-        path = np.full((num_requests, int((trees.starts[1:] - trees.starts[:-1]).max())), PLACEHOLDER, np.int32)
-        longest = follow(*trees, best, places, path)
-        return SamplerOutput(torch.from_numpy(path[:, :longest].copy()), None), places
+    if not stateful and _only_argmax(metadata):
+        return _walk_greedily(logits, trees)
+    original_lengths = [len(output) for output in outputs]
+    walked = _walk_by_depth(sampler, logits, metadata, trees, outputs, stateful, custom, stops)
+    for output, length in zip(outputs, original_lengths, strict=True):
+        del output[length:]
+    return walked
+
+
+def _walk_greedily(logits: torch.Tensor, trees: WalkTrees) -> tuple[SamplerOutput, np.ndarray]:
+    """Walk along the argmax of each row; arguments and results as in ``walk``."""
+    num_requests = len(trees.starts) - 1
+    rows = (torch.from_numpy(part) for part in trees)
+    best = from_first_rank(argmax_of_walks(logits, *rows).cpu().numpy())
+    path = np.full((num_requests, int((trees.starts[1:] - trees.starts[:-1]).max())), PLACEHOLDER, np.int32)
+    places = np.zeros(num_requests, np.int32)
+    longest = follow(*trees, best, places, path)
+    return SamplerOutput(torch.from_numpy(path[:, :longest].copy()), None), places
+
+
+def _walk_by_depth(
+    sampler: Sampler,
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    trees: WalkTrees,
+    outputs: list[list[int]],
+    stateful: bool,
+    custom: CustomProcessors,
+    stops: Iterable[set[int]],
+) -> tuple[SamplerOutput, np.ndarray]:
+    """Sample one token per active walk at each depth; arguments and results as in ``walk``. Extends ``outputs``."""
+    num_requests = len(trees.starts) - 1
+    starts = trees.starts[:-1]
+    places = np.zeros(num_requests, np.int32)
     ends = list(stops) if custom else []
     active = np.ones(num_requests, np.bool_)
     columns: list[np.ndarray] = []
+    logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
     while True:
         chosen = np.flatnonzero(active)
-        column = np.full(num_requests, PLACEHOLDER, np.int64)
-        whole = len(chosen) == num_requests or stateful
-        lines = starts + places if whole else (starts + places)[chosen]
-        here = logits if len(lines) == len(logits) else logits[torch.from_numpy(lines.astype(np.int64))]
+        sampling = np.arange(num_requests) if stateful else chosen  # requests whose rows are sampled
+        rows = (starts + places)[sampling]
+        row_logits = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows.astype(np.int64))]
         with custom.only_for(chosen):
-            sampled = sampler(logits=here, sampling_metadata=_metadata_of(metadata, chosen, whole, num_requests))
+            sampled = sampler(
+                logits=row_logits, sampling_metadata=_metadata_of(metadata, chosen, stateful, num_requests)
+            )
         tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
-        column[chosen] = tokens[chosen] if whole else tokens
-        if sampled.logprobs_tensors is not None:
-            logprobs.append((np.arange(num_requests) if whole else chosen, sampled.logprobs_tensors))
+        column = np.full(num_requests, PLACEHOLDER, np.int64)
+        column[chosen] = tokens[chosen] if stateful else tokens
         columns.append(column)
+        if sampled.logprobs_tensors is not None:
+            logprobs.append((sampling, sampled.logprobs_tensors))
         stood = places.copy()
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
         if custom:
@@ -91,23 +125,24 @@ def walk(
             break
         for request in np.flatnonzero(active):
             outputs[request].append(int(column[request]))
-        if thinking is not None:
-            # Requests with a thinking budget have no tree: their only row was the first.
+        if metadata.thinking_budget_state_holder is not None:
+            # Requests with a thinking budget have no tree, so their walks have ended.
             metadata = replace(metadata, thinking_budget_state_holder=None)
         if stateful:
             for processor in metadata.logitsprocs.all:
                 processor.update_state(None)
-    for output, length in zip(outputs, original_lengths, strict=True):
-        del output[length:]
     token_ids = torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
     return SamplerOutput(token_ids, _stack_logprobs(logprobs, num_requests, len(columns))), places
 
 
 def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarray, active: np.ndarray) -> None:
-    """End walks, ``active`` bool [num_requests], that custom logits processors must not be asked about any more.
+    """End the walks for which custom logits processors must not be called again.
 
     Args:
+        custom: the batch's custom processors.
+        stops: the stop tokens of each request.
         column: int64 [num_requests], the tokens sampled last.
+        active: bool [num_requests], walks that continue; updated.
     """
     for request, tokens in enumerate(stops):
         active[request] &= int(column[request]) not in tokens
@@ -115,10 +150,10 @@ def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarr
         active &= active.all()
 
 
-def _takes_the_best(metadata: SamplingMetadata) -> bool:
-    """Whether all that is asked for is each row's best token: then one pass over all rows will do.
+def _only_argmax(metadata: SamplingMetadata) -> bool:
+    """Whether each row's argmax is all that is needed, so that one pass over all rows suffices.
 
-    Logits processors are not looked at: they have nothing to say, or there would be no question.
+    The caller has already checked that no logits processor is active.
     """
     thinking = metadata.thinking_budget_state_holder
     return (
@@ -132,21 +167,28 @@ def _takes_the_best(metadata: SamplingMetadata) -> bool:
     )
 
 
-def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, whole: bool, num_requests: int) -> SamplingMetadata:
-    """Sampling metadata for the requests whose walk goes on."""
+def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, all_rows: bool, num_requests: int) -> SamplingMetadata:
+    """Sampling metadata for the requests ``chosen``, whose walks continue.
+
+    Args:
+        metadata: the batch's sampling metadata.
+        chosen: int64, indices of these requests.
+        all_rows: whether the rows of all requests are sampled.
+        num_requests: requests of the batch.
+    """
     if len(chosen) == num_requests:
         return metadata
-    if whole:
-        # Rows of ended walks are sampled again and ignored; their generators must not be touched.
-        going = set(chosen.tolist())
-        return replace(metadata, generators={i: g for i, g in metadata.generators.items() if i in going})
+    if all_rows:
+        # Rows of ended walks are sampled again and ignored, without using their generators.
+        active = set(chosen.tolist())
+        return replace(metadata, generators={i: g for i, g in metadata.generators.items() if i in active})
     index = torch.from_numpy(chosen)
     new_row = {int(old): new for new, old in enumerate(chosen)}
 
-    def pick(tensor):
+    def pick(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[index]
 
-    def remap(by_request):
+    def remap(by_request: Mapping[int, Value]) -> dict[int, Value]:
         return {new_row[i]: value for i, value in by_request.items() if i in new_row}
 
     return replace(
@@ -167,18 +209,20 @@ def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, whole: bool, nu
     )
 
 
-def _pick_rows(tensor, index):
-    # Without penalties in the batch vLLM leaves these at whatever length they have; they are not read then.
+def _pick_rows(tensor: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
+    # In a batch without penalties these tensors may be shorter. They are not read then.
     return tensor if tensor is None or len(tensor) <= int(index.max()) else tensor[index]
 
 
-def _stack_logprobs(parts, num_requests: int, depth: int) -> LogprobsTensors | None:
-    """Lay the logprobs of each depth out as [num_requests * depth, ...], request by request."""
+def _stack_logprobs(
+    parts: list[tuple[np.ndarray, LogprobsTensors]], num_requests: int, depth: int
+) -> LogprobsTensors | None:
+    """Stack each depth's requests and logprobs as [num_requests * depth, ...], request by request."""
     if not parts:
         return None
     widest = max(range(len(parts)), key=lambda i: parts[i][1].logprobs.shape[-1])
 
-    def lay_out(name):
+    def lay_out(name: str) -> torch.Tensor:
         sample = getattr(parts[widest][1], name)
         if sample.numel() == 0:
             return sample

@@ -1,4 +1,4 @@
-"""The CPU worker with our model runner and attention backend."""
+"""The CPU worker for Model Runner V1, with our model runner and attention backend."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ logger = init_logger("vllm.gsd")
 
 
 class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
-    """``worker_cls`` of an engine whose speculative method is gsd."""
+    """The ``worker_cls`` of V1 engines with gsd."""
 
     def init_device(self) -> None:
-        """Set up the device as upstream does, but build ``GraphModelRunner``."""
+        """Set up the device as upstream does, but create a ``GraphModelRunner``."""
         if not HAVE_EXTENSION:
             logger.warning(
-                "gsd: the compiled kernels are missing, slower PyTorch code is used; reinstall vllm-gsd beside "
-                "torch and a compiler, with pip's --no-build-isolation."
+                "gsd: the compiled kernels are missing, so slower PyTorch code runs; reinstall vllm-gsd in this "
+                "environment with a C++ compiler."
             )
         with workers.building_v1_runner(GraphModelRunner):
             super().init_device()
         forget_shared_memory()
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft, whose layers get our attention backend."""
+        """Load target and draft with our attention backend."""
         with workers.attention_backends(BACKENDS):
             super().load_model(**kwargs)

@@ -1,1 +1,1 @@
-"""The graph on vLLM's Model Runner V2 (the GPUs' runner)."""
+"""Token graphs on vLLM's Model Runner V2."""

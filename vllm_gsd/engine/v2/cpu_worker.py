@@ -12,11 +12,11 @@ from vllm_gsd.upstream import workers
 
 
 class GraphCPUWorker(V2Worker, PacksWeights, cpu_worker.CPUWorker):
-    """``worker_cls`` of an engine with gsd on a CPU for which vLLM takes Model Runner V2."""
+    """The ``worker_cls`` of an engine with gsd that runs Model Runner V2 on a CPU."""
 
     def init_device(self) -> None:
-        """Set up the device as upstream does, but build our runner and our speculator."""
-        # This makes V2 run on a CPU; everything of V2 must be imported after it.
+        """Set up the device as upstream does, but build our model runner and speculator."""
+        # Importing this module makes V2 run on a CPU. All other modules of V2 must be imported after it.
         from vllm.v1.worker.cpu import model_runner as cpu_model_runner
 
         from vllm_gsd.engine.v2.model_runner import GraphModelRunner
@@ -30,6 +30,6 @@ class GraphCPUWorker(V2Worker, PacksWeights, cpu_worker.CPUWorker):
         forget_shared_memory()
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft, whose layers get our attention backend."""
+        """Load target and draft with our attention backend in their layers."""
         with workers.attention_backends(BACKENDS):
             super().load_model(**kwargs)

@@ -1,11 +1,14 @@
-"""Drafting that never leaves the device: what was accepted a moment ago, it alone knows.
+"""Drafting entirely on the device, because only the device knows what the previous step accepted.
 
-The host says what it knows for sure: who takes part, how many blocks everybody has, what may be learned from earlier
-steps. Lengths and tokens are read where vLLM keeps them, and everything has a fixed, padded shape. The result is
-exactly what ``Speculation.propose`` gives on the host without a planner's costs: every level is drafted.
+The host passes only what does not depend on acceptance: the requests to draft for, their KV capacity, and what earlier
+steps have taught. Lengths and tokens come from vLLM's device buffers, and all tensors have fixed, padded shapes. The
+result equals that of ``Speculation.propose`` on the host without a cost table, which drafts every level.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,40 +24,43 @@ from vllm_gsd.ops.growth.api import add_candidates, level_rows, next_frontier
 from vllm_gsd.ops.growth.state import DeviceGraphs, one_bit, start_graphs
 from vllm_gsd.ops.ngram.api import MATCH_BYTES, graft_ngrams
 
-# What ``DeviceDrafting.counts`` counts.
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.states import RequestState
+
+# The counters in ``DeviceDrafting.counts``.
 COUNTS = ("nodes_added", "nodes_merged", "nodes_pruned", "draft_nodes", "draft_rows_invalid")
-# Most bytes of one pass over some of the batch's requests, beside the draft's own forward and logits.
+# Most bytes of one drafting pass over a part of the batch, not counting the draft's forward pass and logits.
 MAX_BYTES = 1 << 30
-# Numbers of eight bytes that a node of a graph takes at most: its own, and those of a level's growth.
+# Most 8-byte values per node of a graph: its own fields, and temporary ones while a level is added.
 COLUMNS = 24
 
 
 @dataclass(frozen=True)
 class KnownBatch:
-    """What the host knows of a batch, whatever was accepted."""
+    """What the host knows about a batch before it learns which tokens were accepted."""
 
     slots: np.ndarray  # int64 [num_requests], V2's request slots
-    wanted: np.ndarray  # bool [num_requests], requests to draft for: those in the midst of a prompt are none
-    draft_length: np.ndarray  # int64 [num_requests], leading tokens with draft KV; -1: what the device knows
-    capacity: np.ndarray  # int64 [num_requests], KV slots there are blocks for
-    end: np.ndarray  # int64 [num_requests], most tokens the text may come to
-    trust: np.ndarray  # float32 [num_requests, sources], of ``SourceTrust``
-    factor: np.ndarray  # float32, of ``Calibration``
-    most_new: int  # most tokens that any text can have got in this step
-    longest: int  # most tokens that any text can have by now
+    wanted: np.ndarray  # bool [num_requests], requests to draft for; False in the middle of a prompt
+    draft_length: np.ndarray  # int64 [num_requests], leading tokens with draft KV; -1 if only the device knows
+    capacity: np.ndarray  # int64 [num_requests], KV slots in the allocated blocks
+    end: np.ndarray  # int64 [num_requests], the request's maximum number of tokens
+    trust: np.ndarray  # float32 [num_requests, sources], from ``SourceTrust``
+    factor: np.ndarray  # float32, from ``Calibration``
+    most_new: int  # upper bound on the tokens that a request got in this step
+    longest: int  # upper bound on the tokens that a request has now
 
-    def part(self, of: slice) -> "KnownBatch":
-        """What is known of some of the requests."""
+    def part(self, of: slice) -> KnownBatch:
+        """The same for a slice of the requests."""
         names = ("slots", "wanted", "draft_length", "capacity", "end", "trust")
         return replace(self, **{name: getattr(self, name)[of] for name in names})
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The same on the device, and what only the device knows."""
+    """``KnownBatch`` on the device, and what only the device knows."""
 
-    length: torch.Tensor  # int64 [num_requests], tokens of each text
-    texts: torch.Tensor  # int32 [num_requests, longest]
+    length: torch.Tensor  # int64 [num_requests], number of tokens
+    texts: torch.Tensor  # int32 [num_requests, longest], the tokens
     block_table: torch.Tensor  # int32 [num_requests, max_blocks]
     block_size: int
     wanted: torch.Tensor  # bool [num_requests]
@@ -68,29 +74,30 @@ class DeviceDrafting:
     """Grows and flattens the graphs of a batch.
 
     Args:
-        config: ours.
-        drafter: the draft model's, None without one.
+        config: gsd's options.
+        drafter: None without a draft model.
         req_states: V2's request states.
-        capacity: nodes a graph can hold; num_places: most nodes of a flattened one.
-        device: where all of it is.
+        capacity: the most nodes of a graph.
+        num_places: the most nodes of a flattened graph.
+        device: the engine's device.
     """
 
     def __init__(
         self,
         config: GSDConfig,
         drafter: Drafter | None,
-        req_states,
+        req_states: RequestState,
         capacity: int,
         num_places: int,
         device: torch.device,
-    ):
+    ) -> None:
         self.config = config
         self.drafter = drafter
         self.req_states = req_states
         self.capacity = capacity
         self.num_places = num_places
         self.device = device
-        # Leading tokens of each slot's request with draft KV.
+        # The number of leading tokens with draft KV, by slot.
         self.draft_length = torch.zeros(req_states.max_num_reqs, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
 
@@ -101,10 +108,13 @@ class DeviceDrafting:
         """Draft for a batch.
 
         Args:
-            slots: ``known.slots`` on the device; block_table: int32 [num_requests, max_blocks].
+            known: what the host knows about the batch.
+            slots: ``known.slots`` on the device.
+            block_table: int32 [num_requests, max_blocks].
+            block_size: tokens per block.
 
         Returns:
-            DeviceTrees of ``num_places`` places.
+            The flattened graphs, padded to ``num_places`` nodes.
         """
         most = self.most_requests(known.longest, known.most_new)
         parts = []
@@ -114,20 +124,21 @@ class DeviceDrafting:
         return parts[0] if len(parts) == 1 else DeviceTrees(*map(torch.cat, zip(*parts, strict=True)))
 
     def most_requests(self, longest: int, most_new: int) -> int:
-        """How many requests are drafted for at once, so that it takes ``MAX_BYTES`` beside the draft's own forward.
+        """How many requests to draft for at once, so that drafting stays within ``MAX_BYTES``.
 
         Args:
-            longest, most_new: as of ``KnownBatch``.
+            longest: as in ``KnownBatch``.
+            most_new: as in ``KnownBatch``.
         """
         most = MAX_BYTES // self.bytes_per_request(longest)
-        if self.drafter is not None:  # whose largest forward is one over a whole batch of tokens
+        if self.drafter is not None:  # its forward pass is limited to ``max_rows`` rows
             most = min(most, self.drafter.max_rows // max(most_new, self.config.num_speculative_tokens))
         return max(1, most)
 
     def bytes_per_request(self, longest: int) -> int:
-        """What a request takes while its graph is grown, at most: its text, its graph, and the nodes of a level.
+        """An upper bound on the bytes of a request during drafting: its tokens, its graph and one level's candidates.
 
-        A candidate is compared with every node, a byte each, and some of these comparisons are kept at a time.
+        Each candidate is compared with every node; each comparison takes a byte, and several are alive at a time.
         """
         width = self.config.num_speculative_tokens
         nodes, candidates = self.capacity + 1, width * self.config.top_k
@@ -136,12 +147,14 @@ class DeviceDrafting:
         return MATCH_BYTES * longest + nodes * (4 * candidates + 8 * (COLUMNS + words)) + 32 * candidates * words
 
     def reset(self) -> None:
-        """Forget what was drafted so far."""
+        """Forget the draft KV and the counts of all requests."""
         self.draft_length.zero_()
         self.counts.zero_()
 
-    def _propose(self, known: KnownBatch, slots, block_table, block_size: int) -> DeviceTrees:
-        """``propose`` for as many requests as fit."""
+    def _propose(
+        self, known: KnownBatch, slots: torch.Tensor, block_table: torch.Tensor, block_size: int
+    ) -> DeviceTrees:
+        """Like ``propose``, for at most ``most_requests`` requests."""
         batch = self._batch(known, slots, block_table, block_size)
         drafts = self.drafter is not None
         graphs = start_graphs(batch.texts, batch.length, self.capacity, drafts and self.config.merge_ngram > 0)
@@ -159,7 +172,7 @@ class DeviceDrafting:
         columns = known.wanted, known.draft_length, known.capacity, known.end
         wanted, done, capacity, end = self._to_device(np.stack(columns).astype(np.int64))
         texts = self.req_states.all_token_ids.gpu
-        # A request that has ended may run on, beyond where its text ends.
+        # A finished request may run for another step, beyond the end of its text.
         length = self.req_states.total_len.gpu[slots].long().clamp(1, known.longest)
         max_depth = torch.minimum(end, torch.full_like(end, texts.shape[1])) - length - 1
         return _Batch(
@@ -177,13 +190,15 @@ class DeviceDrafting:
     # --- the draft model --------------------------------------------------------------------------
 
     def _catch_up(self, batch: _Batch, drafter: Drafter, most_new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft over the newest tokens; updates ``batch.done``.
+        """Run the draft on the newest tokens and update ``batch.done``.
 
         Args:
-            most_new: rows for each request. Whose text has got further than that takes more than one step.
+            batch: the batch.
+            drafter: the draft model's.
+            most_new: rows per request. A request with more new tokens catches up over several steps.
 
         Returns:
-            bool [num_requests], requests that can be drafted for, and the hidden states of their last tokens,
+            Whether each request has caught up, bool [num_requests], and the hidden states of the last tokens,
             [num_requests, hidden].
         """
         room = batch.capacity.clamp(max=drafter.max_positions)
@@ -193,7 +208,7 @@ class DeviceDrafting:
         real = place < fresh[:, None]
         positions = (batch.done[:, None] + place).clamp(max=min(drafter.max_positions, batch.texts.shape[1]) - 1)
         words = -(-most_new // 64)
-        mask = one_bit(place, words).cumsum(0)  # a row attends those before it and itself
+        mask = one_bit(place, words).cumsum(0)  # each row attends to the rows before it and to itself
         mask = torch.where(real[:, :, None], mask, 0)
         tokens = batch.texts.gather(1, positions)
         features = self._features_before(batch, drafter, positions)
@@ -203,7 +218,7 @@ class DeviceDrafting:
         return (fresh > 0) & (batch.done == batch.length), hidden.gather(1, last).squeeze(1)
 
     def _features_before(self, batch: _Batch, drafter: Drafter, positions: torch.Tensor) -> torch.Tensor | None:
-        """Hidden states that the target had before tokens at positions, [num_requests, width]."""
+        """The target's hidden states before the tokens at ``positions``, [num_requests, width]; None if unused."""
         if drafter.features is None:
             return None
         slots = _flat_slots(batch, (positions - 1).clamp(min=0))
@@ -212,7 +227,15 @@ class DeviceDrafting:
     def _grow(
         self, graphs: DeviceGraphs, batch: _Batch, drafter: Drafter, drafted: torch.Tensor, hidden: torch.Tensor
     ) -> None:
-        """Grow the graphs level by level, as ``Drafter.grow``; ``hidden``: of the roots."""
+        """Grow the graphs level by level, as ``Drafter.grow`` does.
+
+        Args:
+            graphs: updated.
+            batch: the batch.
+            drafter: the draft model's.
+            drafted: bool [num_requests], the requests to draft for.
+            hidden: [num_requests, hidden], the hidden states of the roots.
+        """
         config, count = self.config, len(batch.length)
         frontier, frontier_len = torch.zeros_like(batch.length)[:, None], drafted.long()
         used = torch.zeros_like(batch.length)
@@ -222,7 +245,7 @@ class DeviceDrafting:
         deepest = torch.minimum(batch.max_depth, drafter.max_positions - batch.length)
         num_nodes = torch.full_like(batch.length, self.num_places)
         merge_ngram = torch.where(batch.trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
-        # Which row of the level that ran it a node had; the root's is the first.
+        # The row of each node in the forward pass of its level; the root has row 0.
         lines = torch.zeros((count, graphs.capacity + 1), dtype=torch.int64, device=self.device)
         for level in range(1, config.max_depth + 1):
             first_new = graphs.size.clone()
@@ -245,17 +268,14 @@ class DeviceDrafting:
             if level == config.max_depth:
                 break
             room_now = torch.where(drafted & (deepest > level), room - used, 0)
-            # A level has no more nodes than the one before has candidates.
+            # A level has at most as many nodes as the level before has candidates.
             width = min(config.num_speculative_tokens, frontier.shape[1] * config.top_k)
             frontier, frontier_len = next_frontier(graphs, first_new, num_nodes, room_now, config.theta_prob, width)
             rows = level_rows(graphs, used, masks, frontier, frontier_len)
             self.counts[3] += frontier_len.sum()
             features = None
-            if drafter.features is not None:  # below the root they are the draft's own
-                line = lines.gather(1, graphs.parent.gather(1, frontier).long().clamp(min=0))
-                width_before = hidden.numel() // (count * hidden.shape[-1])
-                above = hidden.view(count, width_before, -1)
-                features = above.gather(1, line[:, :, None].expand(-1, -1, above.shape[2])).flatten(0, 1)
+            if drafter.features is not None:  # below the root, these are the draft's own hidden states
+                features = _of_parents(hidden, lines, graphs, frontier)
                 node = torch.where(rows.real, frontier, graphs.capacity)
                 lines.scatter_(1, node, torch.arange(frontier.shape[1], device=self.device).expand_as(frontier))
             base = batch.length[:, None]
@@ -266,24 +286,38 @@ class DeviceDrafting:
             ).flatten(0, 1)
 
     def _run(
-        self, model: DraftModel, batch: _Batch, tokens, positions, slots, real, mask, prefix, features
+        self,
+        model: DraftModel,
+        batch: _Batch,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        real: torch.Tensor,
+        mask: torch.Tensor,
+        prefix: torch.Tensor,
+        features: torch.Tensor | None,
     ) -> torch.Tensor:
-        """One forward of the draft over as many rows of each request.
+        """Run the draft on ``width`` rows of each request.
 
         Args:
-            tokens, positions, slots, real: [num_requests, width], KV slots counted per request; rows that are not real
-                leave nothing behind. mask: int64 [num_requests, width, words], KV behind the prefix that each attends.
-            prefix: int64 [num_requests], tokens that all rows of a request attend.
-            features: of ``DraftModel.run_rows``.
+            model: the draft model.
+            batch: the batch.
+            tokens: [num_requests, width].
+            positions: [num_requests, width].
+            slots: [num_requests, width], KV slots numbered from the start of the request.
+            real: bool [num_requests, width]; other rows are padding and write no KV.
+            mask: int64 [num_requests, width, words], the KV after the prefix that each row attends to.
+            prefix: int64 [num_requests], the number of leading tokens that all rows of a request attend to.
+            features: as in ``DraftModel.run_rows``.
 
         Returns:
-            hidden states [num_requests, width, hidden].
+            Hidden states [num_requests, width, hidden].
         """
         count, width = tokens.shape
         flat_slots = torch.where(real, _flat_slots(batch, slots), -1)
         tree = TreeRows(
             query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=self.device) * width,
-            # Who has no row reads nothing: its blocks may not be there yet.
+            # Requests without rows read no KV, because their blocks may not be allocated yet.
             prefix_lens=torch.where(real.any(1), prefix, 0).int(),
             block_table=batch.block_table,
             positions=positions.flatten(),
@@ -297,10 +331,10 @@ class DeviceDrafting:
         hidden = model.run_rows(tokens.flatten().int(), flat_slots.flatten(), tree, features)
         return hidden.view(count, width, -1)
 
-    # --- the text itself --------------------------------------------------------------------------
+    # --- n-grams ----------------------------------------------------------------------------------
 
     def _copy(self, graphs: DeviceGraphs, batch: _Batch) -> None:
-        """Graft what followed the end of each text earlier in it."""
+        """Add candidates that followed earlier occurrences of each text's last tokens."""
         trusted = batch.wanted & (batch.trust[:, NGRAM] >= OFF_BELOW)
         depth = torch.where(trusted, batch.max_depth.clamp(max=self.num_places), 0)
         graft_ngrams(graphs, batch.texts, batch.length, self.config.top_k, depth, self.num_places, MIN_NGRAM_MATCH)
@@ -309,7 +343,28 @@ class DeviceDrafting:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
+def _of_parents(
+    hidden: torch.Tensor, lines: torch.Tensor, graphs: DeviceGraphs, frontier: torch.Tensor
+) -> torch.Tensor:
+    """Hidden states of the parents of a level's nodes.
+
+    Args:
+        hidden: [num_requests * width of the level before, hidden], the hidden states of that level.
+        lines: int64 [num_requests, capacity + 1], the row of each node in the forward pass of its level.
+        graphs: the graphs.
+        frontier: [num_requests, width], the nodes.
+
+    Returns:
+        [num_requests * width, hidden].
+    """
+    count = len(frontier)
+    line = lines.gather(1, graphs.parent.gather(1, frontier).long().clamp(min=0))
+    width_before = hidden.numel() // (count * hidden.shape[-1])
+    above = hidden.view(count, width_before, -1)
+    return above.gather(1, line[:, :, None].expand(-1, -1, above.shape[2])).flatten(0, 1)
+
+
 def _flat_slots(batch: _Batch, slots: torch.Tensor) -> torch.Tensor:
-    """Physical KV slots, int64, of slots counted per request, [num_requests, width]."""
+    """Convert slots numbered per request to physical KV slots, int64 [num_requests, width]."""
     blocks = batch.block_table.gather(1, (slots // batch.block_size).clamp(max=batch.block_table.shape[1] - 1))
     return blocks.long() * batch.block_size + slots % batch.block_size

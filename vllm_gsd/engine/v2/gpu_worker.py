@@ -12,10 +12,10 @@ from vllm_gsd.upstream import wire, workers
 
 
 class GraphGPUWorker(V2Worker, gpu_worker.Worker):
-    """``worker_cls`` of an engine with gsd on a GPU."""
+    """The ``worker_cls`` of an engine with gsd on a GPU."""
 
-    def _make_model_runner(self) -> Any:
-        """See upstream."""
+    def _make_model_runner(self) -> GraphModelRunner:
+        """Build our model runner with our speculator."""
         config = wire.options_of(self.vllm_config)
         assert config is not None
         cuda_attention.choose(config.tree_attention)
@@ -23,6 +23,6 @@ class GraphGPUWorker(V2Worker, gpu_worker.Worker):
             return GraphModelRunner(self.vllm_config, self.device)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft, whose layers get our attention backends."""
+        """Load target and draft with our attention backends in their layers."""
         with workers.attention_backends(cuda_attention.BACKENDS):
             super().load_model(**kwargs)

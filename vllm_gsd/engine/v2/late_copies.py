@@ -1,24 +1,25 @@
-"""Copies of device tensors for a host that does not wait for them."""
+"""Asynchronous copies of device tensors to the host."""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 
 class LateCopies:
-    """A queue of things to be told to the host, each once its tensors have arrived.
+    """A queue of labelled tensors that are being copied to the host.
 
     Args:
-        device: where the tensors come from. What comes from the host's own memory has arrived at once.
+        device: the device of the tensors. On a CPU, copies are complete at once.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.queue: deque[tuple[Any, dict[str, torch.Tensor], torch.cuda.Event | None]] = deque()
 
     def send(self, label: Any, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy tensors as they are now; ``label`` comes out with them."""
+        """Start copying the current values of tensors; ``take`` returns them with ``label``."""
         if self.device.type == "cpu":
             self.queue.append((label, {name: tensor.clone() for name, tensor in tensors.items()}, None))
             return
@@ -30,11 +31,11 @@ class LateCopies:
         event.record()
         self.queue.append((label, copies, event))
 
-    def take(self, wait: bool):
-        """What has arrived, oldest first: label and tensors.
+    def take(self, wait: bool) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+        """Remove and yield the finished copies, oldest first, as label and host tensors.
 
         Args:
-            wait: for everything that was sent.
+            wait: whether to wait until all copies are finished.
         """
         while self.queue:
             _, _, event = self.queue[0]

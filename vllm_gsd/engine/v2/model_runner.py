@@ -1,20 +1,28 @@
-"""vLLM's Model Runner V2, verifying token graphs.
+"""vLLM's Model Runner V2 with verification of token graphs.
 
-One step: ``prepare_inputs`` lays out the proposed graphs over the rows that were scheduled for them; ``prepare_attn``
-gives those rows slots by place and positions by depth; the tree mask goes along with the attention metadata; the
-target runs once over everything; ``sample`` walks the accepted paths and moves their KV to contiguous slots. None of
-it asks the device what was accepted. Then the speculator drafts again.
+A step has these parts. ``prepare_inputs`` assigns the nodes of the proposed graphs to the rows scheduled for them.
+``prepare_attn`` gives these rows KV slots in row order and positions by depth. The tree mask is attached to the
+attention metadata. The target runs once on all rows. ``sample`` walks the accepted paths and moves their KV to
+contiguous slots. The speculator then drafts again. No part waits for the device to learn what was accepted.
 """
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
 from vllm_gsd.engine.v2.device_step import DeviceStep
@@ -28,29 +36,31 @@ from vllm_gsd.upstream import instances, wire
 
 
 class GraphModelRunner(GPUModelRunner):
-    """GPUModelRunner whose speculator is a ``GraphSpeculator``."""
+    """vLLM's V2 model runner with a ``GraphSpeculator``."""
 
     speculator: GraphSpeculator
     rejection_sampler: GraphSampler
-    step: DeviceStep | None = None  # between ``prepare_inputs`` and ``sample``
+    step: DeviceStep | None = None  # set from ``prepare_inputs`` to ``sample``
 
     @property
     def speculation(self) -> Speculation:
-        """What is shared with the other runner."""
+        """The part of speculative decoding that does not depend on the model runner."""
         return self.speculator.speculation
 
     # --- start-up ---------------------------------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target, then the draft, and put our sampler and attention rows into their places."""
+        """Load the target and the draft, then install our sampler and the tree mask."""
         super().load_model(*args, **kwargs)
         self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
         self.speculator.prepare(self.req_states)
         instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
 
-    def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
-        """Allocate the KV cache; then prepare what reads and moves it."""
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        """Allocate the KV cache, then prepare everything that reads or moves KV."""
         check_kv_groups(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
@@ -63,7 +73,7 @@ class GraphModelRunner(GPUModelRunner):
         self.speculator.bind(self.block_tables)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
-        """See upstream, which samples a row of each request to see what memory that takes; then whole graphs.
+        """Profile the sampler's memory as upstream does, with one row per request, and then with full graphs.
 
         Args:
             hidden_states: [num_requests, hidden].
@@ -73,84 +83,98 @@ class GraphModelRunner(GPUModelRunner):
         logits = self.model.compute_logits(hidden_states.new_zeros((batch.num_tokens, hidden_states.shape[1])))
         self.rejection_sampler.step = self.speculator.lay_out(batch)
         processed = self.sampler.needs_logits_processing
-        for needed in (False, True):  # all rows at once, and level by level
+        for needed in (False, True):  # once with all rows at once, once level by level
             processed[batch.idx_mapping_np] = needed
             self.rejection_sampler(logits, batch)
         processed[batch.idx_mapping_np] = False
         self.rejection_sampler.step = self.rejection_sampler.paths = None
 
     def profile_cudagraph_memory(self) -> int:
-        """See upstream, which takes its small KV cache down again."""
+        """Profile as upstream does, then release everything that refers to its temporary KV cache."""
         try:
             return super().profile_cudagraph_memory()
         finally:
-            self.__dict__.pop("target_kv", None)  # none where no graphs are captured
+            self.__dict__.pop("target_kv", None)  # it does not exist if no graphs were captured
             self.speculator.bind(None)
             self.speculation.release_kv_cache()
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def finish_requests(self, scheduler_output) -> None:
-        """See upstream."""
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Remove finished and preempted requests, also from the speculator."""
         self.speculator.forget(scheduler_output.finished_req_ids)
         self.speculator.preempt(scheduler_output.preempted_req_ids or ())
         super().finish_requests(scheduler_output)
 
-    def add_requests(self, scheduler_output) -> None:
-        """See upstream."""
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add new and resumed requests, also to the speculator."""
         self.speculator.remember(wire.salts_of(scheduler_output))
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
 
-    def update_requests(self, scheduler_output) -> None:
-        """See upstream."""
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Update running requests and their draft KV."""
         super().update_requests(scheduler_output)
         assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
 
-    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run: bool = False, **kwargs: Any):
-        """See upstream; timed. A step without tokens has its output at once, with our statistics."""
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
+        """Run the target and measure its time. A step without tokens returns its output, with our statistics."""
         self.step = None
         with self.speculation.stats.timed("verify_seconds"):
             output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
         if isinstance(output, ModelRunnerOutput) and not dummy_run:
-            output = copy.copy(output)  # vLLM's is one object for all such steps
+            output = copy.copy(output)  # vLLM returns the same object at all such steps
             wire.attach_stats(output, self.speculator.take_stats())
         return output
 
-    def prepare_inputs(self, *args: Any, **kwargs: Any):
-        """See upstream; lays out the graphs over their rows."""
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
+        """Prepare the inputs and assign the nodes of the proposed graphs to their rows."""
         input_batch = super().prepare_inputs(*args, **kwargs)
         self.step = self.speculator.lay_out(input_batch)
         self.rejection_sampler.step = self.step
         return input_batch
 
-    def prepare_attn(self, input_batch):
-        """See upstream; positions by depth come after slots by place."""
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Compute KV slots from positions in row order, then set the positions of graph rows by depth."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self.slot_mapping = slot_mappings[0]
         assert self.step is not None
         self.step.set_positions(input_batch.positions)
         return block_tables, slot_mappings
 
-    def _with_tree_rows(self, upstream):
-        """``ModelState.prepare_attn`` that adds the tree mask."""
+    def _with_tree_rows(self, upstream: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Wrap ``ModelState.prepare_attn`` to add the tree mask."""
 
         @functools.wraps(upstream)
-        def prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs):
+        def prepare_attn(
+            input_batch: InputBatch,
+            cudagraph_mode: CUDAGraphMode,
+            block_tables: tuple[torch.Tensor, ...],
+            slot_mappings: torch.Tensor,
+            attn_groups: list[list[AttentionGroup]],
+            *args: Any,
+            **kwargs: Any,
+        ) -> dict[str, Any]:
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
             draft_layers = set(self.speculation.layer_names)
             step, whole = self.step, kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
             if step is None:
-                self.padded_rows.clear()  # nobody's batch
+                self.padded_rows.clear()  # a dummy batch
             elif self.padded_rows.fits(step, input_batch.num_tokens) and (whole or step.num_tree_requests):
                 self.padded_rows.fill(step, input_batch.positions)
                 whole = True
             elif step.num_tree_requests:
                 common = _common(input_batch, block_tables[0], slot_mappings[0])
                 step.attach_tree_rows(attn_groups[0], draft_layers, metadata, common)
-            if whole:  # full CUDA graphs are captured with them, and are replayed for such batches only
+            if whole:  # full CUDA graphs are captured with padded rows, and replayed only for batches that fit them
                 assert step is None or self.padded_rows.fits(step, input_batch.num_tokens)
                 full = cudagraph_mode == CUDAGraphMode.FULL
                 num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
@@ -162,11 +186,11 @@ class GraphModelRunner(GPUModelRunner):
 
         return prepare_attn
 
-    def _counted(self, dispatch):
-        """The CUDA-graph manager's ``dispatch`` that counts what is replayed."""
+    def _counted(self, dispatch: Callable[..., BatchExecutionDescriptor]) -> Callable[..., BatchExecutionDescriptor]:
+        """Wrap the CUDA-graph manager's ``dispatch`` to count hits and misses."""
 
         @functools.wraps(dispatch)
-        def counted(*args, **kwargs):
+        def counted(*args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
             desc = dispatch(*args, **kwargs)
             if self.cudagraph_manager is not None and self.cudagraph_manager.needs_capture():
                 hit = desc.cg_mode != CUDAGraphMode.NONE
@@ -176,17 +200,19 @@ class GraphModelRunner(GPUModelRunner):
         return counted
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """See upstream; counts the graphs."""
+        """Capture the CUDA graphs and count them."""
         size = super().capture_model(profile_only=profile_only)
         if self.cudagraph_manager is not None and not profile_only:
             counts = self.speculation.stats.counts
             counts["cudagraphs_captured"] += len(self.cudagraph_manager.graphs) + self.speculator.num_graphs
         return size
 
-    def sample(self, hidden_states, input_batch, grammar_output):
-        """See upstream; then the target's KV is put in order, and the speculator told what was sampled.
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """Sample along the graphs, move the accepted KV to contiguous slots and inform the speculator.
 
-        Hidden states are kept where the draft reads them.
+        If the draft reads the target's hidden states, they are stored first.
         """
         if self.speculation.features is not None:
             count = input_batch.num_tokens
@@ -212,23 +238,23 @@ class GraphModelRunner(GPUModelRunner):
             if self.speculation.features is not None:
                 self.speculation.features.move(*moves)
 
-    def sample_tokens(self, grammar_output):
-        """See upstream; sends the step's statistics along with its output."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
+        """Finish the step and attach its statistics to the output."""
         output = super().sample_tokens(grammar_output)
         if output is not None:
             wire.attach_stats(output, self.speculator.take_stats())
         return output
 
-    def take_draft_token_ids(self):
-        """See upstream; where nodes hang goes along for requests with structured output."""
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the draft tokens, with the parents of the nodes for requests with structured output."""
         drafts = super().take_draft_token_ids()
         if drafts is not None and self.speculator.parents:
             wire.attach_parents(drafts, self.speculator.parents)
         return drafts
 
 
-def _common(input_batch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:
-    """The batch as attention backends are told of it."""
+def _common(input_batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CommonAttentionMetadata:
+    """Describe the batch for attention backends."""
     count, num_tokens = input_batch.num_reqs, input_batch.num_tokens
     return CommonAttentionMetadata(
         query_start_loc=input_batch.query_start_loc[: count + 1],

@@ -1,14 +1,20 @@
-"""The speculator that Model Runner V2 asks for drafts: graphs instead of chains."""
+"""The speculator of Model Runner V2, which proposes token graphs instead of chains."""
 
 import weakref
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.dp_utils import DPSyncState
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.speculation import Speculation, has_grammar
@@ -24,66 +30,71 @@ logger = init_logger("vllm.gsd")
 
 
 class V2Speculation(Speculation):
-    """Nodes have rows as soon as they are drafted: the scheduler may be ahead already."""
+    """Grammars do not choose among candidates here, because the scheduler may already have scheduled their rows."""
 
     asks_grammar = False
 
 
 class Verified(NamedTuple):
-    """A step that was verified, as far as the host knows it at once."""
+    """What the host knows about a verified step at once."""
 
     request_ids: list[str]
     slots: np.ndarray  # int64 [num_requests]
-    tenants: np.ndarray  # int64 [num_requests], how many requests the slots had had by then
-    sizes: np.ndarray  # int64 [num_requests], rows verified
-    batch_ends: np.ndarray  # int64 [num_requests]
-    drafted: np.ndarray  # bool [num_requests], whether they have been drafted for: the device knows how far
+    tenants: np.ndarray  # int64 [num_requests], the value of ``GraphSpeculator.tenants`` for these slots
+    sizes: np.ndarray  # int64 [num_requests], verified rows
+    batch_ends: np.ndarray  # int64 [num_requests], the end of each request's rows in the batch
+    drafted: np.ndarray  # bool [num_requests], whether a graph was proposed; only the device knows the draft KV then
 
 
 class GraphSpeculator(BaseSpeculator):
-    """Grows a graph for every request of the batch, on the device: neither half of a step waits for the other.
+    """Grows a graph for every request of a batch on the device, so that the host need not wait for verification.
 
-    What was accepted comes to the host late, to learn from. Where the host has a say in graphs (grammars, texts of
-    other requests) it waits for what was accepted and grows them itself.
+    The host learns from the accepted tokens later, when they have been copied. Some graphs depend on the host: those of
+    requests with a grammar, and all graphs if texts are shared between requests or tensor parallelism is used. For
+    batches with such graphs, the host waits for the accepted tokens and grows the graphs itself.
 
     Args:
         vllm_config: the engine's configuration.
-        device: where the models are.
+        device: the engine's device.
     """
 
     supports_mm_inputs = False
-    draft_logits = None  # nodes are chosen, not sampled
+    draft_logits = None  # nodes are chosen rather than sampled
 
-    def __init__(self, vllm_config, device: torch.device):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.speculation = V2Speculation(vllm_config)
         self.device = device
-        self.num_rows = vllm_config.num_speculative_tokens  # of every request, used by a node or not
+        self.num_rows = vllm_config.num_speculative_tokens  # nodes per request; rows are scheduled for all of them
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         num_slots, max_length = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.texts = Texts(num_slots, max_length)
-        self.requests: dict[str, Any] = {}  # vLLM's ``NewRequestData``
+        self.requests: dict[str, NewRequestData] = {}
         self.slots: dict[str, int] = {}
-        self.ends = np.zeros(num_slots, np.int64)  # most tokens of each slot's text
-        self.tenants = np.zeros(num_slots, np.int64)  # requests that each slot has had
+        self.ends = np.zeros(num_slots, np.int64)  # the maximum number of tokens of each slot's request
+        self.tenants = np.zeros(num_slots, np.int64)  # changes whenever a slot gets or loses a request
         if self.speculation.config.budget == "auto":
             logger.info(
-                "gsd: with Model Runner V2 every level is drafted and %d nodes are verified; "
-                '"budget": "auto" does not choose fewer yet.',
+                'gsd: "budget": "auto" does not adapt with Model Runner V2 yet: every level is drafted and %d nodes '
+                "are verified.",
                 self.num_rows,
             )
         self.draft_graphs: DraftGraphs | None = None
-        self.parents: dict[str, list[int]] = {}  # of the nodes proposed last, for requests with structured output
-        self.block_tables: Any = None
+        self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
+        self.block_tables: BlockTables | None = None
         self.drafting: DeviceDrafting | None = None
         self.proposals = Proposals(num_slots, self.num_rows, device)
         self.late = LateCopies(device)
-        # Ranks must agree on candidates, and on what is learned when: through their hosts.
+        # Tensor-parallel ranks must agree on candidates and on what they learn at each step; only their hosts do.
         self.host_only = (
             "shared" in self.speculation.config.sources or vllm_config.parallel_config.tensor_parallel_size > 1
         )
 
-    def prepare(self, req_states) -> None:
-        """V2's request states, once the models are loaded."""
+    def prepare(self, req_states: RequestState) -> None:
+        """Set up drafting on the device after the models are loaded.
+
+        Args:
+            req_states: V2's request states.
+        """
         speculation = self.speculation
         self.drafting = DeviceDrafting(
             speculation.config,
@@ -94,42 +105,38 @@ class GraphSpeculator(BaseSpeculator):
             self.device,
         )
 
-    def bind(self, block_tables) -> None:
-        """V2's block tables; None: there are none any more."""
+    def bind(self, block_tables: BlockTables | None) -> None:
+        """Use V2's block tables; None releases them."""
         self.block_tables = block_tables
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The draft model, which upstream frees at shutdown."""
+        """The draft model. vLLM frees it at shutdown."""
         drafter = self.speculation.drafter
         return None if drafter is None else drafter.model.model
 
-    def init_cudagraph_manager(self, cudagraph_mode) -> None:
-        """Prepare CUDA graphs of the draft's forward."""
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Prepare CUDA graphs of the draft's forward pass, if possible."""
         drafter = self.speculation.drafter
         self.draft_graphs = None
         if drafter is not None and DraftGraphs.possible(cudagraph_mode, drafter.model):
             arguments = drafter.model.model, drafter.model.layer_names, self.speculation.stats
             self.draft_graphs = DraftGraphs(drafter.model.vllm_config, self.device, *arguments)
-            # Upstream lets go of those it has captured to see what memory they need.
+            # A weak reference, because vLLM drops the graphs that it captures to profile memory.
             drafter.model.graphs = weakref.ref(self.draft_graphs)
 
     def capture(self) -> None:
-        """See ``init_cudagraph_manager``."""
+        """Capture the CUDA graphs that ``init_cudagraph_manager`` prepared."""
         if self.draft_graphs is not None:
             self.draft_graphs.capture_all()
 
     @property
     def num_graphs(self) -> int:
-        """Numbers of rows that the draft is captured for."""
+        """The number of sizes for which the draft is captured."""
         return 0 if self.draft_graphs is None else self.draft_graphs.num_sizes
 
-    def admit(self, request, slot: int) -> None:
-        """A request starts or resumes.
-
-        Args:
-            request: upstream's ``NewRequestData``.
-        """
+    def admit(self, request: NewRequestData, slot: int) -> None:
+        """Start or resume a request in a slot."""
         self.requests[request.req_id] = request
         self.slots[request.req_id] = slot
         self.tenants[slot] += 1
@@ -140,8 +147,8 @@ class GraphSpeculator(BaseSpeculator):
         self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
 
-    def forget(self, request_ids) -> None:
-        """Requests are finished; their slots are nobody else's yet."""
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Remove finished requests, before their slots are reused."""
         shared = self.speculation.shared
         for request_id in request_ids:
             record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
@@ -150,19 +157,19 @@ class GraphSpeculator(BaseSpeculator):
             if shared is not None and record is not None and slot is not None:
                 shared.finished(request_id, record.lora_request, self.texts.output(slot))
             elif shared is not None:
-                shared.forget(request_id)  # preempted and aborted: the text went with its slot
+                shared.forget(request_id)  # a preempted request was aborted; its text is gone
             self.parents.pop(request_id, None)
         self.speculation.forget(request_ids)
 
-    def preempt(self, request_ids) -> None:
-        """Requests have to start again; their slots may be given to others."""
+    def preempt(self, request_ids: Iterable[str]) -> None:
+        """Release the slots of preempted requests, which may resume in other slots."""
         for request_id in request_ids:
             slot = self.slots.pop(request_id, None)
             if slot is not None:
                 self.tenants[slot] += 1
 
     def remember(self, cache_salts: dict[str, str]) -> None:
-        """New requests have these cache salts."""
+        """Store the cache salts of new requests, by request id."""
         if self.speculation.shared is not None:
             self.speculation.shared.salts.update(cache_salts)
 
@@ -170,24 +177,28 @@ class GraphSpeculator(BaseSpeculator):
     def propose(
         self,
         input_batch: InputBatch,
-        attn_metadata,
-        slot_mappings,
-        last_hidden_states,
-        aux_hidden_states,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
         num_sampled: torch.Tensor,
-        num_rejected,
-        last_sampled,
-        next_prefill_tokens,
-        temperature,
-        seeds,
-        dp_sync_state=None,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: DPSyncState | None = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
-        mm_inputs=None,
+        mm_inputs: tuple[list[torch.Tensor], torch.Tensor] | None = None,
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """See ``BaseSpeculator.propose``; the nodes' tokens in the order of the flattened graph, zeros behind them."""
+        """Propose graphs; see ``BaseSpeculator.propose``.
+
+        Returns:
+            The tokens of the flattened graphs, int64 [num_requests, num_rows], padded with zeros.
+        """
         num_requests = input_batch.num_reqs
         nothing = torch.zeros((num_requests, self.num_rows), dtype=torch.int64, device=self.device)
         if dummy_run:
@@ -206,12 +217,12 @@ class GraphSpeculator(BaseSpeculator):
         self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
         return trees.token
 
-    # --- before requests come ---------------------------------------------------------------------
+    # --- start-up ---------------------------------------------------------------------------------
 
     def profile(self) -> None:
-        """Draft for as many requests as there may be, so that its memory is measured before there is a KV cache.
+        """Draft for the most requests, so that vLLM measures the memory this takes before it allocates the KV cache.
 
-        Shapes depend on nothing else, so texts without tokens do.
+        All shapes depend only on the number of requests and the maximum length, so empty texts suffice.
         """
         assert self.drafting is not None
         count, longest = self.texts.tokens.shape
@@ -234,7 +245,7 @@ class GraphSpeculator(BaseSpeculator):
         self.drafting.reset()
 
     def forget_warm_up(self) -> None:
-        """Let nothing be left of the requests that vLLM makes up to warm up its kernels."""
+        """Reset everything that was learned from vLLM's warm-up requests."""
         assert self.drafting is not None
         self.learn(wait=True)
         self.texts.clear()
@@ -253,7 +264,7 @@ class GraphSpeculator(BaseSpeculator):
         draft_length = np.full(len(slots), -1)
         if speculation.drafter is not None:
             assert speculation.draft_kv is not None
-            # Prompts go through the draft along with the target; their tokens the host knows.
+            # The draft processes prompts together with the target; the host knows their tokens.
             known = np.minimum(batch.length, input_batch.prefill_len_np)
             due = np.where(speculates & prompts, known, 0)
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
@@ -269,13 +280,13 @@ class GraphSpeculator(BaseSpeculator):
             trust=speculation.trust.of(batch.request_ids),
             factor=speculation.planner.calibration.factor,
             most_new=1 if drafts is None else 1 + int(drafts.max()),
-            # Every row may have brought a token, and the last one another.
+            # Every row may have added a token, and the last one also the bonus token.
             longest=min(self.texts.tokens.shape[1], 1 + int(input_batch.seq_lens_cpu_upper_bound.max())),
         )
         return self.drafting.propose(known_batch, input_batch.idx_mapping, batch.block_table, batch.block_size)
 
     def _grow_on_host(self, input_batch: InputBatch) -> DeviceTrees:
-        """Here the host waits for the device."""
+        """Wait for the accepted tokens, then grow the graphs on the host."""
         self.learn(wait=True)
         batch = self._batch(input_batch)
         trees = self.speculation.propose(batch)
@@ -289,9 +300,10 @@ class GraphSpeculator(BaseSpeculator):
         return to_device(trees, self.num_rows, self.device)
 
     def _batch(self, input_batch: InputBatch) -> DraftBatch:
-        """The batch, as far as the host knows it by now: ``length`` of those that got tokens may be behind."""
+        """The batch as the host knows it; ``length`` may lag behind the device for requests that got tokens."""
+        assert self.block_tables is not None
         slots, texts = input_batch.idx_mapping_np, self.texts
-        # Exact in the midst of a prompt, where nothing was drafted; elsewhere at least what it was.
+        # Exact in the middle of a prompt, where nothing was drafted; otherwise an upper bound.
         computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         sampled = computed >= input_batch.prefill_len_np
         return DraftBatch(
@@ -310,18 +322,28 @@ class GraphSpeculator(BaseSpeculator):
     # --- learning ---------------------------------------------------------------------------------
 
     def lay_out(self, input_batch: InputBatch) -> DeviceStep:
-        """The step that verifies what was proposed."""
+        """Create the step that verifies the proposed graphs."""
         drafts, count = input_batch.num_draft_tokens_per_req, input_batch.num_reqs
         sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
         ends = input_batch.query_start_loc_np[1 : count + 1].astype(np.int64)
         return DeviceStep(self.proposals, input_batch.idx_mapping, input_batch.idx_mapping_np, sizes, ends)
 
-    def verified(self, input_batch: InputBatch, step: DeviceStep, ends: torch.Tensor, sampled, num_sampled) -> None:
-        """A step was verified; what came of it is on its way to the host.
+    def verified(
+        self,
+        input_batch: InputBatch,
+        step: DeviceStep,
+        ends: torch.Tensor,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+    ) -> None:
+        """Start copying the results of a verified step to the host.
 
         Args:
-            ends: int64 [num_requests], where each walk ended; sampled: int64 [num_requests, levels]; num_sampled: int
-                [num_requests], how many of a row count.
+            input_batch: the batch.
+            step: the verified step.
+            ends: int64 [num_requests], the row at which each walk ended.
+            sampled: int64 [num_requests, levels], the sampled tokens.
+            num_sampled: int [num_requests], the number of valid tokens in each row of ``sampled``.
         """
         slots = input_batch.idx_mapping_np
         label = Verified(
@@ -340,7 +362,11 @@ class GraphSpeculator(BaseSpeculator):
         self.learn()
 
     def learn(self, wait: bool = False) -> None:
-        """Take in what has become of earlier steps."""
+        """Learn from the results of earlier steps that have arrived on the host.
+
+        Args:
+            wait: whether to wait for the results of all steps.
+        """
         for label, tensors in self.late.take(wait):
             ends, sampled, num_sampled, draft_length, counts = (
                 tensors.pop(name).numpy() for name in ("ends", "sampled", "num_sampled", "draft_length", "counts")
@@ -348,7 +374,7 @@ class GraphSpeculator(BaseSpeculator):
             self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
             step = lay_out(to_host(DeviceTrees(**tensors)), label.sizes, label.batch_ends)
             self.speculation.observe(label.request_ids, step, ends, num_sampled > 0)
-            # Others may have the slots by now.
+            # Another request may have the slot by now.
             present = label.tenants == self.tenants[label.slots]
             self.texts.append(label.slots[present], sampled[present], num_sampled[present])
             for request in np.flatnonzero(present & label.drafted):
@@ -357,7 +383,7 @@ class GraphSpeculator(BaseSpeculator):
                 self.speculation.trust.forget(request_id)
 
     def take_stats(self) -> dict[str, dict]:
-        """See ``Speculation.take_stats``."""
+        """Return the statistics since the last call; see ``Speculation.take_stats``."""
         return self.speculation.take_stats(self.requests, self.slots, self.parents)
 
     def _advance(self, request_id: str, draft_length: int) -> None:

@@ -1,17 +1,17 @@
-"""The requests' texts on the host, by the slot that V2 gives each request."""
+"""The requests' tokens on the host, by the slot that Model Runner V2 assigns to each request."""
 
 import numpy as np
 
 
 class Texts:
-    """Tokens known to the host: prompts, and what it was told was accepted.
+    """The tokens that the host knows: the prompts, and accepted tokens once they have been copied from the device.
 
     Args:
-        num_slots: most requests at a time.
-        max_length: most tokens of each.
+        num_slots: the maximum number of concurrent requests.
+        max_length: the maximum number of tokens of a request.
     """
 
-    def __init__(self, num_slots: int, max_length: int):
+    def __init__(self, num_slots: int, max_length: int) -> None:
         self.tokens = np.zeros((num_slots, max_length), np.int32)
         self.length = np.zeros(num_slots, np.int64)
         self.prompt_length = np.zeros(num_slots, np.int64)
@@ -22,24 +22,32 @@ class Texts:
             of.fill(0)
 
     def begin(self, slot: int, tokens: list[int], prompt_length: int) -> None:
-        """A request starts, or resumes with tokens it has generated."""
+        """Start a request, or resume one together with the tokens that it has generated.
+
+        Args:
+            slot: the request's slot.
+            tokens: all its tokens so far.
+            prompt_length: the number of prompt tokens among them.
+        """
         self.tokens[slot, : len(tokens)] = tokens
         self.length[slot] = len(tokens)
         self.prompt_length[slot] = prompt_length
 
     def output(self, slot: int) -> list[int]:
-        """Tokens that were generated."""
+        """The tokens that the request in this slot has generated."""
         return self.tokens[slot, self.prompt_length[slot] : self.length[slot]].tolist()
 
     def append(self, slots: np.ndarray, sampled: np.ndarray, counts: np.ndarray) -> None:
-        """Requests got tokens.
+        """Append new tokens to requests.
 
         Args:
-            slots: int64 [n]; sampled: int64 [n, most]; counts: int [n], how many of a row count.
+            slots: int64 [n], the requests' slots.
+            sampled: int64 [n, most], their new tokens.
+            counts: int [n], the number of valid tokens in each row of ``sampled``.
         """
         columns = np.arange(sampled.shape[1])
         at = self.length[slots][:, None] + columns
-        # A request that has ended may have run on; what it got beyond its limits is never used.
+        # A finished request may have run for another step; its tokens beyond the maximum length are discarded.
         real = (columns < counts[:, None]) & (at < self.tokens.shape[1])
         self.tokens[np.broadcast_to(slots[:, None], at.shape)[real], at[real]] = sampled[real]
         self.length[slots] = np.minimum(self.length[slots] + counts, self.tokens.shape[1])

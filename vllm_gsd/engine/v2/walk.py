@@ -1,13 +1,13 @@
-"""Sampling along the graph without asking the device: the accepted path of every request.
+"""The walk on Model Runner V2: samples the accepted path of every request without synchronizing with the device.
 
-V2 draws its noise by seed and position, and rows have positions by depth: what is sampled is what plain decoding
-samples, seeded or not. Where earlier tokens matter to the sampler (penalties, bad words...), the rows where the
-walks stand, one per request, go through vLLM's own at each depth with the path so far counted as output, so that every
-parameter means what it means in plain decoding. Elsewhere all rows go through it at once.
+V2 derives sampling noise from seed and position, and a row's position follows from its depth. The walk therefore
+samples exactly what plain decoding samples, with or without a seed. If the sampler depends on earlier tokens
+(penalties, bad words and the like), the walk proceeds level by level: at each depth, one row per request goes through
+vLLM's sampler, and the path so far counts as output. Otherwise all rows are sampled at once.
 
-Shapes depend on how many rows were scheduled, never on what the device proposed or accepts: nothing waits for it.
-Custom logits processors are the exception. They may keep state that goes on whenever they see a request's row, so at
-each depth they see those requests alone whose walk goes on, which the host has to ask for.
+All shapes depend only on the number of scheduled rows, so the host never waits for the device. Custom logits processors
+are the exception: they may update their state whenever they see a row of a request. At each depth they may see only the
+requests whose walk continues, and the host must ask the device which these are.
 """
 
 from typing import NamedTuple
@@ -29,41 +29,47 @@ from vllm_gsd.engine.v2.device_step import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import FOREIGN
 from vllm_gsd.ops.walk.api import accept_walk
 
-BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)  # what upstream's sampler has beside custom processors
+BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)  # the processors of upstream's sampler that are not custom
 
 
 class Paths(NamedTuple):
-    """Where the walks of a step went, on the device."""
+    """The accepted paths of a step, on the device."""
 
-    place: (
-        torch.Tensor
-    )  # int64 [num_requests, levels], of the node at each depth; the depth itself once a walk has ended
-    accepted: torch.Tensor  # int64 [num_requests], nodes
+    # int64 [num_requests, levels], the row of the accepted node at each depth; the depth itself after the path's end
+    place: torch.Tensor
+    accepted: torch.Tensor  # int64 [num_requests], the number of accepted nodes
 
 
 class GraphSampler:
-    """In the place of upstream's ``RejectionSampler``.
+    """Replaces vLLM's ``RejectionSampler``.
 
     Args:
-        sampler: upstream's, whose request states are used.
+        sampler: vLLM's sampler, whose request states are used.
     """
 
-    # Upstream's verifies fewer drafts where they are not worth it; our planner decides that.
+    # vLLM's rejection sampler may verify fewer drafts to save time; our planner makes this decision.
     enable_adaptive_verification = False
 
-    def __init__(self, sampler: Sampler):
+    def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.custom = any(not isinstance(processor, BUILT_IN) for processor in sampler.logits_processors)
-        self.step: DeviceStep | None = None  # to be verified next
-        self.paths: Paths | None = None  # of the step verified last
+        self.step: DeviceStep | None = None  # the step to verify next
+        self.paths: Paths | None = None  # the paths of the step verified last
 
-    def __call__(self, logits, input_batch: InputBatch, draft_logits=None, invalid_drafts=None) -> SamplerOutput:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
         """Sample every request's accepted path and bonus token.
 
         Args:
-            logits: [num_rows, vocab], grammar masks applied.
-            draft_logits: upstream's; nodes are chosen, not sampled, so there are none.
-            invalid_drafts: bool [num_rows], rows that no grammar has judged; None for none.
+            logits: [num_rows, vocab], with grammar masks applied.
+            input_batch: the batch.
+            draft_logits: unused, because nodes are chosen rather than sampled.
+            invalid_drafts: bool [num_rows], rows that the request's grammar has not checked; None if there are none.
         """
         assert self.step is not None
         sampler, step = self.sampler, self.step
@@ -91,14 +97,19 @@ class GraphSampler:
             num_rejected=num_rejected,
         )
 
-    def _at_once(self, logits, input_batch: InputBatch, token, parent) -> tuple[torch.Tensor, Paths]:
-        """Sample all rows, then walk: where no row's sample depends on the path before it but through the model.
+    def _at_once(
+        self, logits: torch.Tensor, input_batch: InputBatch, token: torch.Tensor, parent: torch.Tensor
+    ) -> tuple[torch.Tensor, Paths]:
+        """Sample all rows at once, then walk. This requires a sampler that does not read earlier tokens.
 
         Args:
-            token, parent: int64 [num_requests, most rows], as of ``DeviceStep``.
+            logits: [num_rows, vocab].
+            input_batch: the batch.
+            token: int64 [num_requests, most rows], as in ``DeviceStep``.
+            parent: int64 [num_requests, most rows], as in ``DeviceStep``.
 
         Returns:
-            int64 [num_requests, levels], sampled along each path; zeros behind it.
+            The tokens sampled along each path, int64 [num_requests, levels], padded with zeros; and the paths.
         """
         assert self.step is not None
         sampler, rows = self.sampler, input_batch.logits_indices
@@ -126,12 +137,23 @@ class GraphSampler:
         return walked.tokens.clamp(min=0), Paths(places, walked.length.long())
 
     def _by_level(
-        self, logits, input_batch: InputBatch, token, parent, history: "_History", scores: list[LogprobsTensors]
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        token: torch.Tensor,
+        parent: torch.Tensor,
+        history: "_History",
+        scores: list[LogprobsTensors],
     ) -> tuple[torch.Tensor, Paths]:
-        """Sample the rows where the walks stand, level by level; ``_at_once`` otherwise.
+        """Sample and walk level by level, one row per request and level. Otherwise like ``_at_once``.
 
         Args:
-            history, scores: updated; ``history`` is restored.
+            logits: [num_rows, vocab].
+            input_batch: the batch.
+            token: int64 [num_requests, most rows], as in ``DeviceStep``.
+            parent: int64 [num_requests, most rows], as in ``DeviceStep``.
+            history: extended along the paths, and restored at the end.
+            scores: the log probabilities of each level are appended to it, if a request asks for them.
         """
         num_requests, levels = token.shape
         first = input_batch.cu_num_logits[:num_requests].long()
@@ -162,9 +184,9 @@ class GraphSampler:
         return tokens, Paths(places, accepted)
 
     def _sample_some(
-        self, logits, input_batch: InputBatch, lines, requests
+        self, logits: torch.Tensor, input_batch: InputBatch, lines: torch.Tensor, requests: torch.Tensor
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """``_sample`` of some requests, int64 [n], as if the others were not there; these get zeros."""
+        """Like ``_sample``, for the requests with indices ``requests``, int64 [n], only; all others get zeros."""
         sampled, score = self._sample(logits[lines[requests]], input_batch, lines[requests], requests)
 
         def spread(part: torch.Tensor) -> torch.Tensor:
@@ -176,9 +198,23 @@ class GraphSampler:
         return spread(sampled), score
 
     def _sample(
-        self, logits, input_batch: InputBatch, lines, requests=None
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        lines: torch.Tensor,
+        requests: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Sample one row of each request (of ``requests`` only, int64 [n]), as if it were the only one."""
+        """Sample one row of each request, as decoding without drafts does.
+
+        Args:
+            logits: [n, vocab], the logits of these rows.
+            input_batch: the batch.
+            lines: int64 [n], the indices of the rows among all rows to verify.
+            requests: int64 [n], the indices of the requests; None for all requests.
+
+        Returns:
+            The sampled tokens, [n], and their log probabilities if any request of the batch asks for them.
+        """
         sampler, slots, slots_np = self.sampler, input_batch.idx_mapping, input_batch.idx_mapping_np
         lengths = input_batch.seq_lens_cpu_upper_bound.numpy()
         rows = input_batch.logits_indices[lines]
@@ -212,14 +248,14 @@ class GraphSampler:
 
 
 class _History:
-    """Lets penalties, bad words and custom processors see the path so far as if it were committed.
+    """Shows the path so far to penalties, bad words and custom processors as if it were committed.
 
-    They read the requests' own states, which are extended while walking and restored after it: upstream commits what
-    was accepted itself.
+    These read vLLM's request states. The walk extends the states and restores them afterwards, because vLLM commits the
+    accepted tokens itself.
     """
 
-    def __init__(self, sampler: Sampler, input_batch: InputBatch):
-        # Known on the host: nobody reads it where no logits are processed.
+    def __init__(self, sampler: Sampler, input_batch: InputBatch) -> None:
+        # Whether any logits processor reads the states; the host knows this without asking the device.
         self.read = bool(np.any(sampler.needs_logits_processing[input_batch.idx_mapping_np]))
         self.slots = input_batch.idx_mapping
         self.token_ids = sampler.req_states.all_token_ids.gpu
@@ -228,26 +264,26 @@ class _History:
         self.appended: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def append(self, sampled: torch.Tensor, active: torch.Tensor) -> None:
-        """Extend the requests whose walk goes on by the token that was sampled."""
+        """Append each request's sampled token if its walk continues."""
         if not self.read:
             return
         more = active.to(self.length.dtype)
         end = self.length[self.slots].long().clamp(max=self.token_ids.shape[1] - 1)
-        # What lies beyond the length is nobody's.
+        # Writing is harmless where a walk has ended, because tokens beyond the length are never read.
         self.token_ids[self.slots, end] = sampled.to(self.token_ids.dtype)
         self.length[self.slots] += more
         self.counts[self.slots, sampled] += more
         self.appended.append((sampled, more))
 
     def restore(self) -> None:
-        """Take everything back."""
+        """Undo all calls of ``append``."""
         for sampled, more in self.appended:
             self.length[self.slots] -= more
             self.counts[self.slots, sampled] -= more
 
 
 def _stack(scores: list[LogprobsTensors], num_requests: int) -> LogprobsTensors | None:
-    """Scores of all levels, request by request."""
+    """Combine the log probabilities of all levels, ordered by request and then by level."""
     if not scores:
         return None
     names = ("logprob_token_ids", "logprobs", "selected_token_ranks")

@@ -1,4 +1,4 @@
-"""A dummy batch in which every request verifies all the nodes it may have: the most that is ever sampled from."""
+"""A dummy batch in which every request verifies a full graph: the largest batch that the sampler can get."""
 
 from dataclasses import replace
 
@@ -8,11 +8,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 
 def whole_graphs(buffers: InputBuffers, max_requests: int, max_tokens: int, rows: int) -> InputBatch:
-    """As many requests as a step can have, each with a root and nodes.
+    """Make a dummy batch of as many requests with full graphs as a step can have.
 
     Args:
-        buffers: upstream's, of ``max_requests`` requests and ``max_tokens`` tokens.
-        rows: of each request.
+        buffers: vLLM's input buffers for ``max_requests`` requests and ``max_tokens`` tokens.
+        max_requests: the most requests of a step.
+        max_tokens: the most tokens of a step.
+        rows: rows per request, a root and its nodes.
     """
     count = max(1, min(max_requests, max_tokens // rows))
     batch = InputBatch.make_dummy(count, count * rows, buffers)

@@ -1,4 +1,4 @@
-"""What the workers of Model Runner V2 have in common."""
+"""The common base of our workers for Model Runner V2."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from vllm_gsd.engine.worker_memory import SharesMemory
 
 
 class V2Worker(SharesMemory):
-    """A worker that starts with nothing learned from the requests that vLLM makes up to warm up its kernels."""
+    """A worker whose speculator learns nothing from vLLM's warm-up requests."""
 
     def compile_or_warm_up_model(self) -> Any:
-        """See upstream."""
+        """Warm up as upstream does, then reset the speculator."""
         times = super().compile_or_warm_up_model()
         self.model_runner.speculator.forget_warm_up()
         return times

@@ -1,1 +1,1 @@
-"""Verification: laying a flattened graph out over the target's rows, and putting the KV cache in order afterwards."""
+"""Verification: lay flattened graphs out over the target's rows, then move the KV of accepted nodes."""

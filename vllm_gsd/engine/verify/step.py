@@ -1,76 +1,82 @@
-"""The verification half of a step: which scheduled rows are a graph, and how they attend."""
+"""The verification half of a step: which scheduled rows belong to token graphs, and how they attend."""
 
-from collections.abc import Callable, Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
-from vllm_gsd.engine.verify.draft_tree import FOREIGN, SOURCE_OF, DraftTree, WalkTrees
+from vllm_gsd.engine.verify.draft_tree import FOREIGN, SOURCE_OF, FlatTree, WalkTrees
 from vllm_gsd.host import ancestor_masks, batch_masks, is_chain, lay_tree
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.upstream import wire
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.worker.utils import AttentionGroup
+
 
 @dataclass
 class VerifyStep:
-    """What a step verifies; rows are counted as in ``WalkTrees`` unless said otherwise."""
+    """The rows that a step verifies. Rows are those of ``trees``, unless they are called rows of the batch."""
 
     trees: WalkTrees
     depth: np.ndarray  # int32 [num_rows], 0 for roots
     has_tree: np.ndarray  # bool [num_requests]
-    source: np.ndarray  # int8 [num_rows], who proposed it (of ``planner.calibration``); NONE: a grammar, or no node
-    survival: np.ndarray  # float32 [num_rows], as promised by its source
-    first_rows: np.ndarray  # int64 [num_requests], row of each root in the batch
-    chains: np.ndarray  # bool [num_requests], whether its graph is a chain
-    tree_requests: np.ndarray  # int64 [num_tree_requests], requests whose rows attend by the tree mask
-    has_placeholders: bool = False  # among the scheduled tokens
-    # int32 [num_requests + 1], where requests begin in the batch, if all its rows attend by the mask (``mask_all``).
+    source: np.ndarray  # int8 [num_rows], the node's source; NONE for nodes of a grammar and rows without a node
+    survival: np.ndarray  # float32 [num_rows], uncalibrated
+    first_rows: np.ndarray  # int64 [num_requests], each root's row of the batch
+    chains: np.ndarray  # bool [num_requests], whether the tree is a chain
+    tree_requests: np.ndarray  # int64 [num_tree_requests], requests whose rows use the tree mask
+    has_placeholders: bool = False  # whether scheduled tokens include placeholders
+    # Set by ``mask_all`` if all rows of the batch use the mask: int32 [num_requests + 1], first batch row per request.
     batch_starts: np.ndarray | None = None
-    # Once ``set_positions`` has read them, int64: of those requests' roots, and of all their rows.
+    # Set by ``set_positions``, int64: positions of the tree requests' roots, and of all their rows.
     root_positions: torch.Tensor | None = None
     row_positions: torch.Tensor | None = None
-    # All rows, if all attend by the mask: given the block table, its ``TreeRows``.
+    # Set by ``set_positions`` if all rows of the batch use the mask: makes their TreeRows from the block table.
     batch: Callable[..., TreeRows] | None = None
 
     @property
     def num_tree_requests(self) -> int:
-        """Requests whose rows attend by the tree mask: at least those whose graph is not a chain."""
+        """Number of requests whose rows use the tree mask. These include all requests whose tree is not a chain."""
         return len(self.tree_requests)
 
     @property
     def masked(self) -> bool:
-        """Whether any row of the batch attends by the tree mask."""
+        """Whether any row of the batch uses the tree mask."""
         return self.batch_starts is not None or self.num_tree_requests > 0
 
     def mask_all(self, batch_starts: np.ndarray) -> None:
-        """Let our kernel attend for all rows of the batch, prompts as well: each such row sees those before it.
+        """Use our kernel for all rows of the batch. Prompt rows attend causally. Positions must be on the host.
 
         Args:
-            batch_starts: int32 [num_requests + 1], where requests begin in the batch; its positions are on the host.
+            batch_starts: int32 [num_requests + 1], first batch row of each request.
         """
         self.batch_starts = batch_starts
 
-    def tree_lines(self) -> np.ndarray:
-        """Rows of all requests that need the tree mask, int64."""
+    def _masked_rows(self) -> np.ndarray:
+        """All rows of the requests that use the tree mask, int64."""
         starts = self.trees.starts[self.tree_requests]
         sizes = self.trees.starts[self.tree_requests + 1] - starts
         return np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
 
     @property
     def deepest(self) -> int:
-        """Depth of the deepest node of all."""
+        """Depth of the deepest node of the step."""
         return int(self.depth.max(initial=0))
 
     def set_positions(self, positions: torch.Tensor) -> None:
-        """Give the rows of graphs their position by depth (slots stay by place in the list).
+        """Change the positions of tree rows from list order to depth, in place. KV slots keep list order.
 
         Args:
-            positions: int64 [>= num_rows of the batch], by place so far. They are the truth about how long texts are,
-                which a host that runs ahead of its device only guesses.
+            positions: int64 [>= number of batch rows], in list order. The true text lengths come from these positions,
+                because a host that runs ahead of the device only has estimates.
         """
         if self.batch_starts is not None:
             self.batch = self._whole_batch(self.batch_starts, positions)
@@ -83,25 +89,33 @@ class VerifyStep:
         positions[torch.from_numpy(self._batch_rows()).to(device)] = self.row_positions
 
     def _batch_rows(self) -> np.ndarray:
-        """Rows in the batch of all requests that need the tree mask, int64."""
+        """The same rows as rows of the batch, int64."""
         starts = self.trees.starts
         sizes = (starts[1:] - starts[:-1])[self.tree_requests]
-        return self.tree_lines() + np.repeat((self.first_rows - starts[:-1])[self.tree_requests], sizes)
+        return self._masked_rows() + np.repeat((self.first_rows - starts[:-1])[self.tree_requests], sizes)
 
     def _tree_positions(self) -> torch.Tensor:
         assert self.root_positions is not None
         device = self.root_positions.device
         starts = self.trees.starts
         request = np.repeat(np.arange(self.num_tree_requests), (starts[1:] - starts[:-1])[self.tree_requests])
-        depth = torch.from_numpy(self.depth[self.tree_lines()]).to(device)
+        depth = torch.from_numpy(self.depth[self._masked_rows()]).to(device)
         return self.root_positions[torch.from_numpy(request).to(device)] + depth
 
-    def attach_tree_rows(self, groups, draft_layers: set[str], attn_metadata: dict[str, Any], common) -> None:
+    def attach_tree_rows(
+        self,
+        groups: Sequence[AttentionGroup],
+        draft_layers: set[str],
+        attn_metadata: dict[str, Any],
+        common: CommonAttentionMetadata,
+    ) -> None:
         """Add the tree mask to the target layers' attention metadata.
 
         Args:
-            groups: attention groups of the runner; what lies in ``draft_layers`` is left alone.
-            common: upstream's ``CommonAttentionMetadata`` of the batch.
+            groups: the runner's attention groups.
+            draft_layers: layers of the draft, which are skipped.
+            attn_metadata: attention metadata by layer name.
+            common: vLLM's metadata of the batch.
         """
         if self.batch is not None:
             tree_rows = self.batch(block_table=common.block_table_tensor[: len(self.has_tree)])
@@ -109,27 +123,27 @@ class VerifyStep:
             return
         self.attach(*self._tree_requests(common), self.tree_requests, groups, draft_layers, attn_metadata, common)
 
-    def _tree_requests(self, common) -> tuple[TreeRows, np.ndarray]:
-        """The rows of those requests alone that need the mask, and where they are in the batch."""
+    def _tree_requests(self, common: CommonAttentionMetadata) -> tuple[TreeRows, np.ndarray]:
+        """The TreeRows of the requests that use the mask, and their rows of the batch, int64."""
         assert self.root_positions is not None and self.row_positions is not None
         starts = self.trees.starts
         sizes = (starts[1:] - starts[:-1])[self.tree_requests]
         tree_starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        lines = self.tree_lines()
+        lines = self._masked_rows()
         rows = self._batch_rows()
         tree_rows = TreeRows(
             query_start_loc=torch.from_numpy(tree_starts),
             prefix_lens=self.root_positions.to(torch.int32),
             block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)],
             positions=self.row_positions,
-            # Rows without a node see nothing but themselves.
+            # Rows without a node attend to the prefix and themselves.
             mask=_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts),
             rows=torch.from_numpy(rows),
         )
         return tree_rows, rows
 
     def _whole_batch(self, starts: np.ndarray, positions: torch.Tensor) -> Callable[..., TreeRows]:
-        """All rows of the batch, those before a request's root as text; gives nodes their position by depth."""
+        """Describe all rows of the batch, with rows before a root as text, and set the positions of nodes by depth."""
         num_rows, prefix = int(starts[-1]), np.zeros(len(self.has_tree), np.int64)
         sizes = (self.trees.starts[1:] - self.trees.starts[:-1])[self.has_tree]
         masks = np.empty((num_rows, (int(sizes.max(initial=0)) + 63) // 64), np.int64)
@@ -145,12 +159,22 @@ class VerifyStep:
         )
 
     @staticmethod
-    def attach(tree_rows: TreeRows, rows: np.ndarray, tree_requests, groups, draft_layers, attn_metadata, common):
+    def attach(
+        tree_rows: TreeRows,
+        rows: np.ndarray,
+        tree_requests: np.ndarray,
+        groups: Sequence[AttentionGroup],
+        draft_layers: set[str],
+        attn_metadata: dict[str, Any],
+        common: CommonAttentionMetadata,
+    ) -> None:
         """Add tree rows to the target layers' attention metadata.
 
         Args:
-            tree_rows: of the requests ``tree_requests``, int64 [num_tree_requests]; ``rows`` on the host too.
-            groups, draft_layers, attn_metadata, common: as for ``attach_tree_rows``.
+            tree_rows: rows of the requests that use the mask.
+            rows: their rows of the batch, int64 on the host.
+            tree_requests: int64 [num_tree_requests], indices of these requests.
+            groups, draft_layers, attn_metadata, common: as in ``attach_tree_rows``.
         """
         num_rows = common.num_actual_tokens
         if len(rows) == num_rows:
@@ -163,8 +187,14 @@ class VerifyStep:
             attach_to(group_rows, [group], draft_layers, attn_metadata)
 
     @staticmethod
-    def _with_plain_rows(tree_requests, tree_rows: TreeRows, rows: np.ndarray, group, common) -> TreeRows:
-        """Describe the other requests of the batch to upstream's kernel, as a batch of their own."""
+    def _with_plain_rows(
+        tree_requests: np.ndarray,
+        tree_rows: TreeRows,
+        rows: np.ndarray,
+        group: AttentionGroup,
+        common: CommonAttentionMetadata,
+    ) -> TreeRows:
+        """Add the other requests of the batch, with metadata for upstream's kernel as a batch of their own."""
         num_requests = common.num_reqs
         plain = np.setdiff1d(np.arange(num_requests), tree_requests)
         plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
@@ -190,8 +220,10 @@ class VerifyStep:
         return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
 
 
-def attach_to(tree_rows: TreeRows, groups, draft_layers: set[str], attn_metadata: dict[str, Any]) -> None:
-    """Add tree rows to the metadata that the target layers of each group share."""
+def attach_to(
+    tree_rows: TreeRows, groups: Sequence[AttentionGroup], draft_layers: set[str], attn_metadata: dict[str, Any]
+) -> None:
+    """Add tree rows to the attention metadata that the target layers of each group share."""
     for group in groups:
         layer = next((name for name in group.layer_names if name not in draft_layers), None)
         if layer is not None:
@@ -199,13 +231,14 @@ def attach_to(tree_rows: TreeRows, groups, draft_layers: set[str], attn_metadata
 
 
 def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None:
-    """Refuse to run a graph that a layer would attend as if it were a chain.
+    """Check that every target layer will use the tree mask.
 
     Args:
-        layers: the target's attention layers.
+        layers: names of the target's attention layers.
+        attn_metadata: attention metadata by layer name.
 
     Raises:
-        RuntimeError: the metadata of one of them have no tree rows.
+        RuntimeError: a layer's metadata has no tree rows, so the layer would attend as if the tree were a chain.
     """
     for layer in layers:
         if wire.tree_rows_of(attn_metadata.get(layer)) is None:
@@ -213,20 +246,20 @@ def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None
 
 
 def _masks(parent: np.ndarray, starts: np.ndarray) -> torch.Tensor:
-    """``ancestor_masks``, int64 [num_rows, words of the largest tree]."""
+    """``ancestor_masks`` as an int64 tensor [num_rows, words for the largest tree]."""
     masks = np.zeros((len(parent), (int(np.diff(starts).max()) + 63) // 64), np.int64)
     ancestor_masks(parent, starts, masks)
     return torch.from_numpy(masks)
 
 
-def lay_out(matched: list[DraftTree | None], sizes: np.ndarray, batch_ends: np.ndarray) -> VerifyStep:
-    """The rows of a step.
+def lay_out(matched: list[FlatTree | None], sizes: np.ndarray, batch_ends: np.ndarray) -> VerifyStep:
+    """Lay the trees of a batch out as the rows that a step verifies.
 
     Args:
-        matched: the tree of each request; None where there is none, or where what is scheduled is not of it.
-        sizes: int64 [num_requests], rows of each request to verify, its root's among them. A tree with more nodes is
-            cut, one with fewer leaves rows that nothing is sampled from.
-        batch_ends: int64 [num_requests], where each request's rows end in the batch; those to verify are its last.
+        matched: the tree of each request; None if it has none or the scheduled tokens are not the tree's.
+        sizes: int64 [num_requests], rows of each request to verify, including its root. A tree with more nodes is cut.
+            If a tree has fewer nodes, the remaining rows have no node and nothing is sampled from them.
+        batch_ends: int64 [num_requests], end of each request's rows in the batch. The last rows are verified.
     """
     starts = np.zeros(len(sizes) + 1, np.int32)
     sizes.cumsum(out=starts[1:])

@@ -1,26 +1,30 @@
-"""The target's KV caches, for moving what was accepted to where plain decoding would have written it."""
+"""The target's KV caches: KV of accepted nodes moves to the slots that plain decoding would have used."""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_gsd.ops.kv_move.cpu import move_kv
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
 
 class TargetKV(ABC):
-    """Caches of all layers of a group but the draft's.
+    """The KV caches of the target's layers.
 
     Args:
-        layers: attention layers of the target by name, their caches allocated. What lies in the cache of another layer
-            is moved there.
+        layers: the target's attention layers by name, with allocated caches. A layer may share the cache of another.
     """
 
-    def __init__(self, layers: dict[str, Any]):
+    def __init__(self, layers: dict[str, Attention]):
         self.names = list(layers)
         self.layers = list(layers.values())
-        # Some layers read the cache of an earlier one: what it holds must be moved once, not once for each of them.
-        owners: dict[int, Any] = {}
+        # A shared cache must be moved once, not once per layer.
+        owners: dict[int, Attention] = {}
         for layer in self.layers:
             owners.setdefault(layer.kv_cache.data_ptr(), layer)
         self.owners = list(owners.values())
@@ -28,18 +32,18 @@ class TargetKV(ABC):
 
     @abstractmethod
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Move keys and values between slots; of a request, all reads come before all writes.
+        """Move keys and values between slots. Within a request, all reads precede all writes.
 
         Args:
-            sources, destinations: int64 [num_requests, most]; where a source is negative nothing is moved. Or [n], all
-                of which are moved.
+            sources, destinations: int64 slots. With shape [num_requests, most], pairs with a negative source are
+                skipped. With shape [n], all pairs are moved.
         """
 
 
 class CPUTargetKV(TargetKV):
-    """Caches in the layouts of vLLM's CPU backend."""
+    """KV caches in the layouts of vLLM's CPU backend."""
 
-    def __init__(self, layers: dict[str, Any]):
+    def __init__(self, layers: dict[str, Attention]):
         from vllm_gsd.engine.attention.cpu import kv_layout
 
         super().__init__(layers)
@@ -48,7 +52,7 @@ class CPUTargetKV(TargetKV):
             for layer in self.owners
         ]
         if all(layout is self.layouts[0] for layout in self.layouts):
-            del self.layouts[1:]  # one stands for all
+            del self.layouts[1:]  # one layout for all caches
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """See ``TargetKV.move``."""
@@ -59,13 +63,13 @@ class CPUTargetKV(TargetKV):
 
 
 class PagedTargetKV(TargetKV):
-    """Caches as vLLM's GPU backends have them."""
+    """KV caches in the layout of vLLM's GPU backends."""
 
-    def __init__(self, layers: dict[str, Any]):
+    def __init__(self, layers: dict[str, Attention]):
         from vllm_gsd.ops.kv_move.paged import PagedCaches
 
         super().__init__(layers)
-        alike: dict[Any, list[torch.Tensor]] = {}  # layers may differ in heads
+        alike: dict[Any, list[torch.Tensor]] = {}  # layers may differ in their number of heads
         for cache in self.caches:
             alike.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
         self.paged = [PagedCaches(caches) for caches in alike.values()]
@@ -78,13 +82,13 @@ class PagedTargetKV(TargetKV):
             move_paged_kv(caches, sources, destinations)
 
 
-def target_kv_of(layers: dict[str, Any], names: list[str], draft_layers: list[str]) -> TargetKV:
-    """The target's caches among those of a group.
+def target_kv_of(layers: dict[str, Attention], names: list[str], draft_layers: list[str]) -> TargetKV:
+    """The target's KV caches in a KV cache group.
 
     Args:
-        layers: attention layers by name, their caches allocated.
-        names: of the group's layers.
-        draft_layers: names of those to leave out.
+        layers: attention layers by name, with allocated caches.
+        names: names of the group's layers.
+        draft_layers: names of the draft's layers, which are left out.
     """
     kept = {name: layers[name] for name in names if name not in set(draft_layers)}
     if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":

@@ -1,1 +1,1 @@
-"""Attention along token graphs over a paged KV cache."""
+"""Attention of tree rows over a paged KV cache."""

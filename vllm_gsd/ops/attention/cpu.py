@@ -1,9 +1,9 @@
-"""Attention of the rows of token trees over a paged KV cache.
+"""Attention of tree rows over vLLM's paged KV cache on CPUs.
 
 A request's keys are its text (the *prefix*, logical indices ``[0, prefix)``) and the nodes of its tree (*slots* 0, 1...
-at logical indices ``prefix + slot``). A row attends the prefix up to its own position, and the slots that its mask
-names: for a node all of the prefix, itself and its ancestors; for a row of text, whose key lies in the prefix, no slot.
-So a prompt of any length needs no mask.
+at logical indices ``prefix + slot``). A row attends the prefix up to its own position and the slots in its mask. A node
+attends the whole prefix, its ancestors and itself. A row of text attends no slot, since its own key is in the prefix;
+therefore prompts need no mask.
 
     s[key] = scale * q . k[key];  with softcap: s = softcap * tanh(s / softcap)
     out = sum(e^s[key] * v[key]) / (sum(e^s[key]) + e^sink)        over the keys that the row attends
@@ -36,32 +36,33 @@ def tree_attention(
     """Write the attention of every row into ``output``; see the module's formula.
 
     Args:
-        output: ``[num_rows, num_heads, head_size]``, dtype of ``query``. Rows behind the last request's are
-            left alone. A row that attends no key becomes 0.
+        output: ``[num_rows, num_heads, head_size]``, dtype of ``query``. Rows after the last request's are
+            left unchanged. A row that attends no key becomes 0.
         query: ``[num_rows, num_heads, head_size]`` float32, bfloat16 or float16; any row and head stride.
         kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, dtype of ``query``; query head h uses
             KV head ``h // (num_heads // kv_heads)``.
-        layout: of the cache's pages.
+        layout: order of the elements in the cache's pages.
         block_table: int32 ``[num_reqs, max_blocks]``; logical index i of request r lies in block
             ``block_table[r, i // block_size]``, slot ``i % block_size``.
         query_start_loc: int32 ``[num_reqs + 1]``; request r has rows ``[start[r], start[r + 1])``.
         prefix_lens: int32 ``[num_reqs]``.
         positions: int64 ``[num_rows]``, each row's position in its sequence.
-        tree_mask: int64 ``[num_rows, words]``; bit j of word w: the row attends slot ``64 * w + j``. May have no words.
+        tree_mask: int64 ``[num_rows, words]``; bit j of word w is set if the row attends slot ``64 * w + j``. There may
+            be no words.
         scale: factor of the scores.
         sliding_window: a row at position p attends the prefix's keys i <= p with ``p - i < sliding_window``; -1 or
-            0: all of them. Slots are not windowed: leave those that are too far away out of the mask.
-        softcap: 0: none.
+            0 for all of them. The window does not apply to slots: the mask must leave out distant ones.
+        softcap: 0 for none.
         alibi_slopes: unsupported.
-        sinks: ``[num_heads]``, a logit that takes part in each head's softmax without a value.
+        sinks: ``[num_heads]``, a logit without a value in each head's softmax.
 
-    Arithmetic is in float32. On AMD's processors with AVX512-BF16, bfloat16 pages that need no copy are multiplied as
-    pairs of bfloat16 (sums in float32), for which the softmax's weights are rounded to it, as in FlashAttention. Only
-    the keys that some row of its request attends are read.
+    Arithmetic is in float32. On AMD processors with AVX512-BF16, bfloat16 pages that need no copy are multiplied as
+    pairs of bfloat16 with sums in float32; the softmax's weights are rounded to bfloat16, as in FlashAttention. Only
+    keys that a row of the request attends are read.
 
     Raises:
-        NotImplementedError: ``alibi_slopes`` is given (a slot's position is not known here).
-        ValueError: shapes or dtypes do not fit, or the block table lacks a block that is attended.
+        NotImplementedError: ``alibi_slopes`` is given; the positions of slots are not known here.
+        ValueError: shapes or dtypes do not fit, or the block table lacks an attended block.
     """
     _refuse_alibi(alibi_slopes)
     if not use_kernel(query):
@@ -103,7 +104,7 @@ def tree_attention_reference(
     for request, prefix in enumerate(prefix_lens[: len(start) - 1].tolist()):
         rows = slice(start[request], start[request + 1])
         attends = _attended(prefix, positions[rows], tree_mask[rows], sliding_window)
-        keys = attends.any(0).nonzero().squeeze(1)  # the logical indices that matter
+        keys = attends.any(0).nonzero().squeeze(1)  # logical indices that some row attends
         attends = attends[:, keys]
         if (keys >= block_table.shape[1] * layout.block_size).any():
             raise ValueError(f"request {request} attends keys that its block_table has no blocks for")
@@ -122,7 +123,7 @@ def tree_attention_reference(
 
 
 def _attended(prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int) -> torch.Tensor:
-    """Booleans ``[rows, prefix + 64 * words]``: which logical index each row attends."""
+    """Which logical index each row attends, bool ``[rows, prefix + 64 * words]``."""
     index = torch.arange(prefix, device=positions.device)
     in_prefix = index <= positions.unsqueeze(1)
     if sliding_window > 0:
@@ -133,7 +134,7 @@ def _attended(prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sli
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the keys of ``[heads, rows, keys]`` and the head's sink; 0 where everything is -inf."""
+    """Softmax over the keys of ``[heads, rows, keys]`` and the head's sink; 0 for a row with only -inf."""
     heads, rows, keys = scores.shape
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(heads, 1, 1).expand(heads, rows, 1)
@@ -158,7 +159,7 @@ def _check(
     positions: torch.Tensor,
     tree_mask: torch.Tensor,
 ) -> None:
-    """The kernel makes these checks itself."""
+    """Raise ValueError unless the arguments fit; the compiled kernel checks them itself."""
     layout.check(kv_cache)
     if output.dtype != query.dtype or kv_cache.dtype != query.dtype:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Triton kernel: depths, positions and ancestor bitmasks of a batch of trees. The entry is ``ops.tree_masks``."""
+"""Triton kernel of ``ops.attention.masks``: depths, positions and ancestor bitmasks of a batch of trees."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def tree_masks_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (trees, words). Every row climbs towards its root, all rows at once."""
+    """Grid (trees, words). All rows climb to their root in parallel."""
     tree = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1)
     first = tl.load(starts + tree).to(tl.int64)

@@ -1,15 +1,16 @@
-"""Merge attention that was computed over disjoint sets of keys.
+"""Merging attention that was computed over disjoint sets of keys.
 
     out = sum(e^(lse[p] - lse_all) * part[p]),   lse_all = log(sum(e^lse[p]))
 
-As in FlashAttention (Dao et al., 2022) and Flash-Decoding; e.g. the prefix by another kernel, the tree by ours.
+FlashAttention (Dao et al., 2022) and Flash-Decoding merge in this way. Here it joins the spans of a prefix, or a prefix
+that another kernel attends and a tree that ours attends.
 """
 
 from __future__ import annotations
 
 import torch
 
-from vllm_gsd.ops.dispatch import check_tensor, use_triton
+from vllm_gsd.ops.dispatch import check_tensor, require_triton
 
 _OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,21 +27,20 @@ def merge_attention(
     Args:
         output: ``[num_rows, num_heads, head_size]`` float32, bfloat16 or float16.
         parts: ``[num_parts, num_rows, num_heads, head_size]``, each normalised over its own keys; float32,
-            bfloat16 or float16. Where a part has no keys it may hold anything.
-        part_lses: float32 ``[num_parts, num_rows, num_heads]``, natural logarithms; -inf: no keys.
+            bfloat16 or float16. A part without keys may hold any values.
+        part_lses: float32 ``[num_parts, num_rows, num_heads]``, natural logarithms; -inf for a part without keys.
         lse: float32 ``[num_rows, num_heads]``; written.
-        end_row: int32 or int64 ``[1]`` on the same device: rows from it on are left alone.
+        end_row: int32 or int64 ``[1]`` on the same device; rows from it on are left unchanged.
 
-    A row without keys in any part becomes 0, its lse -inf. Computed in float32; capture-safe: shapes are fixed and
-    nothing is read back.
+    A row without keys in any part becomes 0 and its lse -inf. Arithmetic is in float32. The call is safe to capture:
+    shapes are fixed and nothing is read back.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
+        RuntimeError: Triton cannot run on these tensors.
     """
-    _check(output, parts, part_lses, lse, end_row)
-    if not use_triton(output):
-        merge_attention_reference(output, parts, part_lses, lse, end_row)
-        return
+    check_parts(output, parts, part_lses, lse, end_row)
+    require_triton("merge_attention", output)
     from vllm_gsd.ops.attention.merge_triton import merge_kernel, triton
 
     num_parts, num_rows, num_heads, head_size = parts.shape
@@ -54,26 +54,14 @@ def merge_attention(
     )  # fmt: skip
 
 
-def merge_attention_reference(
+def check_parts(
     output: torch.Tensor,
     parts: torch.Tensor,
     part_lses: torch.Tensor,
-    lse: torch.Tensor | None = None,
-    end_row: torch.Tensor | None = None,
+    lse: torch.Tensor | None,
+    end_row: torch.Tensor | None,
 ) -> None:
-    """:func:`merge_attention` in plain PyTorch, in float64."""
-    _check(output, parts, part_lses, lse, end_row)
-    rows = slice(0, parts.shape[1] if end_row is None else int(end_row))
-    logs = part_lses[:, rows].double()
-    total = torch.logsumexp(logs, 0)
-    weights = torch.exp(logs - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
-    values = torch.where(weights > 0, parts[:, rows].double(), 0.0)
-    output[rows] = (weights * values).sum(0).to(output.dtype)
-    if lse is not None:
-        lse[rows] = total.to(lse.dtype)
-
-
-def _check(output, parts, part_lses, lse, end_row) -> None:
+    """Raise ValueError for the first argument of ``merge_attention`` that does not fit."""
     check_tensor("output", output, output.device, 3, *_OUTPUT_DTYPES)
     check_tensor("parts", parts, output.device, 4, *_OUTPUT_DTYPES)
     check_tensor("part_lses", part_lses, output.device, 3, torch.float32)

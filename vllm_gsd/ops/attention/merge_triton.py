@@ -1,4 +1,4 @@
-"""Triton kernel: merge attention over disjoint sets of keys. The entry is ``ops.merge_attention``."""
+"""Triton kernel of ``ops.attention.merge``: merge attention over disjoint sets of keys."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def merge_kernel(
     HAS_END: tl.constexpr,
     STORE_LSE: tl.constexpr,
 ):
-    """Grid (rows, heads). Parts are added in their order, so equal inputs give equal bits."""
+    """Grid (rows, heads). Parts are added in a fixed order, so equal inputs give equal bits."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if HAS_END:
@@ -41,7 +41,7 @@ def merge_kernel(
     total = tl.sum(weights, 0)
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_SIZE
-    # A part without keys has weight 0 and may hold anything, even NaN.
+    # A part without keys has weight 0 and may hold any value, even NaN.
     inside = (weights > 0.0)[:, None] & in_head[None, :]
     at = (part * part_part + row * part_row + head * part_head)[:, None] + d[None, :]
     values = tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Triton kernel: attention of token-tree rows over a paged KV cache. The entry is ``ops.paged_tree_attention``.
+"""Triton kernel of ``ops.attention.paged``: attention of tree rows over a paged KV cache.
 
-A program holds BLOCK_M pairs (row, query head of one KV head) of one request and goes over a span of its prefix,
-BLOCK_N keys at a time, with the online softmax of FlashAttention (Dao et al., 2022); the last span's program goes over
-the tree's slots too. Spans (split-KV, as in Flash-Decoding) are merged by ``kernels.merge``.
+A program holds BLOCK_M pairs (row, query head of one KV head) of one request. It attends a span of the prefix, BLOCK_N
+keys at a time, with the online softmax of FlashAttention (Dao et al., 2022). The last span's program also attends the
+tree's slots. ``ops.attention.merge`` merges the spans (split-KV, as in Flash-Decoding).
 """
 
 import triton
@@ -16,9 +16,9 @@ def _attend(
     q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
     k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
 ):  # fmt: skip
-    """One step of the online softmax, over the keys at logical indices ``index``; reads those that are ``used``.
+    """One step of the online softmax over the keys at logical indices ``index``; reads those that are ``used``.
 
-    Scores are in units of log2. Loads, products and softmax are one function since Triton's interpreter pays per call.
+    Scores are in units of log2. One function does it all because each call costs time in Triton's interpreter.
     """
     d = tl.arange(0, in_head.shape[0])
     block = tl.load(table + index // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
@@ -31,14 +31,14 @@ def _attend(
 
     scores = tl.dot(q.to(DOT_DTYPE), tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
     if SOFTCAP:
-        # tanh(x) = 1 - 2 / (e^2x + 1); it saturates, so e^2x may overflow.
+        # tanh(x) = 1 - 2 / (e^2x + 1). If e^2x overflows, this is 1, as it should be.
         double = tl.exp2(scores * (2.0 * LOG2E * score_scale / softcap))
         scores = softcap * LOG2E * (1.0 - 2.0 / (double + 1.0))
     else:
         scores = scores * (score_scale * LOG2E)
     scores = tl.where(attends, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
-    reference = tl.where(higher == float("-inf"), 0.0, higher)  # a row may attend nothing at all
+    reference = tl.where(higher == float("-inf"), 0.0, higher)  # -inf if the row attends no key
     weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(highest - reference)
     total = total * shrink + tl.sum(weights, 1)
@@ -48,62 +48,74 @@ def _attend(
 
 
 @triton.jit
+def _attend_prefix(
+    q, highest, total, acc, row, valid, split, prefix, positions, sliding_window, table, key_cache, value_cache,
+    kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap,
+    NUM_SPLITS, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+):  # fmt: skip
+    """Attend the split's span of the prefix, from the first key that some row's window holds."""
+    begin = 0
+    if WINDOW:
+        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF)
+        begin = tl.minimum(tl.maximum(tl.min(position, 0) - sliding_window + 1, 0), prefix).to(tl.int32)
+    span = tl.cdiv(tl.cdiv(prefix - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
+    begin = begin + split * span
+    end = tl.minimum(begin + span, prefix)
+    for start in range(begin, end, BLOCK_N):
+        index = start + tl.arange(0, BLOCK_N)
+        used = index < end
+        attends = valid[:, None] & used[None, :]
+        if WINDOW:
+            attends = attends & (position[:, None] - index[None, :] < sliding_window)
+            used = tl.max(attends.to(tl.int32), 0) != 0
+        highest, total, acc = _attend(
+            q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head, k_block,
+            k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+        )  # fmt: skip
+    return highest, total, acc
+
+
+@triton.jit
+def _attend_slots(
+    q, highest, total, acc, row, valid, prefix, positions, sliding_window, tree_mask, mask_row, num_words,
+    slot_positions, table, key_cache, value_cache, kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head,
+    score_scale, softcap, SLOT_WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+):  # fmt: skip
+    """Attend the tree's slots that the masks name."""
+    if SLOT_WINDOW:
+        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF)
+    for start in range(0, num_words * 64, BLOCK_N):
+        # BLOCK_N divides 64, so one word holds a tile's bits.
+        word = tl.load(tree_mask + row * mask_row + start // 64, mask=valid, other=0)
+        slot = start + tl.arange(0, BLOCK_N)
+        attends = ((word[:, None] >> (slot % 64).to(tl.int64)[None, :]) & 1) != 0
+        if SLOT_WINDOW:
+            anyone = tl.max(attends.to(tl.int32), 0) != 0
+            at = tl.load(slot_positions + slot, mask=anyone, other=0)
+            attends = attends & (position[:, None] - at[None, :] < sliding_window)
+        used = tl.max(attends.to(tl.int32), 0) != 0
+        # The masks may have words for more nodes than this tree has.
+        if tl.max(used.to(tl.int32), 0) != 0:
+            highest, total, acc = _attend(
+                q, highest, total, acc, attends, used, prefix + slot, table, key_cache, value_cache, kv_head, in_head,
+                k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
+                DOT_DTYPE,
+            )  # fmt: skip
+    return highest, total, acc
+
+
+@triton.jit
 def tree_attention_kernel(
-    output,
-    lse,
-    query,
-    key_cache,
-    value_cache,
-    block_table,
-    query_start_loc,
-    prefix_lens,
-    positions,
-    tree_mask,
-    slot_positions,
-    sinks,
-    k_scale,
-    v_scale,
-    scale,
-    softcap,
-    sliding_window,
-    num_words,
-    out_split,
-    out_row,
-    out_head,
-    lse_split,
-    lse_row,
-    q_row,
-    q_head,
-    k_block,
-    k_token,
-    k_head,
-    v_block,
-    v_token,
-    v_head,
-    table_row,
-    mask_row,
-    slot_row,
-    k_scale_head,
-    v_scale_head,
-    M_TILES,
-    NUM_SPLITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PREFIX: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SLOT_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    STORE_LSE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """Grid (m tiles x splits, KV heads, requests); tiles vary fastest, so those that share keys run together."""
+    output, lse, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
+    slot_positions, sinks, k_scale, v_scale, scale, softcap, sliding_window, num_words, out_split, out_row, out_head,
+    lse_split, lse_row, q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row, mask_row,
+    slot_row, k_scale_head, v_scale_head, M_TILES, NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SLOT_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    STORE_LSE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Grid (m tiles x splits, KV heads, requests). Tiles vary fastest, so programs that share keys run together."""
     tile = tl.program_id(0) % M_TILES
     split = tl.program_id(0) // M_TILES
     kv_head = tl.program_id(1).to(tl.int64)
@@ -125,8 +137,6 @@ def tree_attention_kernel(
     score_scale = scale
     if K_SCALE:
         score_scale = scale * tl.load(k_scale + kv_head * k_scale_head)
-    if WINDOW:
-        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -135,46 +145,20 @@ def tree_attention_kernel(
         if split == 0:
             highest = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
             total = total + 1.0
-
     if PREFIX:
-        begin = 0
-        if WINDOW:
-            begin = tl.minimum(tl.maximum(tl.min(position, 0) - sliding_window + 1, 0), prefix).to(tl.int32)
-        span = tl.cdiv(tl.cdiv(prefix - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
-        begin = begin + split * span
-        end = tl.minimum(begin + span, prefix)
-        for start in range(begin, end, BLOCK_N):
-            index = start + tl.arange(0, BLOCK_N)
-            used = index < end
-            attends = valid[:, None] & used[None, :]
-            if WINDOW:
-                attends = attends & (position[:, None] - index[None, :] < sliding_window)
-                used = tl.max(attends.to(tl.int32), 0) != 0
-            highest, total, acc = _attend(
-                q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
-                k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
-                DOT_DTYPE,
-            )  # fmt: skip
-
+        highest, total, acc = _attend_prefix(
+            q, highest, total, acc, row, valid, split, prefix, positions, sliding_window, table, key_cache, value_cache,
+            kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap,
+            NUM_SPLITS, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+        )  # fmt: skip
     if split == NUM_SPLITS - 1:
-        for start in range(0, num_words * 64, BLOCK_N):
-            # BLOCK_N divides 64: a tile's bits lie in one word.
-            word = tl.load(tree_mask + row * mask_row + start // 64, mask=valid, other=0)
-            slot = start + tl.arange(0, BLOCK_N)
-            attends = ((word[:, None] >> (slot % 64).to(tl.int64)[None, :]) & 1) != 0
-            if SLOT_WINDOW:
-                anyone = tl.max(attends.to(tl.int32), 0) != 0
-                at = tl.load(slot_positions + request * slot_row + slot, mask=anyone, other=0)
-                attends = attends & (position[:, None] - at[None, :] < sliding_window)
-            used = tl.max(attends.to(tl.int32), 0) != 0
-            index = prefix + slot
-            # Masks may have words for more nodes than this tree has.
-            if tl.max(used.to(tl.int32), 0) != 0:
-                highest, total, acc = _attend(
-                    q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
-                    k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
-                    DOT_DTYPE,
-                )  # fmt: skip
+        if SLOT_WINDOW:
+            slot_positions += request * slot_row
+        highest, total, acc = _attend_slots(
+            q, highest, total, acc, row, valid, prefix, positions, sliding_window, tree_mask, mask_row, num_words,
+            slot_positions, table, key_cache, value_cache, kv_head, in_head, k_block, k_token, k_head, v_block, v_token,
+            v_head, score_scale, softcap, SLOT_WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+        )  # fmt: skip
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if V_SCALE:

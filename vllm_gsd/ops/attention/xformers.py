@@ -1,26 +1,28 @@
-"""Tree attention through xformers: another implementation to choose, and a witness that shares no code with ours.
+"""Tree attention through xformers: an alternative implementation, and a check that shares no code with ours.
 
-As ``xformers.ops.tree_attention`` does: the committed keys through its paged split-K kernel, the tree's keys with an
-explicit bias, both merged by log-sum-exp. xformers (0.0.35 or newer) is imported when this is first called.
+As in ``xformers.ops.tree_attention``, the paged split-K kernel attends the prefix, the same kernel with an explicit
+bias attends the tree's slots, and both results are merged by log-sum-exp. xformers (0.0.35 or newer) is imported at the
+first call.
 """
 
 from __future__ import annotations
 
 import itertools
+from types import ModuleType
 
 import torch
 
-from vllm_gsd.ops.attention.paged import check_inputs
+from vllm_gsd.ops.attention.paged_checks import check_inputs
 
 _HEAD_SIZES = (16, 32, 64, 128, 256)
-_PAGE = 64  # its split-K kernel's ``BLOCK_N``: it reads so many keys of a page at once
+_PAGE = 64  # ``BLOCK_N`` of the split-K kernel: the number of keys of a page that it reads at once
 
 
-def load_xformers():
-    """``xformers.ops.fmha``.
+def load_xformers() -> ModuleType:
+    """Return ``xformers.ops.fmha``.
 
     Raises:
-        ImportError: it is missing or does not load; one sentence.
+        ImportError: xformers is missing or does not load; one sentence.
     """
     try:
         from xformers.ops import fmha
@@ -49,78 +51,112 @@ def xformers_tree_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """What :func:`vllm_gsd.ops.attention.paged.paged_tree_attention` writes, by xformers.
+    """Write what :func:`vllm_gsd.ops.attention.paged.paged_tree_attention` writes; arguments as there.
 
     Takes bfloat16 and float16 with a cache of the same dtype, tokens before heads in memory (vLLM's NHD layout), blocks
-    of a multiple of 64 tokens, and head sizes 16 to 256 that are powers of two, on an SM80 or newer. Reads lengths on
-    the host, hence is not capture-safe.
+    of a multiple of 64 tokens, and head sizes 16 to 256 that are powers of two, on SM80 or newer. The lengths are read
+    on the host, so the call cannot be captured.
 
     Raises:
         ImportError: xformers is missing.
-        ValueError: inputs do not fit, or ask for a window, a soft cap, sinks, or what else it cannot do.
+        ValueError: inputs do not fit or are not supported, such as a window, a soft cap or sinks.
     """
     check_inputs(
         output, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-        sinks, None, None, None, None, None, None,
+        sinks=sinks,
     )  # fmt: skip
     _refuse(query, key_cache, sliding_window, softcap, sinks)
     fmha = load_xformers()
-    num_blocks, block_size, kv_heads, head_size = key_cache.shape
     starts, prefixes = query_start_loc.tolist(), prefix_lens.tolist()
     rows = [end - start for start, end in itertools.pairwise(starts)]
-    total, group = starts[-1], query.shape[1] // kv_heads
-    if not total:
+    if not starts[-1]:
         return
-
-    def by_group(tensor: torch.Tensor) -> torch.Tensor:
-        """Every KV head seen by each of its query heads: [1, tokens, KV heads, group, head size]."""
-        return tensor.reshape(1, -1, kv_heads, 1, head_size).expand(-1, -1, -1, group, -1)
-
-    heads = query[:total].reshape(1, total, kv_heads, group, head_size)
-    # Requests one after the other: the paged mask is block-diagonal.
-    bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
-        q_seqlen=rows, kv_seqlen=prefixes[: len(rows)], block_tables=block_table[: len(rows)].contiguous(),
-        page_size=block_size, device=query.device,
-    )  # fmt: skip
-    paged = (cache.view(num_blocks * block_size, kv_heads, head_size) for cache in (key_cache, value_cache))
+    heads = _by_kv_head(query[: starts[-1]], key_cache.shape[2])
+    caches, prefix_lens = (key_cache, value_cache), prefix_lens[: len(rows)]
     parts = [
-        fmha.memory_efficient_attention_partial(
-            heads, *map(by_group, paged), attn_bias=bias, scale=scale, op=fmha.triton_splitk.FwOp
-        )
+        _attend_prefix(fmha, heads, caches, block_table[: len(rows)], rows, prefixes[: len(rows)], scale),
+        _attend_slots(fmha, heads, caches, block_table, query_start_loc, prefix_lens, rows, tree_mask, scale),
     ]
-    # The tree's slots, each request padded to the same number of rows and slots.
-    most, slots = max(rows), 64 * tree_mask.shape[1]
-    request = torch.repeat_interleave(torch.arange(len(rows), device=query.device), torch.tensor(rows).to(query.device))
-    line = torch.arange(total, device=query.device) - query_start_loc.long()[request]
-    bits = torch.arange(64, device=query.device)
-    attends = (tree_mask[:total].unsqueeze(2) >> bits & 1).bool().flatten(1)
-    padded = query.new_full((len(rows), kv_heads, group, most, slots), -torch.inf)
-    padded[request, :, :, line] = torch.zeros_like(attends, dtype=query.dtype).masked_fill(~attends, -torch.inf)[
-        :, None, None
-    ]
-    padded_query = query.new_zeros((len(rows), most, kv_heads, group, head_size))
-    padded_query[request, line] = heads[0]
-    index = prefix_lens[: len(rows), None].long() + torch.arange(slots, device=query.device)
-    # Slots behind the table are attended by nobody; any block will do for them.
-    block = block_table.gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1)).long().clamp(min=0)
-    key, value = (
-        cache[block, index % block_size].unsqueeze(3).expand(-1, -1, -1, group, -1)
-        for cache in (key_cache, value_cache)
-    )
-    used = torch.zeros(len(rows), slots, dtype=torch.bool, device=query.device)
-    used.index_put_((request[:, None], torch.arange(slots, device=query.device)[None]), attends, accumulate=True)
-    key, value = (tensor.masked_fill(~used[:, :, None, None, None], 0) for tensor in (key, value))
-    tree, tree_lse = fmha.memory_efficient_attention_partial(
-        padded_query, key, value, attn_bias=padded, scale=scale, op=fmha.triton_splitk.FwOp
-    )
-    parts.append((tree[request, line].unsqueeze(0), tree_lse.permute(1, 2, 0, 3)[:, :, request, line].unsqueeze(0)))
     merged, _ = fmha.merge_attentions(
         [part for part, _ in parts], [lse for _, lse in parts], write_lse=False, output_dtype=output.dtype
     )
-    output[:total] = merged.reshape(total, -1, head_size)
+    output[: starts[-1]] = merged.reshape(starts[-1], *output.shape[1:])
 
 
-def _refuse(query, key_cache, sliding_window, softcap, sinks) -> None:
+def _by_kv_head(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Query heads grouped by KV head, ``[rows, kv_heads, group, head_size]``."""
+    rows, num_heads, head_size = query.shape
+    return query.reshape(rows, kv_heads, num_heads // kv_heads, head_size)
+
+
+def _attend_prefix(
+    fmha: ModuleType,
+    heads: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    block_table: torch.Tensor,
+    rows: list[int],
+    prefixes: list[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the prefixes: output ``[1, rows, kv_heads, group, head_size]`` and its log-sum-exp."""
+    num_blocks, block_size, kv_heads, head_size = caches[0].shape
+    # The paged mask is block-diagonal: requests lie one after the other in a batch of one.
+    bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+        q_seqlen=rows, kv_seqlen=prefixes, block_tables=block_table.contiguous(), page_size=block_size,
+        device=heads.device,
+    )  # fmt: skip
+    key, value = (
+        cache.view(1, num_blocks * block_size, kv_heads, 1, head_size).expand(-1, -1, -1, heads.shape[2], -1)
+        for cache in caches
+    )
+    return fmha.memory_efficient_attention_partial(
+        heads[None], key, value, attn_bias=bias, scale=scale, op=fmha.triton_splitk.FwOp
+    )
+
+
+def _attend_slots(
+    fmha: ModuleType,
+    heads: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    rows: list[int],
+    tree_mask: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the trees' slots, shaped as in ``_attend_prefix``; requests are padded to equal rows and slots."""
+    device, (total, kv_heads, group, head_size) = heads.device, heads.shape
+    request = torch.repeat_interleave(torch.arange(len(rows), device=device), torch.tensor(rows).to(device))
+    line = torch.arange(total, device=device) - query_start_loc.long()[request]
+    attends = (tree_mask[:total].unsqueeze(2) >> torch.arange(64, device=device) & 1).bool().flatten(1)
+    slots = torch.arange(attends.shape[1], device=device)
+    bias = heads.new_full((len(rows), kv_heads, group, max(rows), len(slots)), -torch.inf)
+    bias[request, :, :, line] = heads.new_zeros(attends.shape).masked_fill(~attends, -torch.inf)[:, None, None]
+    query = heads.new_zeros((len(rows), max(rows), kv_heads, group, head_size))
+    query[request, line] = heads
+    used = torch.zeros(len(rows), len(slots), dtype=torch.bool, device=device)
+    used.index_put_((request[:, None], slots[None]), attends, accumulate=True)
+    index, block_size = prefix_lens[:, None].long() + slots, caches[0].shape[1]
+    # No row attends the slots beyond the block table, so any block will do for them.
+    block = block_table.gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1)).long().clamp(min=0)
+    key, value = (
+        cache[block, index % block_size]
+        .unsqueeze(3)
+        .expand(-1, -1, -1, group, -1)
+        .masked_fill(~used[:, :, None, None, None], 0)
+        for cache in caches
+    )
+    attention, lse = fmha.memory_efficient_attention_partial(
+        query, key, value, attn_bias=bias, scale=scale, op=fmha.triton_splitk.FwOp
+    )
+    return attention[request, line].unsqueeze(0), lse.permute(1, 2, 0, 3)[:, :, request, line].unsqueeze(0)
+
+
+def _refuse(
+    query: torch.Tensor, key_cache: torch.Tensor, sliding_window: int, softcap: float, sinks: torch.Tensor | None
+) -> None:
+    block_size = key_cache.shape[1]
     for name, asked in (
         ("a sliding window", sliding_window > 0),
         ("a soft cap", softcap != 0),
@@ -129,12 +165,12 @@ def _refuse(query, key_cache, sliding_window, softcap, sinks) -> None:
         (f"{query.dtype}", query.dtype == torch.float32),
         (f"head size {query.shape[2]}", query.shape[2] not in _HEAD_SIZES),
         ("a cache with heads before tokens in memory", not _flat(key_cache)),
-        (f"blocks of {key_cache.shape[1]} tokens (a multiple of {_PAGE} it does)", key_cache.shape[1] % _PAGE != 0),
+        (f"blocks of {block_size} tokens, only of a multiple of {_PAGE}", block_size % _PAGE != 0),
     ):
         if asked:
             raise ValueError(f"tree attention by xformers does not support {name}; choose another implementation")
 
 
 def _flat(cache: torch.Tensor) -> bool:
-    """Whether blocks and tokens are one dimension in memory."""
+    """Whether blocks and tokens can be viewed as one dimension."""
     return cache.stride(0) == cache.shape[1] * cache.stride(1)

@@ -1,4 +1,4 @@
-"""Flattening on the device: exactly what ``method.flatten`` does on the host, by a table instead of a heap."""
+"""Flattening on the device; the results equal those of ``method.flatten``, but a table replaces its heap."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from vllm_gsd.ops.growth.state import WORD, DeviceGraphs, one_bit, rows_of
 class DeviceTrees(NamedTuple):
     """Flattened graphs of a batch; place 0 is the first node below the root.
 
-    Shapes: ``[num_graphs, num_places]`` unless stated otherwise. Behind ``size`` there are zeros, and NONE for parents.
+    Shapes: ``[num_graphs, num_places]`` unless stated otherwise. Places from ``size`` on hold zeros, and NONE as
+    parent.
     """
 
     token: torch.Tensor  # int64
@@ -53,10 +54,10 @@ def flatten_graphs(
     """Unroll every graph of the batch, best first.
 
     Args:
-        num_places: places to fill at most; num_nodes: int64 ``[num_graphs]``, of each graph, at most that.
-        max_depth: int64 ``[num_graphs]``, deepest place allowed.
-        factor: of ``planner.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
-        trust: of ``SourceTrust``, float32 ``[num_graphs, sources]``.
+        num_places: places of each tree; num_nodes: int64 ``[num_graphs]``, node budgets, at most ``num_places``.
+        max_depth: int64 ``[num_graphs]``, maximum depth of a place.
+        factor: the factors of ``planner.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
+        trust: the result of ``SourceTrust.of``, float32 ``[num_graphs, sources]``.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
@@ -94,19 +95,24 @@ def flatten_graphs(
     return trees
 
 
-def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, trust) -> DeviceTrees:
+def _flatten_reference(
+    graphs: DeviceGraphs,
+    num_places: int,
+    num_nodes: torch.Tensor,
+    max_depth: torch.Tensor,
+    factor: torch.Tensor,
+    trust: torch.Tensor,
+) -> DeviceTrees:
     """``flatten_graphs`` in plain PyTorch."""
     device, count, capacity = graphs.size.device, len(graphs.size), graphs.capacity
-    # What can be reached in one step, by the place it was reached from: row 0 is the root's, row 1 + p is place p's.
-    # Rows in order of expansion and columns in order of creation: the first best is whom a heap would give.
+    # The value of each child by its parent place: row 0 is the root's, row 1 + p is place p's. Rows are in order of
+    # expansion and columns in order of creation, so the first maximum is the one that the heap would give.
     worth = torch.full((count, 1 + num_places, capacity), -math.inf, device=device)
     whole, real = torch.zeros((count, 1 + num_places), dtype=torch.int64, device=device), graphs.real()
     token, parent, depth, node = whole.clone(), torch.full_like(whole, NONE), whole.clone(), whole.clone()
     crossed = torch.zeros_like(whole, dtype=torch.bool)
     likely, chance = (torch.ones(whole.shape, device=device) for _ in range(2))
-    kind = torch.full_like(graphs.origin, NONE)
-    for origin, source in ((ORIGIN_NGRAM, NGRAM), (ORIGIN_SHARED, SHARED), (ORIGIN_AGREED, AGREED)):
-        kind = torch.where(graphs.origin == origin, source, kind)
+    kind = _sources_of_copies(graphs.origin)
     kind, merged, prob = (values[:, :capacity] for values in (kind, graphs.merged, graphs.prob))
     size = torch.zeros_like(graphs.size)
     going = torch.ones_like(size, dtype=torch.bool)
@@ -128,17 +134,13 @@ def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, tr
         worth.view(count, -1).scatter_(1, best[:, None], -math.inf)
         above, child = (best // capacity)[:, None], (best % capacity)[:, None]
         place, taken = row + 1, going[:, None]
-
-        def keep(values: torch.Tensor, at: int, new: torch.Tensor, taken: torch.Tensor) -> None:
-            values[:, at : at + 1] = torch.where(taken, new, values[:, at : at + 1])
-
-        keep(token, place, graphs.token.gather(1, child), taken)
-        keep(parent, place, above - 1, taken)
-        keep(depth, place, depth.gather(1, above) + 1, taken)
-        keep(node, place, child, taken)
-        keep(crossed, place, crossed.gather(1, above), taken)
-        keep(likely, place, likely.gather(1, above) * graphs.prob.gather(1, child), taken)
-        keep(chance, place, value, taken)
+        _put(token, place, graphs.token.gather(1, child), taken)
+        _put(parent, place, above - 1, taken)
+        _put(depth, place, depth.gather(1, above) + 1, taken)
+        _put(node, place, child, taken)
+        _put(crossed, place, crossed.gather(1, above), taken)
+        _put(likely, place, likely.gather(1, above) * graphs.prob.gather(1, child), taken)
+        _put(chance, place, value, taken)
         size += going
     filled = torch.arange(num_places, device=device) < size[:, None]
     node, crossed = node[:, 1:], crossed[:, 1:]
@@ -154,22 +156,37 @@ def _flatten_reference(graphs, num_places: int, num_nodes, max_depth, factor, tr
     )
 
 
-def _calibrated(factor, source, depth, survival) -> torch.Tensor:
-    """Chance that a node is accepted, as ``method.cells.calibrated``; float32 ``[num_graphs, C]``."""
+def _sources_of_copies(origin: torch.Tensor) -> torch.Tensor:
+    """The source of each copied node, int64 ``[num_graphs, C + 1]``; NONE for a drafted one."""
+    kind = torch.full_like(origin, NONE)
+    for copied, source in ((ORIGIN_NGRAM, NGRAM), (ORIGIN_SHARED, SHARED), (ORIGIN_AGREED, AGREED)):
+        kind = torch.where(origin == copied, source, kind)
+    return kind
+
+
+def _put(values: torch.Tensor, column: int, new: torch.Tensor, taken: torch.Tensor) -> None:
+    """Write ``new`` ``[num_graphs, 1]`` to a column of the graphs that are ``taken``."""
+    values[:, column : column + 1] = torch.where(taken, new, values[:, column : column + 1])
+
+
+def _calibrated(
+    factor: torch.Tensor, source: torch.Tensor, depth: torch.Tensor, survival: torch.Tensor
+) -> torch.Tensor:
+    """Probability that a node is accepted, as ``method.cells.calibrated``; float32 ``[num_graphs, C]``."""
     cell = sum((survival <= 0.5**halved).long() for halved in range(1, NUM_BINS))
     index = (source * NUM_DEPTHS + depth.clamp(max=NUM_DEPTHS) - 1) * NUM_BINS + cell
     return (survival * factor.flatten()[index]).clamp(max=1.0)
 
 
 def row_masks(parent: torch.Tensor) -> torch.Tensor:
-    """Attention masks of trees' rows, root first: a row sees itself and its ancestors.
+    """Attention masks of the rows of trees, root first: a row attends itself and its ancestors.
 
     Args:
-        parent: int64 ``[num_trees, num_places]``, as in ``DeviceTrees``.
+        parent: int64 ``[num_trees, num_places]``, of ``DeviceTrees``.
 
     Returns:
-        int64 ``[num_trees, 1 + num_places, words]``; bit j of word w stands for row 64 * w + j, row 0 is the root's.
-        What lies behind a tree's size is taken for children of the root, which nobody sees.
+        int64 ``[num_trees, 1 + num_places, words]``; bit j of word w stands for row 64 * w + j, and row 0 is the
+        root's. Places from a tree's size on count as children of the root; no other row attends them.
     """
     num_trees, num_places = parent.shape
     words = num_places // WORD + 1

@@ -1,7 +1,6 @@
-"""Level-wise growth on the device: exactly what ``method.growth`` and ``method.draft_level`` do on the host.
+"""Level-wise growth on the device; the results equal those of ``method.growth`` and ``method.draft_level`` on the host.
 
-Frontiers are padded: level by level every graph has as many places as any may have, and those behind
-``frontier_len`` do nothing.
+Frontiers are padded: all graphs have the same number of places, and those after ``frontier_len`` are ignored.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from vllm_gsd.ops.growth.state import DeviceGraphs, append, bits, has_bit, one_b
 
 
 class LevelRows(NamedTuple):
-    """Rows of a draft forward, ``[num_graphs, width]``; those that are not ``real`` have zeros everywhere."""
+    """Rows of a draft forward, ``[num_graphs, width]``; all fields are 0 in rows that are not ``real``."""
 
     token: torch.Tensor  # int64
     depth: torch.Tensor  # int64
-    slot: torch.Tensor  # int64, the node's own draft KV slot, counted per request
-    mask: torch.Tensor  # int64 [num_graphs, width, words], slots that the row attends, its own included
+    slot: torch.Tensor  # int64, the node's draft KV slot, counted per request
+    mask: torch.Tensor  # int64 [num_graphs, width, words], slots that the row attends, including its own
     real: torch.Tensor  # bool
 
 
 def survival_floor(graphs: DeviceGraphs, num_nodes: torch.Tensor) -> torch.Tensor:
-    """Survival of each graph's ``num_nodes``-th best node, float32 ``[num_graphs]``: 0 while there are fewer.
+    """Survival of each graph's ``num_nodes``-th best node, float32 ``[num_graphs]``; 0 if there are fewer nodes.
 
     Args:
         num_nodes: int64 ``[num_graphs]``, at least 1.
@@ -56,17 +55,17 @@ def add_candidates(
     """Add the draft model's candidates below the frontier nodes; updates ``graphs``.
 
     Args:
-        frontier: int64 ``[num_graphs, width]``, different nodes of each graph that are no merged edges.
-        frontier_len: int64 ``[num_graphs]``, how many of them count.
-        tokens: int64 ``[num_graphs, width, k]``, candidates of each, best first; negative: none.
-        probs: float32, the same.
+        frontier: int64 ``[num_graphs, width]``, distinct nodes of each graph, none of them a merged edge.
+        frontier_len: int64 ``[num_graphs]``, number of places in use.
+        tokens: int64 ``[num_graphs, width, k]``, candidates of each, best first; negative for none.
+        probs: float32 ``[num_graphs, width, k]``.
         num_nodes: int64 ``[num_graphs]``, node budgets, at least 1.
-        theta_sib: a candidate below ``theta_sib`` x its best sibling is dropped.
-        merge_ngram: int64 ``[num_graphs]``, tokens that must agree for two nodes to be one; 0: nothing is merged.
-        longest_ngram: at least the most of them; 0 where the graphs were started without ``merging``.
+        theta_sib: a candidate below ``theta_sib`` times its best sibling is dropped.
+        merge_ngram: int64 ``[num_graphs]``, length of the n-grams by which nodes merge; 0 turns merging off.
+        longest_ngram: upper bound of ``merge_ngram``; 0 if the graphs were started without ``merging``.
 
     Returns:
-        int64 ``[3]``: candidates that were added, those of them that became merged edges, and candidates dropped.
+        int64 ``[3]``: candidates added, those of them that became merged edges, and candidates dropped.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
@@ -88,7 +87,7 @@ def add_candidates(
     parent = frontier[:, :, None].expand_as(tokens).flatten(1)
     token = tokens.flatten(1)
     known = _is_known(graphs, frontier, tokens).flatten(1)
-    # Of candidates with one token, the first that is not dropped becomes the child.
+    # Among candidates with the same token, the first that is not dropped becomes the child.
     same = (tokens[:, :, :, None] == tokens[:, :, None, :]) & strong.view_as(tokens)[:, :, None, :]
     earlier = torch.ones(num_candidates, num_candidates, dtype=torch.bool, device=device).tril(-1)
     again = (same & earlier).any(3).flatten(1)
@@ -97,14 +96,14 @@ def add_candidates(
     merged = torch.zeros_like(graphs.size)
     if longest_ngram:
         merged = _merge(graphs, parent, node, merge_ngram, longest_ngram)
-    # A repeated token is passed over in silence, but not where its first had no room.
+    # A repeated token does not count as dropped, unless there was no room for its first candidate.
     lost = strong & ~known & _repeats(tokens, strong & ~known & ~again & ~added)
     dropped = (asked & weak).flatten(1) | lost
     return torch.stack([added.sum(), merged.sum(), dropped.sum()])
 
 
 def _is_known(graphs: DeviceGraphs, frontier: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Whether the frontier node has a child with the candidate's token already, bool as ``tokens``."""
+    """Whether the frontier node already has a child with the candidate's token, bool of ``tokens``' shape."""
     capacity = graphs.capacity
     below = graphs.parent[:, None, :capacity] == frontier[:, :, None]
     same = graphs.token[:, None, None, :capacity] == tokens[:, :, :, None]
@@ -120,17 +119,17 @@ def _repeats(tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def _merge(
     graphs: DeviceGraphs, parent: torch.Tensor, node: torch.Tensor, merge_ngram: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Turn new nodes into merged edges, one after the other: each changes where the next may lead.
+    """Turn new nodes into merged edges, one after the other, since each changes what the next may point to.
 
     Args:
-        parent, node: int64 ``[num_graphs, n]``, of nodes added last; node C: there is none.
+        parent, node: int64 ``[num_graphs, n]``, the nodes added last and their parents; node C for none.
 
     Returns:
-        int64 ``[num_graphs]``, how many of them were merged.
+        int64 ``[num_graphs]``, number of nodes that were merged.
     """
     capacity, words = graphs.capacity, graphs.above.shape[2]
     number = torch.arange(capacity, device=node.device)
-    # What comes before a node in the graph or before itself in this call, but not the root.
+    # Targets come before the new node, and the root is none.
     candidate = _same_ngrams(graphs, node, merge_ngram, longest)
     candidate &= (number > 0) & (number < node[:, :, None]) & (node < capacity)[:, :, None]
     candidate &= (merge_ngram > 0)[:, None, None]
@@ -151,33 +150,33 @@ def _merge_reference(graphs: DeviceGraphs, candidate: torch.Tensor, parent: torc
     """``merge_nodes_kernel`` in plain PyTorch.
 
     Args:
-        candidate: bool ``[num_graphs, n, C]``, nodes that each new one could continue as, were there no cycles.
+        candidate: bool ``[num_graphs, n, C]``, possible targets of each new node, including those that close a cycle.
     """
     capacity, words = graphs.capacity, graphs.above.shape[2]
     for place in range(node.shape[1]):
         above = rows_of(graphs.above, parent[:, place : place + 1])
-        # A node from which the parent can be reached is refused; others are the better the older they are.
+        # Refuse targets that reach the parent, which would close a cycle. Take the oldest of the others.
         fits = candidate[:, place] & (graphs.merged[:, :capacity] == NONE) & ~bits(above).squeeze(1)[:, :capacity]
         found, target = fits.any(1), fits.int().argmax(1)
         own = node[:, place : place + 1]
         graphs.merged.scatter_(1, own, torch.where(found, target, NONE)[:, None])
-        # Whatever can be reached from the target can now be reached from above the new edge.
+        # The parent and its ancestors now reach everything that the target reaches.
         joined = has_bit(graphs.above, target) & found[:, None]
         graphs.above.bitwise_or_(torch.where(joined[:, :, None], above.expand(-1, 1, words), 0))
-    graphs.merged[:, capacity] = NONE  # nobody's column
+    graphs.merged[:, capacity] = NONE  # the padding column
 
 
 def _same_ngrams(graphs: DeviceGraphs, node: torch.Tensor, length: torch.Tensor, longest: int) -> torch.Tensor:
-    """Whether the n-grams that end at two nodes are the same, bool ``[num_graphs, n, C]``.
+    """Whether the n-grams that end at two nodes are equal, bool ``[num_graphs, n, C]``.
 
-    An n-gram that is longer than its path reaches back over the root into the committed context. Behind the end of
-    what is known of that, two paths are the same only if they met before.
+    An n-gram that is longer than its path continues before the root, in the committed context. Beyond the known
+    context, two n-grams are equal only if their paths met before.
 
     Args:
         node: int64 ``[num_graphs, n]``; length: int64 ``[num_graphs]``, at most ``longest``.
     """
     capacity = graphs.capacity
-    # Where each node's path stands: a node, or below 0 the place -1 - i of the context.
+    # The current end of each node's path: a node, or -1 - i for place i of the context.
     at = torch.arange(capacity + 1, device=node.device).expand_as(graphs.token)
     same = torch.ones((*node.shape, capacity), dtype=torch.bool, device=node.device)
     for step in range(longest):
@@ -201,14 +200,14 @@ def next_frontier(
     """Choose the nodes to draft from next, best survival first.
 
     Args:
-        first_new: int64 ``[num_graphs]``, nodes before it were considered in an earlier level.
+        first_new: int64 ``[num_graphs]``, first node that no earlier level has considered.
         num_nodes: int64 ``[num_graphs]``, node budgets, at least 1.
-        room: int64 ``[num_graphs]``, draft KV slots still free.
+        room: int64 ``[num_graphs]``, free draft KV slots.
         theta_prob: survival below which a node is not expanded.
-        width: places of the frontier.
+        width: number of places of the frontier.
 
     Returns:
-        frontier int64 ``[num_graphs, width]``, 0 where there is none, and how many there are, int64 ``[num_graphs]``.
+        frontier int64 ``[num_graphs, width]``, 0 in unused places, and number of nodes in it, int64 ``[num_graphs]``.
     """
     capacity = graphs.capacity
     survival = graphs.survival[:, :capacity]
@@ -225,18 +224,18 @@ def next_frontier(
 def level_rows(
     graphs: DeviceGraphs, used: torch.Tensor, masks: torch.Tensor, frontier: torch.Tensor, frontier_len: torch.Tensor
 ) -> LevelRows:
-    """Give every frontier node a draft KV slot and make the rows of the draft model's next forward.
+    """Give every frontier node a draft KV slot and build the rows of the draft model's next forward.
 
     Args:
-        used: int64 ``[num_graphs]``, slots given out so far; updated.
-        masks: int64 ``[num_graphs, C + 1, words]``, slots of a node and its ancestors; updated.
-        frontier, frontier_len: int64 ``[num_graphs, width]`` and ``[num_graphs]``; the root is not drafted here.
+        used: int64 ``[num_graphs]``, slots allocated so far; updated.
+        masks: int64 ``[num_graphs, C + 1, words]``, slots of each node and its ancestors; updated.
+        frontier, frontier_len: int64 ``[num_graphs, width]`` and ``[num_graphs]``, without roots.
     """
     places = torch.arange(frontier.shape[1], device=frontier.device)
     real = places < frontier_len[:, None]
     slot = torch.where(real, used[:, None] + places, 0)
     parent = graphs.parent.gather(1, frontier).clamp(min=0)
-    # The root's key and value lie in the committed part, so nodes below it start from no slot.
+    # The root's key and value are in the committed text, so its children inherit no slot.
     mask = torch.where((parent == 0)[:, :, None], 0, rows_of(masks, parent)) | one_bit(slot, masks.shape[2])
     mask = torch.where(real[:, :, None], mask, 0)
     node = torch.where(real, frontier, graphs.capacity)

@@ -1,8 +1,8 @@
-"""Token graphs of a batch as tensors of one device: what ``method.graph`` keeps in arrays, for growth without the host.
+"""Token graphs of a batch as device tensors: the counterpart of ``method.graph``, for growth without the host.
 
-Capture-safe, as everything in ``graph_*``: shapes depend on shapes and numbers alone, nothing is read back, and no
-branch is taken on what a tensor holds. What ``core`` does with loops over lists of children is done by comparing all
-nodes at once; nodes are numbered in the order in which ``core`` would have added them, so that ties fall alike.
+All functions here and in ``growth.api``, ``ngram`` and ``flatten`` are safe to capture: shapes depend on shapes and
+numbers only, nothing is read back, and no branch depends on a tensor's content. Where ``method`` walks lists of
+children, they compare all nodes at once. Nodes have the same numbers as in ``method``, so ties break in the same way.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ WORD = 64  # bits of a word
 
 
 class DeviceGraphs(NamedTuple):
-    """Graphs of a batch; row ``b`` is one request's, C its capacity.
+    """Graphs of a batch; row ``b`` belongs to one request, and C is the capacity.
 
-    Shapes: ``[num_graphs, C + 1]`` unless stated otherwise; column C takes what is written nowhere and is no node.
-    Node numbers are int64, which is what indexing takes. All tensors are updated in place.
+    Shapes: ``[num_graphs, C + 1]`` unless stated otherwise. Column C is padding: it takes discarded writes. Node
+    numbers are int64, the type of indices. All tensors are updated in place.
     """
 
     token: torch.Tensor  # int64
-    parent: torch.Tensor  # int64, NONE for the root and where there is no node
+    parent: torch.Tensor  # int64, NONE for the root and unused nodes
     depth: torch.Tensor  # int64
     prob: torch.Tensor  # float32
     survival: torch.Tensor  # float32
     origin: torch.Tensor  # int64, ORIGIN_*
-    merged: torch.Tensor  # int64, NONE where the node is no merged edge
+    merged: torch.Tensor  # int64, target of a merged edge, else NONE
     size: torch.Tensor  # int64 [num_graphs], nodes in use
     context: torch.Tensor  # int64 [num_graphs, MAX_CONTEXT], tokens before the root, nearest first; NONE pads
-    # int64 [num_graphs, C + 1, words], bit j of a node's word w: a walk down from node 64 * w + j can arrive at it.
-    # No words where nothing is to be merged.
+    # int64 [num_graphs, C + 1, words], bit j of a node's word w is set if a walk down from node 64 * w + j reaches
+    # the node. There are no words without merging.
     above: torch.Tensor
 
     @property
     def capacity(self) -> int:
-        """Most nodes a graph can hold, root included."""
+        """Maximum number of nodes of a graph, including the root."""
         return self.token.shape[1] - 1
 
     def real(self) -> torch.Tensor:
@@ -48,13 +48,13 @@ class DeviceGraphs(NamedTuple):
 
 
 def start_graphs(texts: torch.Tensor, length: torch.Tensor, capacity: int, merging: bool) -> DeviceGraphs:
-    """Lone roots: the last token of each text, which knows the tokens before it.
+    """Create graphs with a root only: the last token of each text, with the tokens before it as context.
 
     Args:
         texts: int64 or int32 ``[num_graphs, most]``, committed tokens.
-        length: int64 ``[num_graphs]``, tokens in use of each text, from 1.
-        capacity: most nodes of a graph, root included.
-        merging: whether ``add_candidates`` may merge.
+        length: int64 ``[num_graphs]``, tokens in use of each text, at least 1.
+        capacity: maximum number of nodes of a graph, including the root.
+        merging: whether ``add_candidates`` may merge nodes.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or there is no room for a root.
@@ -66,7 +66,7 @@ def start_graphs(texts: torch.Tensor, length: torch.Tensor, capacity: int, mergi
         raise ValueError(f"capacity is {capacity}, but must be at least 1")
     shape = (count, capacity + 1)
 
-    def filled(value, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def filled(value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
     back = length[:, None] - 1 - torch.arange(1 + MAX_CONTEXT, device=device)
@@ -99,14 +99,14 @@ def append(
     wanted: torch.Tensor,
     origin: int,
 ) -> torch.Tensor:
-    """Add nodes in the order given, as long as there is room; they may be no parents of one another.
+    """Add nodes in the given order while there is room; none may be the parent of another.
 
     Args:
-        parent, token: int64 ``[num_graphs, n]``; prob: float32; wanted: bool, which of them to add.
-        origin: of all of them.
+        parent, token: int64 ``[num_graphs, n]``; prob: float32; wanted: bool, which nodes to add.
+        origin: the origin of all nodes.
 
     Returns:
-        int64 ``[num_graphs, n]``, the nodes; C where none was added.
+        int64 ``[num_graphs, n]``, the added nodes; C for one that was not added.
     """
     capacity = graphs.capacity
     node = graphs.size[:, None] + wanted.cumsum(1) - 1
@@ -125,7 +125,7 @@ def append(
 
 
 def find_child(graphs: DeviceGraphs, parent: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """The child of ``parent`` that carries ``token``, int64 as both of them: ``[num_graphs, n]``; NONE for none."""
+    """The child of ``parent`` that carries ``token``, or NONE; all int64 ``[num_graphs, n]``."""
     capacity = graphs.capacity
     is_child = (graphs.parent[:, None, :capacity] == parent[:, :, None]) & (
         graphs.token[:, None, :capacity] == token[:, :, None]
@@ -134,19 +134,19 @@ def find_child(graphs: DeviceGraphs, parent: torch.Tensor, token: torch.Tensor) 
 
 
 def rows_of(values: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
-    """``[num_graphs, n, words]``, the rows of ``values`` ``[num_graphs, C + 1, words]`` that ``node`` names."""
+    """The rows ``[num_graphs, n, words]`` of ``values`` ``[num_graphs, C + 1, words]`` at ``node``."""
     return values.gather(1, node[:, :, None].expand(-1, -1, values.shape[2]))
 
 
 def one_bit(place: torch.Tensor, words: int) -> torch.Tensor:
-    """Masks of that many words with one bit each, int64 ``[*place.shape, words]``; none for a place they lack."""
+    """Masks with the bit ``place`` set, int64 ``[*place.shape, words]``; 0 for a place beyond the words."""
     word = torch.arange(words, device=place.device)
     bit = torch.ones_like(place) << (place % WORD)
     return torch.where(word == place[..., None] // WORD, bit[..., None], 0)
 
 
 def has_bit(masks: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Whether masks int64 ``[num_graphs, n, words]`` have the bit of each graph's place ``[num_graphs]``: bool."""
+    """Whether masks int64 ``[num_graphs, n, words]`` have the bit at each graph's ``place`` ``[num_graphs]``, bool."""
     word = masks.gather(2, (place // WORD)[:, None, None].expand(-1, masks.shape[1], 1)).squeeze(2)
     return (word >> (place % WORD)[:, None] & 1).bool()
 

@@ -1,1 +1,1 @@
-"""Moving the KV of accepted nodes to contiguous slots."""
+"""Compaction: moving the KV of accepted nodes to contiguous slots."""

@@ -1,4 +1,4 @@
-"""Compaction: moving the keys and values of accepted nodes to where the sequence continues."""
+"""Compaction on CPUs: move the keys and values of accepted nodes to contiguous slots."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def move_kv(
 ) -> None:
     """Copy the key and the value of slot ``src_slots[i]`` to slot ``dst_slots[i]``, in every cache.
 
-    As if every read came before every write: sources and destinations may overlap.
+    The result is as if all reads came before all writes, so sources and destinations may overlap.
 
     Args:
         kv_caches: one cache per layer, ``[num_blocks, kv_heads, block_size, 2 * head_size]`` of any 2- or
             4-byte dtype. The caches must not share memory.
-        layouts: of the caches' pages; one for all, or one for each.
-        src_slots, dst_slots: int64 ``[m]``, each ``block * block_size + offset``; m may be 0. No destination
-            may occur twice.
+        layouts: the layouts of the caches' pages: one for all caches, or one per cache.
+        src_slots, dst_slots: int64 ``[m]``, each ``block * block_size + offset``; m may be 0. Destinations
+            must be distinct.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a slot lies outside of a cache.

@@ -1,10 +1,9 @@
 """The order of the elements inside a page of vLLM's CPU KV cache.
 
-A layer's cache is ``[num_blocks, kv_heads, block_size, 2 * head_size]``. For one block and one KV head it
-holds a page of keys and, behind it, a page of values, ``block_size * head_size`` elements each. Which order
-they have inside a page depends on the instruction set that vLLM runs with (keys transposed, pairs interleaved
-for AMX...), but every order it uses is separable: the element of token ``t`` and dimension ``d`` lies at
-``token[t] + dim[d]``.
+A layer's cache is ``[num_blocks, kv_heads, block_size, 2 * head_size]``. For each block and KV head it holds a page of
+keys and after it a page of values, with ``block_size * head_size`` elements each. The order inside a page depends on
+the instruction set that vLLM uses: keys may be transposed, or pairs interleaved for AMX. Every order is separable: the
+element of token ``t`` and dimension ``d`` lies at ``token[t] + dim[d]``.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import torch
 #: (int64 ``[n]``) of two caches ``[num_blocks, kv_heads, block_size, head_size]``.
 WriteRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-_DIGIT = 128  # ids are written in digits of this base: exact in bfloat16
+_DIGIT = 128  # numbers are written in digits of this base, which are exact in bfloat16
 
 
 def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The key and the value pages of a cache, as views ``[num_blocks, kv_heads, block_size, head_size]``."""
+    """The key pages and the value pages of a cache, as views ``[num_blocks, kv_heads, block_size, head_size]``."""
     num_blocks, kv_heads, block_size, _ = kv_cache.shape
     key, value = kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
     return key, value
@@ -31,7 +30,7 @@ def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class KVLayout:
-    """Where the element of a token and a dimension lies in its page, for keys and for values.
+    """Addresses of the elements inside a page, for keys and for values.
 
     ``key_token`` and ``value_token`` are int32 ``[block_size]``, ``key_dim`` and ``value_dim`` int32
     ``[head_size]``; the element lies at ``token[t] + dim[d]``.
@@ -52,18 +51,18 @@ class KVLayout:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """The four tables one after the other, as the kernels take them."""
+        """The four tables concatenated, as the kernels take them."""
         return torch.cat([self.key_token, self.key_dim, self.value_token, self.value_dim])
 
     @classmethod
     def plain(cls, block_size: int, head_size: int) -> KVLayout:
-        """Keys and values ``[block_size, head_size]``."""
+        """The layout with keys and values ``[block_size, head_size]``."""
         token, dim = _steps(block_size, head_size), _steps(head_size, 1)
         return cls(token, dim, token, dim)
 
     @classmethod
     def transposed(cls, block_size: int, head_size: int) -> KVLayout:
-        """Keys ``[head_size, block_size]``, values ``[block_size, head_size]``: vLLM's "vec" and "vec16"."""
+        """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values as in ``plain``."""
         return cls(
             key_token=_steps(block_size, 1),
             key_dim=_steps(head_size, block_size),
@@ -73,19 +72,19 @@ class KVLayout:
 
     @classmethod
     def probe(cls, write: WriteRows, block_size: int, head_size: int, dtype: torch.dtype) -> KVLayout:
-        """Find the layout by writing token and dimension numbers and looking where they arrive.
+        """Find the layout: write token and dimension numbers into a cache and see where they end up.
 
         Args:
             write: stores keys and values, see :data:`WriteRows`; called with 2 blocks, 2 KV heads and
                 ``2 * block_size`` rows of ``dtype`` at most.
-            dtype: of the cache; any in which the integers -1 to 127 are exact.
+            dtype: dtype of the cache, in which the integers -1 to 127 must be exact.
 
         Raises:
-            ValueError: what ``write`` does is not a separable order inside pages of that size.
+            ValueError: ``write`` does not use a separable order inside pages of that size.
         """
 
         def written(numbers: torch.Tensor) -> torch.Tensor:
-            """The caches after ``numbers`` [block_size, head_size] went to block 1; -1 where nothing did."""
+            """The caches after writing ``numbers`` [block_size, head_size] to block 1; -1 where nothing was written."""
             rows = numbers.to(dtype).unsqueeze(1).expand(block_size, 2, head_size).contiguous()
             kv_cache = torch.full((2, 2, block_size, 2 * head_size), -1, dtype=dtype)
             write(rows, rows.clone(), *pages_of(kv_cache), torch.arange(block_size, 2 * block_size))
@@ -106,7 +105,7 @@ class KVLayout:
         return cls(key_token, key_dim, value_token, value_dim)
 
     def check(self, kv_cache: torch.Tensor) -> None:
-        """Raise ValueError if ``kv_cache`` does not have the shape and strides that this layout is for."""
+        """Raise ValueError unless ``kv_cache`` has the shape and strides of this layout."""
         if kv_cache.dim() != 4 or kv_cache.shape[2:] != (self.block_size, 2 * self.head_size):
             raise ValueError(
                 f"the layout is for a KV cache [num_blocks, kv_heads, {self.block_size}, "
@@ -127,7 +126,7 @@ class KVLayout:
         )
 
     def write(self, kv_cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store what :meth:`read` reads."""
+        """Write keys and values ``[n, kv_heads, head_size]`` to ``slots``; the inverse of :meth:`read`."""
         self.check(kv_cache)
         block = (slots // self.block_size).view(-1, 1, 1)
         head = torch.arange(kv_cache.shape[1], device=slots.device).view(1, -1, 1)
@@ -137,7 +136,7 @@ class KVLayout:
             kv_cache[block, head, at // width, at % width] = rows
 
     def _addresses(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the key and the value of ``slots`` lie behind the start of their key page, [n, head_size]."""
+        """Offsets of the key and the value of ``slots`` from the start of their key page, [n, head_size] each."""
         offset = slots % self.block_size
         key_token, key_dim, value_token, value_dim = (
             table.to(slots) for table in (self.key_token, self.key_dim, self.value_token, self.value_dim)
@@ -154,7 +153,7 @@ def _steps(count: int, step: int) -> torch.Tensor:
 def _separate(
     token_at: torch.Tensor, dim_at: torch.Tensor, block_size: int, head_size: int, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a page's order, given as the token and the dimension that each of its elements has."""
+    """Split a page's order, given as the token and the dimension of each element, into their offsets."""
     numbers = token_at * head_size + dim_at
     expected = torch.arange(block_size * head_size)
     if not torch.equal(numbers.sort().values, expected):

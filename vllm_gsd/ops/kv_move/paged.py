@@ -1,4 +1,4 @@
-"""Compaction on GPUs: the KV of accepted nodes moves to contiguous slots, in all layers with one launch."""
+"""Compaction on GPUs: move the KV of accepted nodes to contiguous slots, in all layers with one launch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_gsd.ops.dispatch import check_tensor, use_triton
+from vllm_gsd.ops.dispatch import check_tensor, require_triton
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MOST_MOVES = 512
-_MOST_ELEMENTS = 8192  # of a program, which holds them in registers between reading and writing
+_MOST_ELEMENTS = 8192  # of a program, which holds them in registers
 
 
 class PagedCaches:
-    """The KV caches of many layers, prepared once for :func:`move_paged_kv`: a table of their addresses.
+    """The KV caches of all layers, with a table of their addresses for :func:`move_paged_kv`.
 
     Args:
-        kv_caches: one per layer, ``[num_blocks, kv_heads, block_size, width]`` as vLLM's GPU backends have them (width:
-            ``2 * head_size``, and what quantisation keeps inline), any strides but the last, any dtype of 1, 2 or 4
-            bytes. All on one device, of one shape, dtype and strides, and not sharing memory.
+        kv_caches: one per layer, ``[num_blocks, kv_heads, block_size, width]`` as in vLLM's GPU backends. The width is
+            ``2 * head_size`` plus what quantisation stores inline; the last stride is 1; the dtype has 1, 2 or 4 bytes.
+            All caches have one device, shape, dtype and strides, and share no memory.
 
     Raises:
-        ValueError: they differ, there are none, or their elements have another size.
+        ValueError: the caches differ, there are none, or their elements have another size.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor]):
@@ -41,39 +41,32 @@ class PagedCaches:
                 first.shape, first.stride(), first.dtype, first.device,
             ):  # fmt: skip
                 raise ValueError("the KV caches must be alike in shape, strides, dtype and device")
-        #: The same memory as integers: rows are moved, never calculated with.
+        #: The same memory as integers, since rows are only moved.
         self.tensors = [cache.view(_INTEGERS[first.element_size()]) for cache in kv_caches]
         addresses = [cache.data_ptr() for cache in kv_caches]
         self.addresses = torch.tensor(addresses, device=first.device)
         self.aligned = all(address % 16 == 0 for address in addresses)
 
-    @property
-    def num_slots(self) -> int:
-        """Slots of a cache: ``num_blocks * block_size``."""
-        return self.tensors[0].shape[0] * self.tensors[0].shape[2]
-
 
 def move_paged_kv(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
     """Copy the key and the value of slot ``src_slots[r, i]`` to slot ``dst_slots[r, i]``, in every cache.
 
-    Within a row r every read comes before every write. Rows are requests and run at once: what one row writes,
-    no other may read or write.
+    A row r holds one request's moves. Within a row, all reads come before all writes. Rows run concurrently: no row may
+    read or write a slot that another row writes.
 
     Args:
-        caches: of all layers.
-        src_slots, dst_slots: int64 ``[num_reqs, moves]``, each ``block * block_size + offset``; moves at most 512.
-            Where one of the two is negative nothing is moved.
+        src_slots, dst_slots: int64 ``[num_reqs, moves]``, each ``block * block_size + offset``, at most 512 moves. A
+            move is skipped if either slot is negative.
 
-    Capture-safe: shapes are fixed, nothing is read back, and the caches' addresses are those at construction. Slots
-    are therefore not checked against the caches' size; the reference does that.
+    The call is safe to capture: shapes are fixed, nothing is read back, and the caches keep their addresses. Therefore
+    slots are not checked against the caches' size.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
+        RuntimeError: Triton cannot run on these tensors.
     """
-    _check(caches, src_slots, dst_slots)
-    if not use_triton(src_slots):
-        move_paged_kv_reference(caches, src_slots, dst_slots)
-        return
+    check_moves(caches, src_slots, dst_slots)
+    require_triton("move_paged_kv", src_slots)
     from vllm_gsd.ops.kv_move.triton import kv_move_kernel, triton
 
     first = caches.tensors[0]
@@ -90,23 +83,8 @@ def move_paged_kv(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch
     )  # fmt: skip
 
 
-def move_paged_kv_reference(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-    """:func:`move_paged_kv` in plain PyTorch.
-
-    Raises:
-        ValueError: as there, and where a slot does not lie in the caches.
-    """
-    _check(caches, src_slots, dst_slots)
-    moves = (src_slots >= 0) & (dst_slots >= 0)
-    src, dst = src_slots[moves], dst_slots[moves]
-    if (torch.cat([src, dst]) >= caches.num_slots).any():
-        raise ValueError(f"a slot is not below the {caches.num_slots} of the KV caches")
-    for cache in caches.tensors:
-        size = cache.shape[2]
-        cache[dst // size, :, dst % size] = cache[src // size, :, src % size].clone()
-
-
-def _check(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
+def check_moves(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
+    """Raise ValueError if the slots of ``move_paged_kv`` do not fit."""
     device = caches.addresses.device
     for name, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
         check_tensor(name, slots, device, 2, torch.int64)

@@ -1,4 +1,4 @@
-"""Triton kernel: move KV rows within the caches of all layers at once. The entry is ``ops.paged_kv_move``."""
+"""Triton kernel of ``ops.kv_move.paged``: move KV rows within the caches of all layers at once."""
 
 import triton
 import triton.language as tl
@@ -22,11 +22,11 @@ def kv_move_kernel(
     BLOCK_W: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Grid (caches, KV heads x chunks of a row, requests): a program reads all its request's rows, then writes them."""
+    """Grid (caches, KV heads x chunks of a row, requests). A program first reads all its rows, then writes."""
     chunks = tl.cdiv(WIDTH, BLOCK_W)
     head = (tl.program_id(1) // chunks).to(tl.int64)
     chunk = tl.program_id(1) % chunks
-    # ``elements`` is there for its dtype only: caches are found through a table of addresses.
+    # ``elements`` only gives the dtype; the table of addresses gives the caches.
     cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(elements.dtype.element_ty))
     if ALIGNED:
         cache = tl.multiple_of(cache, 16)
@@ -40,6 +40,6 @@ def kv_move_kernel(
     source = src // BLOCK_SIZE * cache_block + src % BLOCK_SIZE * cache_token + head * cache_head
     target = dst // BLOCK_SIZE * cache_block + dst % BLOCK_SIZE * cache_token + head * cache_head
     rows = tl.load(cache + source[:, None] + element[None, :], mask=mask, other=0)
-    # One warp must not write what another has yet to read.
+    # No warp may write before all warps have read.
     tl.debug_barrier()
     tl.store(cache + target[:, None] + element[None, :], rows, mask=mask)

@@ -1,1 +1,1 @@
-"""Matching n-grams on the device."""
+"""N-gram hypotheses on the device."""

@@ -1,7 +1,7 @@
-"""Hidden states by row: what a draft reads of the target's, and of its own.
+"""Hidden states by row: those of the target, and a draft's own.
 
-Row -1 is nobody's: what is written there is lost, and what is read there means nothing. Off the compiled kernels it is
-the last row.
+Row -1 belongs to no request. Writes to it are discarded and reads from it return arbitrary values; the PyTorch versions
+use the last row for it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from vllm_gsd.ops import use_kernel
 
 
 def read_rows(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | None = None) -> torch.Tensor:
-    """Copies of rows.
+    """Copy rows out of ``states``.
 
     Args:
         states: ``[n, size]``.
         rows: int64 ``[m]``, -1 to n - 1.
-        cleared: bool ``[m]``, rows to be zeros instead.
+        cleared: bool ``[m]``, rows to return as zeros.
 
     Returns:
         ``[m, size]``.
 
     Raises:
-        ValueError: a shape or dtype is another; IndexError: there is no such row (both on CPUs).
+        ValueError: on CPUs, a shape or dtype does not fit.
+        IndexError: on CPUs, a row does not exist.
     """
     if use_kernel(states):
         return torch.ops.vllm_gsd.read_rows(states, rows, cleared)
@@ -37,10 +38,11 @@ def read_rows_reference(states: torch.Tensor, rows: torch.Tensor, cleared: torch
 
 
 def write_rows(states: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values ``[m, size]`` of the states' dtype to rows, int64 ``[m]``.
+    """Write values ``[m, size]`` of the states' dtype to the rows, int64 ``[m]``.
 
     Raises:
-        ValueError: a shape or dtype is another; IndexError: there is no such row (both on CPUs).
+        ValueError: on CPUs, a shape or dtype does not fit.
+        IndexError: on CPUs, a row does not exist.
     """
     if use_kernel(states):
         torch.ops.vllm_gsd.write_rows(states, rows, values)
@@ -54,9 +56,9 @@ def write_rows_reference(states: torch.Tensor, rows: torch.Tensor, values: torch
 
 
 def move_rows(states: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    """Copy rows between places, int64 ``[m]`` each; all reads come before all writes.
+    """Copy rows from sources to destinations, int64 ``[m]`` each; all reads come before all writes.
 
-    Where a source is negative nothing is moved.
+    A move with a negative source is skipped.
 
     Raises:
         ValueError, IndexError: as of :func:`write_rows`.

@@ -1,1 +1,1 @@
-"""Softmax with its top k, and the argmax along walks."""
+"""Softmax with top k, and the argmax along verification walks."""

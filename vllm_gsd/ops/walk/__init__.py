@@ -1,1 +1,1 @@
-"""Walking along flattened graphs on the device."""
+"""The verification walk on the device."""

@@ -1,33 +1,43 @@
-"""The verification walk on the device: which path of each flattened tree its own samples follow.
+"""The verification walk on the device: the path of each flattened tree that the target's samples follow.
 
-Same rule as ``method.verify.step_into``: at a place, the first child that carries the token sampled there is stepped
-into; where there is none, that token is the bonus token. Everything has a fixed, padded shape and stays on the device,
-and what it returns is what :func:`vllm_gsd.ops.kv_move.paged.move_paged_kv` takes.
+As in ``method.verify.step_into``, the walk steps into the first child that carries the token sampled at its place. If
+no child does, that token is the bonus token. All results have fixed, padded shapes and stay on the device.
+:func:`vllm_gsd.ops.kv_move.paged.move_paged_kv` takes the slots.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.method.constants import NONE
-from vllm_gsd.method.verify import child_carrying
-from vllm_gsd.ops.dispatch import check_tensor, use_triton
+from vllm_gsd.ops.dispatch import check_tensor, require_triton
 
 PADDING = -1
 _MOST_NODES = 4096
 
 
 class Accepted(NamedTuple):
-    """What a walk found; D is ``max_depth``."""
+    """The accepted paths; D is ``max_depth``."""
 
-    path: torch.Tensor  # int32 [num_trees, D], places of the accepted nodes in their tree's list, then -1
-    length: torch.Tensor  # int32 [num_trees], how many nodes were accepted
+    path: torch.Tensor  # int32 [num_trees, D], places of the accepted nodes in their tree, then -1
+    length: torch.Tensor  # int32 [num_trees], number of accepted nodes
     tokens: torch.Tensor  # int64 [num_trees, D + 1], accepted tokens, the bonus token, then -1
-    src_slots: torch.Tensor | None  # int64 [num_trees, D], KV slot that an accepted node has; -1: it need not move
-    dst_slots: torch.Tensor | None  # int64 [num_trees, D], KV slot that it belongs in; -1 where src_slots is
+    src_slots: torch.Tensor | None  # int64 [num_trees, D], KV slot of each accepted node, -1 if it need not move
+    dst_slots: torch.Tensor | None  # int64 [num_trees, D], KV slot to move it to, -1 where src_slots is -1
+
+    @classmethod
+    def empty(cls, num_trees: int, max_depth: int, device: torch.device, moves: bool) -> Accepted:
+        """Tensors with arbitrary content."""
+        slots = (
+            torch.empty((num_trees, max_depth), dtype=torch.int64, device=device) if moves else None for _ in range(2)
+        )
+        return cls(
+            torch.empty((num_trees, max_depth), dtype=torch.int32, device=device),
+            torch.empty(num_trees, dtype=torch.int32, device=device),
+            torch.empty((num_trees, max_depth + 1), dtype=torch.int64, device=device),
+            *slots,
+        )
 
     @property
     def bonus(self) -> torch.Tensor:
@@ -47,28 +57,28 @@ def accept_walk(
     """Walk all trees of a batch.
 
     Args:
-        tokens: int64 ``[num_rows]``, rows of all trees one after the other; the first row of a tree is its root, whose
-            token is not read.
-        parents: int32 ``[num_rows]``, place of each row's parent within its own tree, below its own; a root has -1. A
-            negative parent elsewhere: the row is never reached.
+        tokens: int64 ``[num_rows]``, the rows of all trees in sequence. A tree's first row is its root, whose token is
+            not read.
+        parents: int32 ``[num_rows]``, the place of each row's parent within its own tree, before its own place; -1 for
+            a root. Other rows with a negative parent are never reached.
         sampled: int64 or int32 ``[num_rows]``, the token sampled at each row (for greedy, the argmax of its logits).
-        starts: int32 ``[num_trees + 1]``; tree t has rows ``[starts[t], starts[t + 1])``. A tree without rows is
-            padding.
-        max_depth: most nodes of a path that are accepted, from 0.
-        slots: int64 ``[num_rows]``, KV slot of every row. None: no slots are returned.
-        max_nodes: most rows of a tree, at most 4096; None: ``num_rows``.
+        starts: int32 ``[num_trees + 1]``; tree t has rows ``[starts[t], starts[t + 1])``; a tree without
+            rows is padding.
+        max_depth: bound on the accepted nodes of a path, at least 0.
+        slots: int64 ``[num_rows]``, KV slot of every row; None to return no slots.
+        max_nodes: bound on the rows of a tree, at most 4096; None for ``num_rows``.
 
-    Capture-safe: shapes depend on arguments' shapes and numbers alone, and nothing is read back.
+    The call is safe to capture: shapes depend on the arguments' shapes and numbers only, and nothing is read back.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or a number is out of range.
+        RuntimeError: Triton cannot run on these tensors.
     """
-    max_nodes = _check(tokens, parents, sampled, starts, max_depth, slots, max_nodes)
-    if not use_triton(tokens):
-        return accept_walk_reference(tokens, parents, sampled, starts, max_depth, slots)
+    max_nodes = check_walk(tokens, parents, sampled, starts, max_depth, slots, max_nodes)
+    require_triton("accept_walk", tokens)
     from vllm_gsd.ops.walk.triton import accept_walk_kernel, triton
 
-    accepted = _empty(len(starts) - 1, max_depth, tokens.device, slots is not None)
+    accepted = Accepted.empty(len(starts) - 1, max_depth, tokens.device, slots is not None)
     if len(starts) > 1:
         accept_walk_kernel[(len(starts) - 1,)](
             accepted.path, accepted.length, accepted.tokens, accepted.src_slots, accepted.dst_slots, tokens, parents,
@@ -78,58 +88,16 @@ def accept_walk(
     return accepted
 
 
-def accept_walk_reference(
+def check_walk(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     sampled: torch.Tensor,
     starts: torch.Tensor,
     max_depth: int,
-    slots: torch.Tensor | None = None,
-) -> Accepted:
-    """:func:`accept_walk` in plain Python."""
-    _check(tokens, parents, sampled, starts, max_depth, slots, None)
-    accepted = _empty(len(starts) - 1, max_depth, tokens.device, slots is not None)
-    for tensor in accepted:
-        if tensor is not None:
-            tensor.fill_(PADDING)
-    accepted.length.zero_()
-    bounds = starts.tolist()
-    for tree, (first, end) in enumerate(itertools.pairwise(bounds)):
-        if first == end:
-            continue
-        token, parent = tokens[first:end].numpy(force=True), parents[first:end].numpy(force=True)
-        drawn = sampled[first:end].tolist()
-        place = 0
-        for depth in range(max_depth):
-            child = child_carrying(token, parent, place, drawn[place])
-            if child == NONE:
-                break
-            accepted.tokens[tree, depth] = drawn[place]
-            place = child
-            accepted.path[tree, depth] = place
-            accepted.length[tree] += 1
-            if slots is not None and place != depth + 1:
-                assert accepted.src_slots is not None and accepted.dst_slots is not None
-                accepted.src_slots[tree, depth] = slots[first + place]
-                accepted.dst_slots[tree, depth] = slots[first + depth + 1]
-        accepted.tokens[tree, accepted.length[tree]] = drawn[place]
-    return accepted
-
-
-def _empty(num_trees: int, max_depth: int, device: torch.device, moves: bool) -> Accepted:
-    def padded(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return Accepted(
-        padded(num_trees, max_depth, dtype=torch.int32),
-        padded(num_trees, dtype=torch.int32),
-        padded(num_trees, max_depth + 1, dtype=torch.int64),
-        padded(num_trees, max_depth, dtype=torch.int64) if moves else None,
-        padded(num_trees, max_depth, dtype=torch.int64) if moves else None,
-    )
-
-
-def _check(tokens, parents, sampled, starts, max_depth, slots, max_nodes) -> int:
+    slots: torch.Tensor | None,
+    max_nodes: int | None,
+) -> int:
+    """Return the bound on a tree's rows; raise ValueError for the first argument that does not fit."""
     device, rows = tokens.device, len(tokens)
     check_tensor("tokens", tokens, device, 1, torch.int64)
     check_tensor("parents", parents, device, 1, torch.int32, rows=rows)

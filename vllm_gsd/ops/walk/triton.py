@@ -1,4 +1,4 @@
-"""Triton kernel: the verification walk of a batch of trees. The entry is ``ops.accept_walk``."""
+"""Triton kernel of ``ops.walk``: the verification walk of a batch of trees."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def accept_walk_kernel(
     MOVES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (trees). All children of a place are compared at once; the lowest that carries the sampled token wins."""
+    """Grid (trees). Compare all rows at once; the first child that carries the sampled token wins."""
     tree = tl.program_id(0).to(tl.int64)
     first = tl.load(starts + tree).to(tl.int64)
     size = tl.load(starts + tree + 1) - first
@@ -35,9 +35,9 @@ def accept_walk_kernel(
     steps = 0
     for depth in range(0, max_depth + 1):
         drawn = tl.load(sampled + first + place, mask=active, other=-1).to(tl.int64)
-        tl.store(tokens_out + tree * tokens_row + depth, drawn)  # -1 behind the bonus token
+        tl.store(tokens_out + tree * tokens_row + depth, drawn)  # -1 after the bonus token
         if depth < max_depth:
-            # Children come after their parent in the list.
+            # Children come after their parent in the tree.
             fits = inside & (line > place) & (parent == place) & (token == drawn)
             child = tl.min(tl.where(fits, line, BLOCK), 0)
             active = active & (child < BLOCK)

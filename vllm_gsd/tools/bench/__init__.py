@@ -1,5 +1,5 @@
-"""``vllm-gsd bench``: the graph against plain vLLM and its other drafters, in turns, in one run.
+"""``vllm-gsd bench`` compares the graph with plain vLLM and its drafters, in turns, in one run.
 
-``methods`` says what is compared, ``engine`` is the process that runs one engine, ``parts`` its clock, ``turns`` lets
-the engines take turns, ``analyses`` makes the paper's ablations, ``report`` and ``plots`` show what came out.
+``methods`` lists what is compared. ``engine`` is the process that runs one engine, and ``parts`` its clock. ``turns``
+lets the engines take turns. ``analyses`` repeats the paper's ablations. ``report`` and ``plots`` present the results.
 """

@@ -1,6 +1,6 @@
-"""The paper's analyses of the graph: how many drafted tokens re-occur (its figure 3), and ablations (its figure 5).
+"""The paper's analyses of the graph: the share of drafted tokens that re-occur (figure 3), and ablations (figure 5).
 
-Each run drafts every level and verifies every node of the draft model alone, so that the planner hides nothing.
+Each run drafts every level with the draft model alone and verifies every node, so that the planner has no influence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_gsd.tools.bench.methods import Setting
 from vllm_gsd.tools.bench.report import ACCEPTED, tokens_per_step
 from vllm_gsd.tools.bench.turns import Work, running, tokens_per_second
 
-# Values tried of each key, the others as given; the paper calls them k, t + 1, theta_prob and theta_sib.
+# The values to try of each key, with the other keys as given. The paper calls them k, t + 1, theta_prob and theta_sib.
 ABLATIONS: dict[str, list[Any]] = {
     "top_k": [1, 2, 3, 4, 6, 8],
     "merge_ngram": [0, 1, 2, 3, 4],
@@ -24,7 +24,7 @@ BASE = {"top_k": 4, "merge_ngram": 2, "theta_prob": 0.05, "theta_sib": 0.1}
 
 
 def num_runs() -> int:
-    """How often ``analyse`` ticks."""
+    """The number of ticks of ``analyse``."""
     return sum(len(values) for values in ABLATIONS.values())
 
 
@@ -33,8 +33,8 @@ def analyse(draft: str, gsd: dict[str, Any], compiled: bool, work: Work, tick: C
 
     Returns:
         ``ablations[key]``: a row per value with ``tokens_per_step``, ``tokens_per_second``, ``drafted_per_accepted``
-        (nodes that the draft ran for one accepted token) and ``merged_share``; ``recurring_ngrams[n]``: share of the
-        nodes of all graphs whose last n tokens had occurred in their graph or shortly before it.
+        (nodes that the draft ran per accepted token) and ``merged_share``; ``recurring_ngrams[n]``: the share of all
+        nodes whose last n tokens had occurred before, in their graph or shortly before it.
     """
     work = replace(work, batch_sizes=[1])
     known: dict[tuple[Any, ...], dict[str, float]] = {}

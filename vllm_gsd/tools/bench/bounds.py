@@ -1,22 +1,22 @@
-"""Means that say how sure they are."""
+"""Means with confidence bounds."""
 
 from __future__ import annotations
 
 import numpy as np
 
 RESAMPLES = 10_000
-# Of fewer values bounds would say more about chance than about the mean: those of two that happen to agree are narrow.
+# Bounds over fewer values are unreliable: two values that happen to agree would give narrow ones.
 FEWEST = 4
 
 
 def mean_with_bounds(values: list[float]) -> dict[str, float | None]:
-    """The geometric mean of ratios, one of each prompt, and between what it lies were other prompts drawn.
+    """The geometric mean of ratios, one per prompt, with 95% bootstrap bounds over the prompts.
 
     Args:
-        values: above 0, at least one.
+        values: at least one, all above 0.
 
     Returns:
-        ``mean``, and ``low`` and ``high``, 95% by bootstrap over the values; None of fewer than ``FEWEST``.
+        ``mean``, ``low`` and ``high``. The bounds are None for fewer than ``FEWEST`` values.
     """
     logs = np.log(values)
     low = high = None

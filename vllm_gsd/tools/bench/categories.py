@@ -1,4 +1,4 @@
-"""A bench run by task category: how fast each method was, and which form the budget gave its graphs."""
+"""A bench run by task category: the speed of each method, and the form of its graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACCEPTED_FROM = {source: f"vllm:gsd_nodes_accepted_{source}" for source in ("nat
 
 
 def speed_ratios(runs: Runs, work: Work) -> dict[str, dict[str, float]]:
-    """Speed ratio to plain of each category's requests at the smallest batch size, median over the turns."""
+    """The speed ratio to plain of each category at the smallest batch size, the median over the turns."""
     batch, names = min(work.batch_sizes), _categories(work)
     if "plain" not in runs.timed or not any(names):
         return {}
@@ -35,12 +35,12 @@ def speed_ratios(runs: Runs, work: Work) -> dict[str, dict[str, float]]:
 
 
 def forms(runs: Runs, work: Work) -> dict[str, dict[str, dict[str, float]]]:
-    """What the graph's own methods verified, by category: where one form is the better one, the budget takes it.
+    """What the forms of the graph verified, by category.
 
     Returns:
-        by category and method, of the turn with the clock: ``without``, ``chains`` and ``branched``, shares of the
-        requests' steps; ``accepted_native``, ``accepted_merged``... shares of the accepted nodes by source. Nothing
-        where requests did not come one by one.
+        by category and method, of the turn with the clock: ``without`` drafts, ``chains`` and ``branched``, shares of
+        the requests' steps; ``accepted_native``, ``accepted_merged``, ..., shares of the accepted nodes by source.
+        Empty if requests did not come one at a time.
     """
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for method, by_batch in runs.parts.items():
@@ -67,7 +67,7 @@ def _categories(work: Work) -> list[str]:
 
 
 def _sums(names: list[str], requests: list[dict[str, Any]], numbers: Any) -> dict[str, dict[str, float]]:
-    """Sums over each category's requests of what ``numbers`` gives for one."""
+    """For each category, the sums of ``numbers(request)`` over its requests."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for index, request in enumerate(requests):
         for name, value in numbers(request).items():

@@ -1,4 +1,4 @@
-"""How a step of decoding grows with its context: the same questions, behind shorter and longer texts."""
+"""How a decoding step grows with its context: the same questions after shorter and longer texts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from vllm_gsd.tools.bench.turns import Engines, rotated
 def measure(
     settings: dict[str, Setting], engines: Engines, lengths: list[int], tick: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Every prompt behind each length of text, one request at a time, prompt by prompt in turns.
+    """Run every prompt after each length of text, one request at a time, in turns.
 
     Args:
-        settings: of each method.
+        settings: one per method.
         lengths: tokens of context before the answer.
 
     Raises:
-        BenchError: with less than two prompts, or answers of less than two tokens.
+        BenchError: there are fewer than two prompts, or answers have fewer than two tokens.
 
     Returns:
         by method: ``step_ms`` and ``tokens_per_step`` by length, means over the prompts of medians over the turns;
-        ``growth``, of a step from the shortest to the longest, see ``mean_with_bounds``.
+        ``growth``, the ratio of a step at the longest to one at the shortest, see ``mean_with_bounds``.
     """
     work = engines.work
     if len(work.requests) < 2 or work.max_tokens < 2:
-        raise BenchError("--contexts needs two prompts, one to stand before the other, and --max-tokens of 2 or more.")
+        raise BenchError("--contexts needs two prompts, one as context for the other, and --max-tokens of 2 or more.")
     steps: dict[tuple[str, int], list[list[tuple[float, float]]]] = {
         (method, length): [[] for _ in work.requests] for method in settings for length in lengths
     }
@@ -38,7 +38,7 @@ def measure(
         for prompt, request in enumerate(work.requests):
             behind = [other.chat for other in work.requests[prompt + 1 :] + work.requests[:prompt]]
             job = {"chats": [request.chat], "behind": behind, "concurrency": 1, "max_tokens": work.max_tokens}
-            job["ignore_eos"] = True  # so that every length has as many steps
+            job["ignore_eos"] = True  # so that every length has the same number of steps
             for method in rotated(list(settings), turn):
                 for length in rotated(lengths, turn):
                     result = engines.run(settings[method], {**job, "context": length})
@@ -47,7 +47,7 @@ def measure(
             tick(f"contexts, turn {turn + 1}: {method}, {length} tokens")
     report = {}
     for method in settings:
-        # By length, of each prompt: milliseconds and tokens of a step.
+        # By length, for each prompt: milliseconds and tokens of a step.
         usual = {
             length: [[median(values) for values in zip(*turns, strict=True)] for turns in steps[method, length]]
             for length in lengths
@@ -62,13 +62,13 @@ def measure(
 
 
 def _step(result: dict[str, Any]) -> tuple[float, float]:
-    """Milliseconds and tokens of a step of decoding; the first token comes with the prompt."""
+    """Milliseconds and tokens of a decoding step. The prefill yields the first token."""
     decode, tokens = result["decode"], result["requests"][0]["tokens"] - 1
     return 1e3 * decode["seconds"] / decode["steps"], tokens / decode["steps"]
 
 
 def with_context(ids: list[int], others: list[list[int]], length: int) -> list[int]:
-    """The last ``length`` tokens of a prompt that has others before it, as often as it takes."""
+    """The last ``length`` tokens of a prompt after the others, which repeat as often as needed."""
     missing = length - len(ids)
     if missing <= 0 or not any(others):
         return ids[-length:]

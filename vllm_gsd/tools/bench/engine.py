@@ -1,7 +1,7 @@
-"""One engine in a process of its own: reads jobs from standard input, a JSON object a line, and answers each.
+"""One engine in its own process. It reads jobs from standard input, one JSON object per line, and answers each.
 
-``turns.Engine`` starts it as ``python -m vllm_gsd.tools.bench.engine``. Its first line describes the engine; each
-further line answers one job. The engine core stays in this process, so its parts can be timed and nothing polls.
+``turns.Engine`` starts it as ``python -m vllm_gsd.tools.bench.engine``. The first line of input describes the engine,
+and each further line is one job. The engine core runs in this process, so its parts can be timed and nothing polls.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from vllm_gsd.tools.bench.contexts import with_context
 from vllm_gsd.tools.bench.forms import FormSwitch
 from vllm_gsd.tools.bench.parts import PartsClock
-from vllm_gsd.tools.prompt_file import token_ids_of
+from vllm_gsd.tools.prompt_file import Prompt, token_ids_of
 from vllm_gsd.upstream.parts import runner_of
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Answer jobs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -49,32 +49,33 @@ def run(
     llm: Any,
     clock: PartsClock | None,
     *,
-    chats: list[list[dict[str, str]]],
+    chats: list[Prompt],
     concurrency: int,
     max_tokens: int,
     opted_out: bool = False,
     with_parts: bool = False,
     ignore_eos: bool = False,
     context: int | None = None,
-    behind: list[list[dict[str, str]]] | None = None,
+    behind: list[Prompt] | None = None,
 ) -> dict[str, Any]:
     """Answer the chats greedily, at most ``concurrency`` at a time.
 
     Args:
+        clock: the clock over the parts of a step, or None if they run in other processes.
         opted_out: whether the requests opt out of the graph.
-        with_parts: with the clock over the parts of a step.
-        context: so many tokens each, of the chats that it is ``behind`` and the chat itself; None: as they come.
+        with_parts: whether the clock runs.
+        context: the number of prompt tokens, None to leave prompts as they are.
+        behind: chats that fill the context before a shorter chat.
 
     Returns:
-        ``seconds``; per chat ``tokens``, ``latency`` and ``ttft`` (seconds), and its own ``counters`` where parts are
-        asked for and chats come one by one; ``counters`` of vLLM's metrics;
-        ``decode``: ``steps`` in which no prompt was read, their ``seconds``, and, if asked for, ``parts``, seconds by
-        part, and ``draft_levels``, our draft's forward passes; ``peak_mb`` and ``cudagraphs_captured`` so far.
+        ``seconds``; ``requests``, per chat ``tokens``, ``latency`` and ``ttft`` (seconds), and, with parts at
+        concurrency 1, its own ``counters``; ``counters`` of vLLM's metrics; ``decode``: the ``steps`` without a
+        prefill, their ``seconds`` and, with parts, ``parts`` (seconds by part) and ``draft_levels`` (our draft's
+        forward passes); ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
     from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
 
-    engine = llm.llm_engine
     extra_args = {"gsd": False} if opted_out else None
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra_args)
     tokenizer = llm.get_tokenizer()
@@ -82,66 +83,93 @@ def run(
     if context is not None:
         others = [token_ids_of(tokenizer, chat) for chat in behind or []]
         prompts = [with_context(ids, others, context) for ids in prompts]
-    waiting = deque(enumerate(prompts))
-    begun: dict[str, float] = {}
-    seen: list[dict[str, Any]] = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in chats]
-    before = since_request = counters_of(llm)
     forget_responses(runner_of(llm))
-    decode: dict[str, Any] = {"steps": 0, "seconds": 0.0}
-    if clock is not None:
-        clock.restart()
+    before = counters_of(llm)
+    timed_run = TimedRun(
+        llm, params, clock if with_parts else None, before if with_parts and concurrency == 1 else None
+    )
     start = time.perf_counter()
-    while waiting or begun:
-        while waiting and len(begun) < concurrency:
-            index, ids = waiting.popleft()
-            begun[str(index)] = time.perf_counter()
-            engine.add_request(str(index), {"prompt_token_ids": ids}, params)
-        # A prompt takes as long as many steps: mixed in, it would hide what a step of decoding takes.
-        decodes = all(seen[int(request)]["tokens"] for request in begun)
-        if clock is not None:
-            clock.on = with_parts and decodes
+    timed_run.answer(prompts, concurrency)
+    return {
+        "seconds": time.perf_counter() - start,
+        "requests": timed_run.requests,
+        "decode": timed_run.decode,
+        "peak_mb": peak_mb(),
+        "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
+        "counters": gained(before, counters_of(llm)),
+    }
+
+
+class TimedRun:
+    """Drives the engine step by step and times its requests and its steps without a prefill.
+
+    Args:
+        params: sampling parameters of all requests.
+        clock: the clock over the parts of a step, None to leave it off.
+        counters: the engine's counters now, to give each request its own; None where requests overlap.
+    """
+
+    def __init__(self, llm: Any, params: Any, clock: PartsClock | None, counters: dict[str, float] | None):
+        self.llm, self.params, self.clock, self.counters = llm, params, clock, counters
+        self.begun: dict[str, float] = {}
+        self.requests: list[dict[str, Any]] = []
+        self.decode: dict[str, Any] = {"steps": 0, "seconds": 0.0}
+
+    def answer(self, prompts: list[list[int]], concurrency: int) -> None:
+        """Run all prompts (token ids), at most ``concurrency`` at a time."""
+        self.requests = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in prompts]
+        if self.clock is not None:
+            self.clock.restart()
+        waiting = deque(enumerate(prompts))
+        while waiting or self.begun:
+            while waiting and len(self.begun) < concurrency:
+                index, ids = waiting.popleft()
+                self.begun[str(index)] = time.perf_counter()
+                self.llm.llm_engine.add_request(str(index), {"prompt_token_ids": ids}, self.params)
+            self._step()
+        if self.clock is not None:
+            self.clock.on = False
+            self.decode |= {"parts": dict(self.clock.seconds), "draft_levels": self.clock.draft_levels}
+
+    def _step(self) -> None:
+        # A prefill takes as long as many decoding steps and would hide their cost.
+        decodes = all(self.requests[int(request)]["tokens"] for request in self.begun)
+        if self.clock is not None:
+            self.clock.on = decodes
         since = time.perf_counter()
-        outputs = engine.step()
+        outputs = self.llm.llm_engine.step()
         now = time.perf_counter()
-        decode["steps"] += decodes
-        decode["seconds"] += decodes * (now - since)
+        self.decode["steps"] += decodes
+        self.decode["seconds"] += decodes * (now - since)
         for output in outputs:
-            row = seen[int(output.request_id)]
-            waited = now - begun[output.request_id]
-            row["tokens"] = len(output.outputs[0].token_ids)
-            row["ttft"] = row["ttft"] or waited
-            if output.finished:
-                row["latency"] = waited
-                del begun[output.request_id]
-                if with_parts and concurrency == 1:
-                    counters = counters_of(llm)
-                    row["counters"] = gained(since_request, counters)
-                    since_request = counters
-    seconds = time.perf_counter() - start
-    result: dict[str, Any] = {"seconds": seconds, "requests": seen, "decode": decode, "peak_mb": peak_mb()}
-    result["cudagraphs_captured"] = compilation_counter.num_cudagraph_captured
-    result["counters"] = gained(before, counters_of(llm))
-    if clock is not None:
-        clock.on = False
-        if with_parts:
-            decode["parts"] = dict(clock.seconds)
-            decode["draft_levels"] = clock.draft_levels
-    return result
+            self._record(output, now)
+
+    def _record(self, output: Any, now: float) -> None:
+        row = self.requests[int(output.request_id)]
+        waited = now - self.begun[output.request_id]
+        row["tokens"] = len(output.outputs[0].token_ids)
+        row["ttft"] = row["ttft"] or waited
+        if output.finished:
+            row["latency"] = waited
+            del self.begun[output.request_id]
+            if self.counters is not None:
+                before, self.counters = self.counters, counters_of(self.llm)
+                row["counters"] = gained(before, self.counters)
 
 
 def forget_responses(runner: Any) -> None:
-    """Drop finished responses that a method copies from: with the same prompts again it would copy the answers."""
+    """Drop the finished responses that methods copy from. Otherwise repeated prompts would copy their own answers."""
     drafter = getattr(runner, "drafter", None)
-    if (cache := getattr(drafter, "suffix_cache", None)) is not None:  # vLLM's
+    if (cache := getattr(drafter, "suffix_cache", None)) is not None:  # vLLM's suffix method
         for request_id in list(cache.cached_requests):
             cache.evict_cached_response(request_id)
-    ours = getattr(getattr(runner, "speculator", None), "speculation", drafter)  # on Model Runner V2, and on V1
+    ours = getattr(getattr(runner, "speculator", None), "speculation", drafter)  # Model Runner V2, else V1
     if (shared := getattr(ours, "shared", None)) is not None:
         shared.clear()
 
 
 def counters_of(llm: Any) -> dict[str, float]:
-    """Counters of the engine by name; those by depth as ``name[depth]``, fallbacks as ``name[reason]``."""
+    """The engine's counters by name. Counters by depth are ``name[depth]``, fallbacks ``name[reason]``."""
     values: dict[str, float] = {}
     for metric in llm.get_metrics():
         if hasattr(metric, "values"):
@@ -155,12 +183,12 @@ def counters_of(llm: Any) -> dict[str, float]:
 
 
 def gained(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What counters rose by."""
+    """The increase of each counter."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def peak_mb() -> float:
-    """Most memory this process had, MiB: of the GPU where there is one."""
+    """Peak memory in MiB, of the GPU if there is one, else of this process."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""Graph, tree and chain beside each other in one engine: the same memory, the same cost table, only the form differs.
+"""Compares graph, tree and chain in one engine, with the same memory and cost table, so that only the form differs.
 
-Engines of their own differ by a few percent for no reason of the form's, which is what forms differ by.
+Separate engines differ by a few percent for reasons unrelated to the form, which is as much as the forms differ.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from vllm_gsd.tools.bench.turns import Engines, tokens_per_second
 
 
 def measure(setting: Setting, engines: Engines, tick: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Every prompt in every form, one request at a time, in random order; ``repeats`` turns behind one to warm up.
+    """Run every prompt in every form, one request at a time, in random order: a warm-up turn and ``repeats`` turns.
 
     Returns:
-        by category, "" for all prompts: ``prompts``, how many; by form other than the graph the speed of the graph over
-        it, see ``mean_with_bounds``.
+        by category ("" for all prompts): ``prompts``, their number, and for each form other than the graph the ratio of
+        the graph's speed to it, see ``mean_with_bounds``.
     """
     work, order = engines.work, random.Random(0)
     speeds: list[dict[str, list[float]]] = [{form: [] for form in FORMS} for _ in work.requests]
@@ -51,22 +51,22 @@ def measure(setting: Setting, engines: Engines, tick: Callable[[str], None]) -> 
 
 
 class FormSwitch:
-    """Changes the form that a running engine's graphs take; each form has a planner of its own, so learns for itself.
+    """Changes the form of a running engine's graphs. Each form has its own planner and learns for itself.
 
     Args:
-        runner: the engine's model runner, V1's.
+        runner: the engine's V1 model runner.
     """
 
     def __init__(self, runner: Any):
         if runner is None:
-            raise ValueError("forms take turns only where the engine's worker is in its own process (one rank)")
+            raise ValueError("--forms needs the engine's worker in the engine's process (one rank)")
         self.speculation = runner.drafter
         self.config = self.speculation.config
         self.planners: dict[str, Any] = {}
         self.form: str | None = None
 
     def to(self, form: str) -> None:
-        """From now on graphs take this form, of ``FORMS``."""
+        """Switch to a form, one of ``FORMS``."""
         from vllm_gsd.planner.planner import Planner
 
         if form == self.form:

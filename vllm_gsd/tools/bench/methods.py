@@ -1,4 +1,4 @@
-"""What is compared, and with which settings each method may be at its best."""
+"""The methods of the comparison, and the settings to try for each."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from vllm_gsd.config.draft_check import reads_features
 
 METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
-# The engine of "gsd" with every request opted out of the graph: what our CPU kernels are worth alone.
+# The engine of "gsd" with every request opted out of the graph. It shows the gain of our CPU kernels alone.
 OFF = "gsd-off"
 MODES = ("eager", "compiled")
-# What makes the graph a tree, and a chain, as far as its config can say.
+# The keys that restrict the graph to a tree and to a chain.
 FORMS: dict[str, dict[str, Any]] = {
     "gsd": {},
     "gsd-tree": {"merge_ngram": 0},
     "gsd-chain": {"merge_ngram": 0, "top_k": 1},
 }
-# Longest suffix of the text that vLLM's ngram method looks for; its default is as good as any.
+# Lengths of the suffix that vLLM's ngram method looks up.
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
 class BenchError(ValueError):
-    """The comparison cannot be made as asked; the message is one sentence."""
+    """The comparison cannot run as asked. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Folders of the drafts that methods use; each may be missing."""
+    """Folders of the drafts that methods use. Each may be None."""
 
     own: str | None  # the graph's
     chain: str | None  # a language model, for vLLM's draft_model
@@ -36,7 +36,7 @@ class Drafts:
 
     @classmethod
     def of(cls, own: str | None, language_model: str | None = None) -> Drafts:
-        """Those of the graph's draft; ``language_model``: for vLLM's draft_model where the graph's is none."""
+        """The drafts for each method. vLLM's draft_model uses ``language_model`` if ``own`` is not one."""
         if own is None or not reads_features(own):
             return cls(own, own, None)
         return cls(own, language_model, own)
@@ -46,15 +46,15 @@ class Drafts:
 class Setting:
     """One way to run an engine."""
 
-    method: str  # of METHODS
-    detail: str  # what tells it from other settings of its method: "K=2"
+    method: str  # one of METHODS
+    detail: str  # distinguishes settings of one method, such as "K=2"
     speculative: dict[str, Any] | None  # vLLM's speculative_config
     compiled: bool
     opted_out: bool = False  # whether every request opts out of the graph
 
     @property
     def engine(self) -> Setting:
-        """What the engine is started with: requests that opt out share the engine of those that do not."""
+        """The setting to start the engine with. Runs that opt out share the engine of those that do not."""
         return replace(self, method="gsd", opted_out=False) if self.opted_out else self
 
     @property
@@ -66,15 +66,15 @@ class Setting:
 def settings_of(
     method: str, *, drafts: Drafts, gsd: dict[str, Any], lengths: list[int], modes: list[str]
 ) -> list[Setting]:
-    """The settings among which a method's best one is looked for.
+    """The settings to try for a method.
 
     Args:
-        gsd: keys of gsd.json for all of our own forms.
+        gsd: keys of gsd.json for all forms of the graph.
         lengths: numbers of speculative tokens to try for vLLM's chains.
-        modes: of MODES.
+        modes: a subset of MODES.
 
     Raises:
-        BenchError: there is no such method.
+        BenchError: the method is unknown.
     """
     if method not in METHODS:
         raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
@@ -98,7 +98,7 @@ def settings_of(
 
 
 def missing_for(method: str, drafts: Drafts) -> str | None:
-    """Why a method cannot run here, None if it can."""
+    """The reason why a method cannot run here, or None if it can."""
     if method == "draft_model" and drafts.chain is None:
         return "needs a draft that is a language model"
     if method == "eagle" and drafts.eagle is None:

@@ -1,7 +1,7 @@
-"""A clock over the parts of a step: what of it the models' forwards take, and what the rest.
+"""A clock over the parts of a step: the forward passes of target and draft, and everything around them.
 
-The functions that make up a step are wrapped on the live objects of an engine in this process; time within a part that
-another part calls counts for the inner one alone.
+It wraps the functions that make up a step, on the live objects of an engine in this process. When one part calls
+another, the time counts only for the inner part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARTS = ("draft forward", "draft", "target forward", "attention", "walk", "compa
 
 
 class PartsClock:
-    """Seconds by part; ``attach`` it once, ``restart`` it, read ``seconds``. It runs while it is ``on``."""
+    """Seconds by part. ``attach`` it once, ``restart`` it, then read ``seconds``. It runs while ``on`` is true."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -27,21 +27,21 @@ class PartsClock:
         self.running: list[str] = []
         self.since = 0.0
         self.on = False
-        # Asked once: every part would ask twice, and pay for it.
+        # Cached, because the check costs time in every part.
         self.has_gpu = torch.cuda.is_available()
 
     def attach(self, llm: Any) -> bool:
-        """Wrap the parts of this engine's step; False where they run in other processes."""
+        """Wrap the parts of this engine's step. Returns False if they run in other processes."""
         return wrap_parts(llm, self._timed)
 
     def restart(self) -> None:
-        """Start again from zero."""
+        """Reset to zero."""
         self.seconds.clear()
         self.draft_levels = 0
 
     def _timed(self, function: Callable[..., Any], name: str, part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            # The draft's own attention is drafting.
+            # Attention within the draft counts as drafting.
             if not self.on or (self.running and self.running[-1].startswith("draft") and part != "draft forward"):
                 return function(*args, **kwargs)
             self.draft_levels += name == "_call"
@@ -62,7 +62,7 @@ class PartsClock:
         self.running.pop()
 
     def _charge(self) -> None:
-        """Give the time since the last change to the part that ran."""
+        """Add the time since the last change to the part that was running."""
         if self.has_gpu:
             torch.cuda.synchronize()
         now = time.perf_counter()

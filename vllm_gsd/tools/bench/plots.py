@@ -1,4 +1,4 @@
-"""Pictures of a bench report: PNG files and a page that holds them all."""
+"""Plots of a bench report: PNG files and a page that shows them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 def draw(report: dict[str, Any], out: Path) -> list[Path]:
-    """Write ``*.png`` for what the report holds and ``index.html`` into ``out``; returns the files."""
+    """Write a PNG file for each plot, and ``index.html``, into ``out``. Returns the files."""
     pictures = {"speed-up over batch size": _speed_up, "step breakdown": _steps, "acceptance by depth": _depths}
     if report["categories"]:
         pictures["speed-up by category"] = _categories
@@ -135,7 +135,7 @@ def _forms(report: dict[str, Any]) -> plt.Figure:
 
 
 def _bounded(ratio: dict[str, float | None]) -> str:
-    """A mean and its bounds, where these are known."""
+    """A mean, and its bounds if they are known."""
     if ratio["low"] is None:
         return f"{ratio['mean']:.3f}"
     return f"{ratio['mean']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})"

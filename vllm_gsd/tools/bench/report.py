@@ -1,4 +1,4 @@
-"""What a bench run says: medians with their spread, ratios to plain vLLM turn by turn."""
+"""The report of a bench run: medians with their spread, and ratios to plain vLLM taken turn by turn."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipp
     """The report, ready for JSON.
 
     Returns:
-        ``batches[batch][method]`` as ``_row`` describes it, ``categories[category][method]`` ratios to plain at the
-        smallest batch, ``forms[category][method]`` what its steps verified there, if requests came one by one, and
-        ``skipped`` methods with the reason.
+        ``batches[batch][method]``, see ``_row``; ``categories[category][method]``, ratios to plain at the smallest
+        batch size; ``forms[category][method]``, what the steps verified, if requests came one at a time; and
+        ``skipped``, methods with the reason.
     """
     batches: dict[str, dict[str, Any]] = {}
     for batch in work.batch_sizes:
@@ -43,11 +43,11 @@ def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str,
     """One method at one batch size.
 
     Returns:
-        ``tokens_per_second``, ``ttft_ms`` and ``tpot_ms`` as median, min and max over the turns; ``tokens_per_step`` of
-        one request, steps without drafts counted; ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms`` of the
-        turn with the clock, means over its steps without prompts; ``draft_levels``, of our drafts: how many
-        ``per_step``, ``forward_ms`` of one and what it takes ``beside_ms`` that; ``peak_mb``; ``cudagraphs`` where
-        there are any.
+        ``tokens_per_second``, ``ttft_ms``, ``tpot_ms`` and ``tokens_per_step`` (of one request, including steps without
+        drafts) as median, min and max over the turns; ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms``, means
+        over the steps without a prefill in the turn with the clock; ``draft_levels`` of our drafts: levels
+        ``per_step``, ``forward_ms`` of one, and ``beside_ms``, the rest of drafting per level; ``peak_mb``; and
+        ``cudagraphs``, if there are any.
     """
     speeds = [tokens_per_second(result) for result in results]
     decode = with_parts["decode"]
@@ -79,15 +79,15 @@ def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str,
 def _ratios(
     results: list[dict[str, Any]], plain: list[dict[str, Any]] | None, off: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Speeds of a method over those of others, turn by turn.
+    """Ratios of a method's speed to that of others, turn by turn.
 
     Args:
-        plain: results of plain vLLM, None if it did not run.
-        off: results of our engine with every request opted out, for the forms of the graph; None if it did not run.
+        plain: results of plain vLLM, or None.
+        off: for forms of the graph, results of our engine with every request opted out, or None.
 
     Returns:
-        ``ratio_to_plain``, what a user gets, and ``ratio_to_off``, what the graph itself is worth, as median, min and
-        max; ``efficiency``, the second of the two (the first where there is no second) over the tokens per step.
+        ``ratio_to_plain``, what a user gains, and ``ratio_to_off``, what the graph itself gains, as median, min and
+        max; ``efficiency``, the last of these ratios that exists divided by the tokens per step.
     """
     ratios: dict[str, Any] = {}
     for name, others in (("ratio_to_plain", plain), ("ratio_to_off", off)):
@@ -101,18 +101,18 @@ def _ratios(
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def tokens_per_step(result: dict[str, Any]) -> float:
-    """Tokens that a request gets per target step: each is an accepted draft or the one sampled at a step's end."""
+    """Tokens per target step of a request. Each is an accepted draft token or the one sampled at the end of a step."""
     generated = sum(request["tokens"] for request in result["requests"])
     return generated / (generated - result["counters"].get(ACCEPTED, 0.0))
 
 
 def _tpot_ms(result: dict[str, Any]) -> float:
-    """Median over the requests of the time per token after the first."""
+    """Time per token after the first, the median over the requests."""
     times = [
         (request["latency"] - request["ttft"]) / (request["tokens"] - 1)
         for request in result["requests"]
@@ -122,7 +122,7 @@ def _tpot_ms(result: dict[str, Any]) -> float:
 
 
 def _by_depth(results: list[dict[str, Any]]) -> list[float]:
-    """Share of drafts with an accepted token at depth 1, 2, ...; empty without drafts."""
+    """Share of drafts with an accepted token at depth 1, 2, ... Empty without drafts."""
     counters = results[-1]["counters"]
     drafts = counters.get(DRAFTS, 0.0)
     if not drafts:

@@ -1,4 +1,4 @@
-"""The whole comparison: choose settings, take turns, analyse, write JSON and pictures."""
+"""The whole comparison: choose settings, take turns, analyse, and write JSON and plots."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared; see the command's help."""
+    """What is compared. The command's help explains the fields."""
 
     methods: list[str]
     modes: list[str]
     lengths: list[int]
     drafts: Drafts
     gsd: dict[str, Any]
-    contexts: list[int]  # tokens of context, ascending; how a step grows with them
-    forms: bool  # graph, tree and chain in one engine
+    contexts: list[int]  # tokens, ascending
+    forms: bool  # whether to compare graph, tree and chain in one engine
     analyses: bool
 
 
 def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Compare, write ``bench.json``, the pictures and ``index.html`` into ``out``; returns the report.
+    """Run the comparison and write ``bench.json``, the plots and ``index.html`` into ``out``. Returns the report.
 
     Args:
-        settings: what was asked for, written at the head of the report.
+        settings: the options, written at the head of the report.
 
     Raises:
-        BenchError: with one sentence.
+        BenchError: the comparison cannot run as asked, or an engine died.
     """
     skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.drafts))}
     candidates = {
@@ -96,7 +96,7 @@ def _progress(total: int):
 
 
 def summary(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of a short table: batch, setting, tokens/s, ratio to plain, the graph's gain, tokens per step."""
+    """Rows of a short table: batch size, setting, tokens/s, ratio to plain, ratio to gsd-off, tokens per step."""
     rows = []
     for batch, methods in report["batches"].items():
         for row in methods.values():

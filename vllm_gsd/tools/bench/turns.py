@@ -1,7 +1,7 @@
-"""Engines that take turns: each method's best setting is chosen first, then all repeat the same work interleaved.
+"""Engines that take turns. Each method's best setting is chosen first, then all repeat the same work interleaved.
 
-A machine whose speed drifts is so fair to all. The engines stay alive between their turns, each in a process of its
-own, or are started anew for each (``apart``), where memory does not hold them all.
+This treats all methods alike on a machine whose speed drifts. The engines stay alive between their turns, each in its
+own process. With ``apart`` they are started anew for each turn, in case memory cannot hold them all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Work:
     """What every engine does.
 
     Args:
-        requests: the prompts; in a batch larger than that they come again.
-        engine_args: of vLLM's ``LLM``, but for the speculative config and the mode.
+        requests: the prompts. They repeat in a batch that is larger.
+        engine_args: arguments of vLLM's ``LLM``, without the speculative config and the mode.
+        choose_with: the number of requests used to choose the best settings.
     """
 
     requests: list[Request]
@@ -38,11 +39,10 @@ class Work:
     engine_args: dict[str, Any]
     logs: Path
     apart: bool = False
-    # Requests with which the best settings are chosen.
     choose_with: int = 4
 
     def job(self, batch: int, limit: int | None = None) -> dict[str, Any]:
-        """The run at one batch size: every request once, and as many as fill the batch."""
+        """One run at a batch size: every request once, or as many as fill the batch."""
         chats = [request.chat for request in self.requests][:limit]
         count = max(len(chats), batch)
         chosen = [chats[i % len(chats)] for i in range(count)]
@@ -50,7 +50,7 @@ class Work:
 
 
 class Engine:
-    """A process with one engine; ``run`` gives it a job and waits for the result."""
+    """A process with one engine. ``run`` sends it a job and waits for the result."""
 
     def __init__(self, setting: Setting, work: Work):
         self.setting = setting
@@ -76,11 +76,11 @@ class Engine:
             self._ask({**warm, "max_tokens": min(WARM_TOKENS, work.max_tokens)})
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """See ``engine.run`` for what comes back."""
+        """The result of a job, as ``engine.run`` describes it."""
         return self._ask({"opted_out": self.setting.opted_out, **job})
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -107,7 +107,7 @@ class Engine:
 
 @contextmanager
 def running(setting: Setting, work: Work) -> Iterator[Engine]:
-    """An engine for as long as the context lasts."""
+    """An engine that runs until the context ends."""
     engine = Engine(setting, work)
     try:
         yield engine
@@ -116,7 +116,7 @@ def running(setting: Setting, work: Work) -> Iterator[Engine]:
 
 
 class Engines:
-    """Engines by their settings, started when first needed; a context at whose end they end."""
+    """Engines by setting, each started when first needed. A context manager that stops them at its end."""
 
     def __init__(self, work: Work):
         self.work = work
@@ -130,7 +130,7 @@ class Engines:
         self.stack.close()
 
     def run(self, setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
-        """Give a job to the engine of this setting."""
+        """Run a job on the engine of this setting."""
         if self.work.apart:
             with running(setting, self.work) as engine:
                 return engine.run(job)
@@ -141,10 +141,10 @@ class Engines:
 
 
 def choose(candidates: dict[str, list[Setting]], work: Work, tick: Callable[[str], None]) -> dict[str, dict[int, Any]]:
-    """Each method's fastest setting at each batch size, from a short run of all.
+    """Choose each method's fastest setting at each batch size by a short run of all its settings.
 
     Returns:
-        ``[method][batch]``: the ``setting`` chosen, and ``tried``, tokens/s of each by name (empty without a choice).
+        ``[method][batch]``: the chosen ``setting``, and ``tried``, tokens/s by setting name (empty for a single one).
     """
     chosen: dict[str, dict[int, Any]] = {}
     for method, settings in candidates.items():
@@ -167,14 +167,14 @@ def choose(candidates: dict[str, list[Setting]], work: Work, tick: Callable[[str
 
 @dataclass
 class Runs:
-    """What came out: ``timed[method][batch]``, a result per repeat; ``parts[method][batch]``, one with the clock on."""
+    """Results: ``timed[method][batch]`` has one per repeat, ``parts[method][batch]`` one with the clock on."""
 
     timed: dict[str, dict[int, list[dict[str, Any]]]] = field(default_factory=dict)
     parts: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
 
 
 def take_turns(chosen: dict[str, dict[int, Any]], engines: Engines, tick: Callable[[str], None]) -> Runs:
-    """Every method's turn at every batch size, ``repeats`` times, and a last one with the clock over the parts."""
+    """Run every method at every batch size ``repeats`` times, and once more with the clock over the parts."""
     work = engines.work
     runs = Runs(
         {method: {batch: [] for batch in work.batch_sizes} for method in chosen}, {method: {} for method in chosen}
@@ -194,10 +194,10 @@ def take_turns(chosen: dict[str, dict[int, Any]], engines: Engines, tick: Callab
 
 
 def rotated(items: list[Any], turn: int) -> list[Any]:
-    """Not always the same one after the same one."""
+    """The items, beginning at another one each turn."""
     return items[turn % len(items) :] + items[: turn % len(items)]
 
 
 def tokens_per_second(result: dict[str, Any]) -> float:
-    """Generated tokens of a run over its time."""
+    """Generated tokens per second of a run."""
     return sum(request["tokens"] for request in result["requests"]) / result["seconds"]

@@ -1,15 +1,15 @@
-"""What a check finds, one line each."""
+"""The findings of a check."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-# "failed": gsd will not work so. "unknown": it could not be found out, because of a failure above.
+# "failed": gsd cannot work. "unknown": an earlier failure prevented the check.
 Status = Literal["ok", "note", "unknown", "failed"]
 
 
 class Finding(NamedTuple):
-    """One line of the table."""
+    """One line of the report."""
 
     topic: str
     status: Status
@@ -17,5 +17,5 @@ class Finding(NamedTuple):
 
 
 def passed(findings: list[Finding]) -> bool:
-    """Whether nothing stands in the way."""
+    """Whether no finding failed."""
     return all(finding.status != "failed" for finding in findings)

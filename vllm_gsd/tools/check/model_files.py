@@ -1,4 +1,4 @@
-"""Sizes of a model, from its config.json and the headers of its weights; no weight is read."""
+"""The sizes of a model, from its config.json and the headers of its weight files. It reads no weights."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Longer headers are those of no model.
+# No valid header is longer.
 MOST_HEADER_BYTES = 100 << 20
 
 
 class ModelFileError(ValueError):
-    """A file of a model is missing or damaged; the message is one sentence that names it."""
+    """A file of a model is missing or damaged. The message is one sentence that names the file."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model, the text model's part of it.
+    """The text model's part of a config.json.
 
     Raises:
-        ModelFileError: there is none, or it is no JSON object.
+        ModelFileError: the file is missing or is not a JSON object.
     """
     file = folder / "config.json"
     try:
@@ -36,10 +36,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a model's weights as they are stored.
+    """Bytes of a model's weights as stored.
 
     Raises:
-        ModelFileError: there are no safetensors files, one that the index names is missing, or one is damaged.
+        ModelFileError: there are no safetensors files, or one is missing or damaged.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -56,7 +56,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _tensor_bytes(file: Path) -> int:
-    """Bytes of all tensors of a safetensors file: its header is a length of 8 bytes and JSON."""
+    """Bytes of all tensors of a safetensors file, from its header: a length of 8 bytes, then JSON."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -77,10 +77,10 @@ def _tensor_bytes(file: Path) -> int:
 
 
 def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
-    """Bytes of keys and values of one token in all layers.
+    """Bytes of the keys and values of one token in all layers.
 
     Raises:
-        ModelFileError: the configuration does not say how large the layers are.
+        ModelFileError: the configuration lacks the sizes of the layers.
     """
     try:
         heads = int(config["num_attention_heads"])
@@ -92,6 +92,6 @@ def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
 
 
 def stored_dtype(config: dict[str, Any]) -> str:
-    """The data type that a model is stored in; "bfloat16" where its configuration says none that vLLM computes in."""
+    """The data type of the stored weights, or "bfloat16" if the configuration names none that vLLM computes in."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return dtype if dtype in DTYPE_BYTES else "bfloat16"

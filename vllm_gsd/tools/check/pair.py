@@ -1,4 +1,4 @@
-"""Whether a draft fits a target, and what memory it will take."""
+"""Whether a draft fits a target, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vllm_gsd.tools.check.model_files import (
 
 
 def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str, Any]]:
-    """Compare a draft with a target by their small files.
+    """Compare a draft with a target by their configuration files.
 
     Args:
-        target: its path or hub id.
-        config: its ``model`` is the draft; None for none.
+        target: the path or hub id of the target.
+        config: its ``model`` names the draft, or is None.
 
     Returns:
-        findings, and the memory that the draft takes (empty where that is not known).
+        the findings, and the memory of the draft (empty if unknown).
     """
     try:
         vocab_size, target_config = _target(target)
@@ -54,14 +54,14 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
 
 
 def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
-    """What a draft adds to an engine.
+    """The memory that a draft adds to an engine.
 
     Args:
-        dtype: the target's, in which keys, values and features are kept.
-        features: whether the draft reads the target's hidden states, which are kept for it.
+        dtype: the target's data type, which keys, values and features have.
+        features: whether the draft reads the target's hidden states, which are then stored.
 
     Raises:
-        ModelFileError: its files do not say.
+        ModelFileError: the draft's files do not tell its sizes.
     """
     config = read_config(draft)
     feature_bytes = 0

@@ -1,4 +1,4 @@
-"""What a probe finds out in its own process: ``python -m vllm_gsd.tools.check.probe TOPIC QUESTION``."""
+"""The probes, each run in its own process: ``python -m vllm_gsd.tools.check.probe TOPIC QUESTION``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm_gsd.config import GSDConfigError
 from vllm_gsd.tools.check.findings import Finding
 from vllm_gsd.tools.check.probes import MARK
 
-# By ``torch.ops.vllm_gsd.current_isa``.
+# Indexed by ``torch.ops.vllm_gsd.current_isa``.
 INSTRUCTION_SETS = ("the processor's baseline", "AVX2", "AVX-512", "AVX-512 with BF16")
 
 
 def kernels(question: dict[str, Any]) -> list[Finding]:
-    """Which compiled code there is; without any the package works, slower."""
+    """Which compiled kernels load. Without them the package works, but slowly."""
     found = []
     try:
         import torch
@@ -38,7 +38,7 @@ def kernels(question: dict[str, Any]) -> list[Finding]:
 
 
 def vllm(question: dict[str, Any]) -> list[Finding]:
-    """Whether vLLM is there, of a supported version, with every symbol that is wrapped, and loads the plugin."""
+    """Whether vLLM is installed in a supported version, has every symbol that gsd wraps, and finds the plugin."""
     from vllm_gsd.upstream.inventory import SUPPORTED_VLLM
 
     try:
@@ -62,7 +62,7 @@ def vllm(question: dict[str, Any]) -> list[Finding]:
 
 
 def _missing_symbols() -> tuple[list[str], int]:
-    """Problems with what is wrapped for this machine's platform, and how many symbols were looked at."""
+    """Problems with the symbols wrapped on this platform, and the number of symbols checked."""
     from vllm_gsd.upstream.inventory import When, patches
     from vllm_gsd.upstream.symbols import problem_with
 
@@ -74,15 +74,15 @@ def _missing_symbols() -> tuple[list[str], int]:
     if current_platform.is_cpu():
         cases += ["v1", "CPU", "v2 on a CPU"]
     looked_at = patches(*cases)
-    # As the plugin does: what a worker imports is only read.
+    # Like the plugin, import only what is patched at load time, and read the source of the rest.
     problems = [problem_with(patch, load=patch.when == "load") for patch in looked_at]
     return [problem for problem in problems if problem is not None], len(looked_at)
 
 
 def engine(question: dict[str, Any]) -> list[Finding]:
-    """What an engine would be like: vLLM makes its configuration, and gsd refuses what it does not support.
+    """Whether an engine would start: vLLM builds its configuration, and gsd rejects unsupported features.
 
-    The question: "engine_args" for ``EngineArgs``, its model and speculative_config among them.
+    The question has "engine_args" for ``EngineArgs``, including model and speculative_config.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -93,7 +93,7 @@ def engine(question: dict[str, Any]) -> list[Finding]:
         config = EngineArgs(**question["engine_args"]).create_engine_config()
     except GSDConfigError as error:
         return [Finding("engine", "failed", str(error))]
-    except Exception as error:  # vLLM refuses in many ways
+    except Exception as error:  # vLLM raises many types
         return [Finding("engine", "failed", f"vLLM makes no configuration of it: {_first_line(error)}")]
     from vllm.platforms import current_platform
 

@@ -1,6 +1,6 @@
-"""Asks what needs torch or vLLM, each in a process of its own: ``probe`` answers there.
+"""Starts the probes that need torch or vLLM, each in its own process.
 
-An import that fails, crashes or hangs is a finding.
+An import that fails, crashes or hangs therefore becomes a finding.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from vllm_gsd.tools.check.findings import Finding
 
-MARK = "vllm-gsd check: "  # begins the line with the answer, among whatever else is printed
+MARK = "vllm-gsd check: "  # marks the line with the answer among other output
 
 
 def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:
     """Findings of a probe.
 
     Args:
-        topic: of ``probe.PROBES``; named where there is no answer.
-        question: its arguments.
-        timeout: seconds that it may take.
+        topic: a key of ``probe.PROBES``.
+        question: the probe's arguments.
+        timeout: the time limit in seconds.
     """
     command = [sys.executable, "-m", f"{__package__}.probe", topic, json.dumps(question)]
     try:

@@ -1,4 +1,4 @@
-"""All checks, in the order in which a failure explains what comes after it."""
+"""All checks, ordered so that a failure explains the later ones."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vllm_gsd.tools.check.probes import ask
 def check(
     target: str | None, draft: str | None, gsd: str | None, engine_args: dict[str, Any], timeout: float
 ) -> dict[str, Any]:
-    """Everything that ``vllm-gsd check`` tells.
+    """The report of ``vllm-gsd check``.
 
     Args:
-        target: path or hub id; None: models are not looked at.
-        draft: path or hub id in place of the ``model`` of ``gsd``; None: that one, or none.
-        gsd: path of a gsd.json or its JSON; None for the defaults.
+        target: path or hub id; None skips the models.
+        draft: path or hub id that replaces the ``model`` of ``gsd``; None keeps it.
+        gsd: path of a gsd.json, or its JSON; None for the defaults.
         engine_args: more of vLLM's ``EngineArgs``.
         timeout: seconds for each process that imports torch or vLLM.
 
     Returns:
-        "ok", "findings" (topic, status, detail) and "memory" of the draft in bytes, empty where it is not known.
+        "ok", "findings" (topic, status, detail) and "memory" of the draft in bytes, empty if unknown.
     """
     with ThreadPoolExecutor() as pool:
         probes = [pool.submit(ask, topic, {}, timeout) for topic in ("vLLM", "kernels")]
@@ -41,7 +41,7 @@ def check(
         except GSDConfigError as error:
             found.append(Finding("gsd.json", "failed", str(error)))
         if target is None:
-            found.append(Finding("models", "note", "not looked at; name --target, and --draft or --gsd"))
+            found.append(Finding("models", "note", "not checked; give --target, and --draft or --gsd"))
         elif config is not None:
             about_pair, memory = check_pair(target, config)
             found += about_pair
@@ -61,6 +61,6 @@ def _config(draft: str | None, gsd: str | None) -> GSDConfig:
 
 def _engine(target: str, config: GSDConfig, engine_args: dict[str, Any], timeout: float, usable: bool) -> list[Finding]:
     if not usable:
-        return [Finding("engine", "unknown", "not looked at, because of what failed above")]
+        return [Finding("engine", "unknown", "not checked, because an earlier check failed")]
     given = config.model_dump(mode="json", exclude_unset=True)
     return ask("engine", {"engine_args": {**engine_args, "model": target, "speculative_config": given}}, timeout)

@@ -16,13 +16,15 @@ COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"
 
 def check(
     target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help='Folder or hub id of the draft; "model" of --gsd without.')] = None,
+    draft: Annotated[
+        str | None, typer.Option(help='Folder or hub id of the draft. By default the "model" of --gsd.')
+    ] = None,
     gsd: Annotated[str | None, typer.Option(help="Path of a gsd.json, or its keys as JSON.")] = None,
     engine_args: Annotated[str, typer.Option(help="More arguments of vLLM's EngineArgs, as JSON.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for each process that imports vLLM.")] = 120,
 ) -> None:
-    """Say whether this installation, and this pair of models, can serve gsd; exit code 1 if not."""
+    """Check whether this installation and this pair of models can serve gsd. The exit code is 1 if not."""
     from vllm_gsd.tools.check.run import check as run
 
     report = run(target, draft, gsd, json_object(engine_args, "--engine-args"), timeout)

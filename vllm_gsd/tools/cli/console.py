@@ -1,4 +1,4 @@
-"""Where the commands write: results to stdout, which scripts read, everything else to stderr."""
+"""Output of the commands: results go to stdout for scripts, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
-    """The JSON object that an option holds; the command ends where it holds none."""
+    """The JSON object in an option. The command fails if it is not one."""
     try:
         value = json.loads(text)
     except ValueError:

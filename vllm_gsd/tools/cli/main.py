@@ -1,4 +1,4 @@
-"""Entry point of ``vllm-gsd``. One function a subcommand; the work itself lives in the package."""
+"""Entry point of ``vllm-gsd``, with one function per subcommand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ app.command()(bench)
 app.command()(check)
 
 
-# With a callback typer keeps "models" a subcommand even while it is the only one.
 @app.callback()
 def main() -> None:
     """Graph-structured speculative decoding for vLLM."""
@@ -35,10 +34,10 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     cache_dir: Annotated[
         Path | None,
-        typer.Option(help="Keep the target here, not in $VLLM_GSD_CACHE or the user's cache."),
+        typer.Option(help="Folder for the target instead of $VLLM_GSD_CACHE or the user's cache."),
     ] = None,
 ) -> None:
-    """Prepare the built-in pair of models and print where it lies."""
+    """Prepare the built-in pair of models and print its folders."""
     from vllm_gsd.tools.models import ModelsError, built_in_pair
 
     try:
@@ -60,18 +59,19 @@ def models(
 def distill(
     out: Annotated[Path, typer.Option(help="Folder to write the draft to.")],
     work: Annotated[
-        Path | None, typer.Option(help="Where a run keeps what it has done, to go on later. [OUT.work]")
+        Path | None, typer.Option(help="Folder for intermediate results, to resume a run; by default OUT.work.")
     ] = None,
     **given: Any,
 ) -> None:
-    """Distil a draft from a target. Started again with the same options, it goes on where it stopped."""
+    """Distil a draft from a target. Run it again with the same options to resume."""
+    from vllm_gsd.tools.bench.methods import BenchError
     from vllm_gsd.tools.distill.run import distill as run
     from vllm_gsd.tools.distill.student import StudentError
     from vllm_gsd.tools.prompt_file import PromptsError
 
     try:
         results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
-    except (DistillError, PromptsError, StudentError) as error:
+    except (BenchError, DistillError, PromptsError, StudentError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         fail(f"Distilling needs the package {error.name} (pip install 'vllm-gsd[distill]').")

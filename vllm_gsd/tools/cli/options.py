@@ -1,4 +1,4 @@
-"""Commands that take their options from a dataclass, so that each option is said once."""
+"""Commands that take their options from a dataclass."""
 
 import dataclasses
 import functools
@@ -8,10 +8,10 @@ from typing import Any, get_type_hints
 
 
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as options; they come as keywords, beside the command's own.
+    """Add the fields of a dataclass to a command as options. It receives them as keyword arguments.
 
     Args:
-        options: a dataclass; ``Annotated[..., typer.Option(...)]`` in a field's type is its help.
+        options: a dataclass whose field types are ``Annotated[..., typer.Option(...)]``.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +35,7 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
         def with_options(**given: Any) -> None:
             command(**given)
 
-        # Typer asks for both.
+        # Typer reads both.
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {one.name: one.annotation for one in parameters}
         return with_options

@@ -1,11 +1,11 @@
-"""Distils a draft model from any Llama-like target: ``vllm-gsd distill``.
+"""``vllm-gsd distill`` distils a draft model from any Llama-like target.
 
-The stages, each a module, each resumable, each leaving its result in the work folder:
+Each stage is a module, writes its result to the work folder and can be resumed:
 
-1. ``prompts``: varied requests from templates, or from a file.
-2. ``generate``: the target answers them with vLLM in big batches; kept with its top-k probabilities.
-3. ``student``: a small model made of the target's own layers, or narrowed from them, with a trimmed vocabulary.
-4. ``train``: the student learns the target's probabilities.
-5. ``validate``: agreement with the target on text kept back, then tokens per step and speed in the real engine.
-6. ``card``: the Hugging Face folder's model card.
+1. ``prompts`` draws varied requests from templates or reads them from a file.
+2. ``generate`` lets the target answer them with vLLM in large batches, and keeps its top-k probabilities.
+3. ``student`` and ``eagle`` make the small model: from the target's layers, narrower ones, or in EAGLE's format.
+4. ``train`` trains the student on the target's probabilities.
+5. ``validate`` measures agreement with the target on held-out text, and ``engine`` the gain in the real engine.
+6. ``card`` writes the model card.
 """

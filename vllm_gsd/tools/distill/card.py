@@ -12,8 +12,8 @@ tags: [speculative-decoding, vllm-gsd, distilled]
 ---
 # A draft model for {target}
 
-Distilled with `vllm-gsd distill` for speculative decoding; alone it writes nonsense. It has the target's tokenizer and
-computes the {vocab_size:,} most frequent of its {full_vocab:,} tokens (`draft_vocab.json`).
+Distilled with `vllm-gsd distill` for speculative decoding. It is not useful on its own. It has the target's tokenizer
+and computes the {vocab_size:,} most frequent of its {full_vocab:,} tokens (`draft_vocab.json`).
 
 ```json
 {{"method": "gsd", "model": "{name}"}}
@@ -34,15 +34,15 @@ Made with:
 ```
 """
 LABELS = {
-    "top_1": "agrees with the target's best token on text kept back",
-    "top_4": "has it among its best four",
+    "top_1": "agreement with the target's best token on held-out text",
+    "top_4": "the target's best token is among the draft's best four",
     "tokens_per_step": "tokens per target step, 16 nodes, greedy, batch 1",
-    "speed_up": "speed over plain decoding at batch 1 on the machine it was made on",
+    "speed_up": "speed over plain decoding at batch 1, on the machine that made it",
 }
 
 
 def write_card(folder: Path, facts: dict[str, Any], results: dict[str, float]) -> None:
-    """Write README.md; ``facts`` are ``CARD``'s fields, ``results`` those of ``LABELS`` that were measured."""
+    """Write README.md. ``facts`` are the fields of ``CARD``, ``results`` the measured ones of ``LABELS``."""
     rows = []
     for key, label in LABELS.items():
         if key in results:

@@ -1,12 +1,12 @@
-"""A student of EAGLE's kind: one decoder layer that reads the target's own hidden states (Li et al. 2024).
+"""An EAGLE-style student: one decoder layer that reads the target's hidden states (Li et al. 2024).
 
-At each position it gets the token and the hidden state that the target had before it, and predicts the target's next
-hidden state, from which the target's LM head tells the next tokens. So it starts from what the target knows of the
-text, and ships neither embedding nor LM head. It is written in EAGLE's own format, which vLLM loads.
+At each position it reads the token and the target's hidden state before it, and predicts the target's next hidden
+state. The target's LM head turns that into tokens. The student therefore starts from what the target knows of the text
+and needs no embedding or LM head of its own. It is saved in EAGLE's format, which vLLM loads.
 
-Below the first level of a graph there is no hidden state of the target's, only the student's own. Training runs the
-layer several times over a text, each time on the hidden states of the time before, and the attention of each time sees
-exactly what a node of that depth sees (the "training-time test" of EAGLE-3, Li et al. 2025).
+Below the first level of a graph, only the student's own hidden states exist. Training therefore runs the layer several
+times over a text, each time on the hidden states of the previous pass. The attention of each pass sees exactly what a
+node of that depth sees (the "training-time test" of EAGLE-3, Li et al. 2025).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "EagleLlamaForCausalLM"
 WEIGHTS = "model.safetensors"
-# Levels of a graph that training plays through, and what each counts for beside the one before.
+# Levels of a graph in training, and the weight of each relative to the one before.
 LEVELS, LEVEL_WEIGHT = 2, 0.8
-# Besides the target's best tokens of a batch so many others, drawn at random, stand for the rest of the vocabulary.
+# Randomly drawn tokens that represent the rest of the vocabulary beside the target's best tokens of a batch.
 NEGATIVES = 2048
-# Tokens and strength of the least-squares fit that training starts from.
+# Tokens and regularisation of the least-squares fit that initialises training.
 FIT_TOKENS, FIT_RIDGE = 400_000, 1e-3
 KEPT = (
     "hidden_size",
@@ -58,18 +58,18 @@ KEPT = (
 
 
 def eagle_config(target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a student: one layer of the target's own shape."""
+    """The config.json of a student: one layer in the target's shape."""
     kept = {name: target[name] for name in KEPT if target.get(name) is not None}
     return {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1, **kept}
 
 
 class EagleStudent(TrimmedStudent):
-    """The student, its loss, and the target's embedding and LM head, which stay as they are.
+    """The student, its loss, and the target's embedding and LM head, which are not trained.
 
     Args:
-        config: of ``eagle_config``.
+        config: from ``eagle_config``.
         embedding, head: the target's, [vocabulary, hidden].
-        token_ids: int64 [n], its trimmed vocabulary, ascending.
+        token_ids: the trimmed vocabulary, int64 [n], ascending.
     """
 
     def __init__(self, config: dict[str, Any], embedding: torch.Tensor, head: torch.Tensor, token_ids: torch.Tensor):
@@ -82,7 +82,7 @@ class EagleStudent(TrimmedStudent):
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         layer: Any = LlamaDecoderLayer(self.config, 0)
         layer.input_layernorm = nn.Identity()  # EAGLE's first layer has none
-        # At first the layer adds nothing: what is predicted is the least-squares fit.
+        # Initially the layer adds nothing, so the prediction is the least-squares fit.
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
         self.layers = nn.ModuleList([layer])
@@ -96,7 +96,7 @@ class EagleStudent(TrimmedStudent):
         Args:
             input_ids: int64 [batch, length].
             features: [batch, length, hidden], the target's hidden state before each token.
-            first: the depths below 0 are wanted from this position on: [batch, length - first, hidden].
+            first: levels after the first start at this position: [batch, length - first, hidden].
         """
         embedded = self.embedding[input_ids]
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -109,14 +109,14 @@ class EagleStudent(TrimmedStudent):
             results.append(hidden)
             before = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
             if level == 0 and first:
-                # A row needs the row before it of the level before: one position more for each level below the next.
+                # A row reads the previous row of the previous level, so each later level needs one more position.
                 start = max(0, first - max(0, count - 2))
                 embedded, before = embedded[:, start:], before[:, start:]
                 turns = tuple(turn[:, start:] for turn in turns)
         return results[:1] + [hidden[:, first - input_ids.shape[1] :] for hidden in results[1:]]
 
     def _layer(self, hidden: torch.Tensor, turns, known: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """The decoder layer; ``known``: keys and values of the levels before, to which this level's are added."""
+        """The decoder layer. ``known`` has the keys and values of earlier levels; those of this level are appended."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         layer: Any = self.layers[0]
@@ -133,7 +133,7 @@ class EagleStudent(TrimmedStudent):
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
     def log_probs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See ``TrimmedStudent``; of the first level."""
+        """See ``TrimmedStudent``. Uses the first level."""
         hidden = self.levels(batch["input_ids"], batch["features"], 1)[0]
         return self._log_probs(hidden.flatten(0, 1)[batch["rows"]], self.head)
 
@@ -141,7 +141,7 @@ class EagleStudent(TrimmedStudent):
         return torch.log_softmax(functional.linear(hidden.to(head.dtype), head).float(), dim=-1)
 
     def forward(self, input_ids, attention_mask, features, rows, top_ids, top_logprobs) -> dict[str, torch.Tensor]:
-        """The loss of a batch, as ``Distillation.forward`` at each level; ``features`` as in ``levels``."""
+        """The loss of ``Distillation.forward``, summed over levels with weights. ``features``: see ``levels``."""
         places = self.place[top_ids]
         weight = top_logprobs.exp().masked_fill(places < 0, 0.0)
         known = places.clamp(min=0)
@@ -159,15 +159,15 @@ class EagleStudent(TrimmedStudent):
 
 
 def attend_levels(query: torch.Tensor, known: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Attention of a level's rows: to the text up to the node's root, and to the nodes between.
+    """Attention of a level's rows to the text up to the node's root, and to the nodes in between.
 
-    The row at position t of level n is a node n below its root: it attends the text (level 0) up to t - n, the row of
-    level 1 at t - n + 1, and so on up to itself.
+    The row at position t of level n is a node n levels below its root. It attends to the text (level 0) up to t - n, to
+    the row of level 1 at t - n + 1, and so on up to itself.
 
     Args:
-        query: [batch, heads, rows, head_size] of level n, whose rows are the last ones of the text.
+        query: [batch, heads, rows, head_size] of level n. Its rows are the last positions of the text.
         known: keys and values, [batch, kv_heads, length, head_size] of level 0, [batch, kv_heads, rows,
-            head_size] of the levels 1 to n.
+            head_size] of levels 1 to n.
 
     Returns:
         [batch, heads, rows, head_size].
@@ -199,7 +199,7 @@ def attend_levels(query: torch.Tensor, known: list[tuple[torch.Tensor, torch.Ten
 
 
 def make_start(target: Path, out: Path, ranking: np.ndarray, data: Dataset, features: Features) -> None:
-    """Write the untrained student's folder: a least-squares fit of the target's next hidden state."""
+    """Write the untrained student, a least-squares fit of the target's next hidden state."""
     config = eagle_config(student.target_config(target))
     embedding, head = target_ends(target)
     model = EagleStudent(config, embedding, head, torch.from_numpy(np.sort(ranking)))
@@ -210,7 +210,7 @@ def make_start(target: Path, out: Path, ranking: np.ndarray, data: Dataset, feat
 
 
 def fit(embedding: torch.Tensor, data: Dataset, features: Features) -> torch.Tensor:
-    """``fc``, float32 [hidden, 2 * hidden], that predicts the hidden state from token and hidden state before."""
+    """Fit ``fc``, float32 [hidden, 2 * hidden]: it maps a token and the previous hidden state to the next one."""
     hidden = embedding.shape[1]
     products, wanted = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
     tokens = 0
@@ -227,14 +227,14 @@ def fit(embedding: torch.Tensor, data: Dataset, features: Features) -> torch.Ten
 
 
 def target_ends(target: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embedding and LM head of the target, [vocabulary, hidden] each."""
+    """The target's embedding and LM head, [vocabulary, hidden] each."""
     tensors = student.load_tensors(target)
     embedding = tensors[student.EMBEDDING]
     return embedding, tensors.get("lm_head.weight", embedding)
 
 
 def load(folder: Path, target: Path) -> EagleStudent:
-    """The student of a folder, in float32."""
+    """Load a student in float32."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
@@ -247,7 +247,7 @@ def load(folder: Path, target: Path) -> EagleStudent:
 
 
 def save(model: EagleStudent, config: dict[str, Any], out: Path) -> None:
-    """Write weights, in bfloat16, and config.json."""
+    """Write the weights in bfloat16, and config.json."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The target's answers to the requests, with its most likely tokens at every position.
 
-Answers are kept in shards, Parquet files in the work folder; a shard that is there is not generated again, so a run
-that was killed goes on where it stopped.
+Answers are stored in shards, which are Parquet files in the work folder. Existing shards are not generated again, so a
+killed run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_gsd.tools.distill")
 
-# How many of the target's most likely tokens are kept at every position.
+# The number of the target's most likely tokens to keep at every position.
 TOP = 8
-# Most answers are greedy, as most requests are; some are sampled, so that the draft knows less likely paths too.
+# Most answers are greedy. The rest are sampled, so that the draft also learns less likely paths.
 GREEDY_SHARE = 0.65
 SHARD = 256
-# Requests of the target's own: their longest and shortest length, in tokens and characters; how often it is asked for a
-# shard of them, and what share must be new for going on.
+# Requests that the target makes up: maximum tokens and minimum characters of one; the maximum number of shards to
+# generate, and the share that must be new to continue.
 OWN_TOKENS, SHORTEST_REQUEST = 96, 9
 MOST_TURNS, LEAST_SHARE = 64, 0.1
 
 
 def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float, eager: bool) -> LLM:
-    """The target in vLLM, set up for throughput."""
-    # The engine in a process of its own polls, and on a CPU that takes a core from the model.
+    """Start the target in vLLM, configured for throughput."""
+    # An engine in its own process polls, which takes a core from the model on a CPU.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
 
@@ -45,25 +45,25 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
         kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
         enforce_eager=eager,
         disable_log_stats=True,
-        # With it, hidden states of shared beginnings would be computed once and seen in one answer only.
+        # With prefix caching, the hidden states of a shared prefix would be recorded for one answer only.
         enable_prefix_caching=False,
     )
 
 
 def shard_path(folder: Path, name: str, number: int) -> Path:
-    """Where a shard of a round lies."""
+    """The path of a shard of a round."""
     return folder / f"{name}-{number:05d}.parquet"
 
 
 def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
-    """Requests that the target makes up itself, going on where its chat template lets a user begin (Magpie, Xu 2024).
+    """Requests that the target makes up, by completing the user's turn of its chat template (Magpie, Xu et al. 2024).
 
     Args:
-        llm: as of ``answer``.
-        file: where they are kept.
+        llm: see ``answer``.
+        file: the file that stores the requests.
 
     Returns:
-        ``count`` chats; fewer if the target repeats itself, none if it has no chat template.
+        ``count`` chats, fewer if the target repeats itself, and none if it has no chat template.
     """
     if file.exists():
         return json.loads(file.read_text("utf-8"))
@@ -77,10 +77,10 @@ def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
     for turn in range(MOST_TURNS if begin else 0):
         params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
         asked = llm.generate([{"prompt_token_ids": begin}] * SHARD, params, use_tqdm=False)
-        # What it didn't end in time is a request too: long, and cut off as pasted texts are.
+        # Texts that reach the token limit are kept too: they resemble long, truncated requests.
         texts = (output.outputs[0].text.strip() for output in asked)
         found.update(dict.fromkeys(text for text in texts if len(text) >= SHORTEST_REQUEST))
-        logger.info("the target has asked %d of %d questions", min(len(found), count), count)
+        logger.info("the target has made up %d of %d requests", min(len(found), count), count)
         if len(found) >= count or len(found) < (turn + 1) * SHARD * LEAST_SHARE:
             break
     requests: list[Chat] = [[{"role": "user", "content": text}] for text in list(found)[:count]]
@@ -91,7 +91,7 @@ def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
 
 
 def user_turn(tokenizer: Any) -> tuple[list[int], str]:
-    """Tokens of a chat up to where a user begins, and the text that ends the user's turn; empty without a template."""
+    """Tokens of a chat up to the user's text, and the text that ends the user's turn. Empty without a template."""
     mark = "\x02?\x03"
     if tokenizer.chat_template is None:
         return [], ""
@@ -104,15 +104,15 @@ def user_turn(tokenizer: Any) -> tuple[list[int], str]:
 def answer(
     llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: int, seed: int, features: Path | None = None
 ) -> list[str]:
-    """Generate what is missing of a round and return every answer's text.
+    """Generate the missing answers of a round and return the text of every answer.
 
     Args:
-        llm: the target, or a function that starts it: called only if something is missing.
-        chats: the requests of the round, the same ones in every run.
-        folder: where the shards lie, named ``{name}-00000.parquet`` and so on: ``input_ids`` (request and answer),
-            ``prompt_len``, and for every answer token ``top_ids`` and ``top_logprobs``, flat, ``TOP`` each.
-        max_tokens: longest answer.
-        features: where to keep the target's hidden states, too, if they can be seen (``hidden_states.Recorder``).
+        llm: the target, or a function that starts it. The function is called only if an answer is missing.
+        chats: the requests of the round, the same in every run.
+        folder: the folder of the shards ``{name}-00000.parquet``, ... Each has ``input_ids`` (request and answer),
+            ``prompt_len``, and for every answer token ``TOP`` entries of ``top_ids`` and ``top_logprobs``, flat.
+        max_tokens: maximum tokens of an answer.
+        features: the folder for the target's hidden states, if ``hidden_states.Recorder`` can record them.
     """
     from datasets import Dataset
     from tqdm import tqdm
@@ -144,7 +144,7 @@ def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[A
     from vllm import SamplingParams
 
     rng = random.Random(seed)
-    # No seeds of their own: vLLM 0.32 cannot draw with them on a CPU when a prompt is prefilled in chunks.
+    # Without per-request seeds: vLLM 0.32 cannot use them on a CPU when a prompt is prefilled in chunks.
     params = [
         SamplingParams(
             temperature=0.0 if rng.random() < GREEDY_SHARE else 0.8,
@@ -167,7 +167,7 @@ def _row(output: Any) -> dict[str, Any]:
     top_logprobs: list[float] = []
     flat = completion.logprobs
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
-        # The sampled token comes first and again in its place among the best, if it is one of them.
+        # The sampled token comes first, and again at its rank if it is among the best.
         pairs = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
         best = sorted(pairs.items(), key=lambda pair: -pair[1])[:TOP]
         top_ids += [token for token, _ in best]

@@ -1,7 +1,7 @@
-"""The target's hidden states over the answers: kept while it answers, or read from a forward of their own.
+"""The target's hidden states over the answers, recorded while it answers or computed by a separate forward pass.
 
-They lie in files named as the answers', ``{name}.npy``, float16 [tokens of all its rows, hidden]. The row of an
-answer's last token is not used: the target need not have run it.
+Each file of answers has a file ``{name}.npy``, float16 [tokens of all its rows, hidden]. The row of an answer's last
+token is not used, because the target need not have run it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm_gsd.upstream.forwards import unwatch, watch
 
 
 class Recorder:
-    """Keeps what the target's forwards gave while vLLM generates, so that answers need no second forward.
+    """Records the target's hidden states while vLLM generates, so that answers need no second forward pass.
 
-    It looks into vLLM's V1 model runner, in this process.
+    It reads them from vLLM's V1 model runner in this process.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Recorder:
 
     @classmethod
     def attached(cls, llm: Any) -> Recorder | None:
-        """One that listens from now on until ``take``; None where that cannot be: another runner, another process."""
+        """A recorder that is active until ``take``, or None for another runner or a runner in another process."""
         from vllm import envs
 
         if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
@@ -60,9 +60,9 @@ class Recorder:
             row += count
 
     def take(self, outputs: list[Any]) -> np.ndarray | None:
-        """Rows of those finished requests, one after the other; None if one was not seen whole. It listens no more."""
+        """Stop, and return the concatenated rows of these finished requests, or None if one is incomplete."""
         unwatch(self.runner)
-        # vLLM's own names of requests end in a random part.
+        # vLLM appends a random suffix to its request ids.
         states = {name.rsplit("-", 1)[0]: rows for name, rows in self.states.items()} | self.states
         parts = []
         for output in outputs:
@@ -76,17 +76,17 @@ class Recorder:
 
 
 def write(states: np.ndarray, folder: Path, name: str) -> None:
-    """Write a file of them, whole or not at all."""
+    """Write a file of hidden states atomically."""
     partial = folder / f"{name}.partial.npy"
     np.save(partial, states)
     partial.rename(folder / f"{name}.npy")
 
 
 class Features:
-    """The target's hidden states over the answers, in files beside them.
+    """Reads the target's hidden states over the answers.
 
     Args:
-        folder: where they lie, ``{name of the answers' file}.npy``, float16 [tokens, hidden].
+        folder: the folder of the files ``{name of the answers' file}.npy``, float16 [tokens, hidden].
     """
 
     def __init__(self, folder: Path):
@@ -94,7 +94,7 @@ class Features:
         self.files: dict[str, np.ndarray] = {}
 
     def of(self, row: dict[str, Any]) -> torch.Tensor:
-        """Hidden states, float32 [length, hidden], of an answer with its request."""
+        """Hidden states of a request with its answer, float32 [length, hidden]."""
         name = str(row["file"])
         if name not in self.files:
             self.files[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
@@ -102,7 +102,7 @@ class Features:
         return torch.from_numpy(self.files[name][first : first + len(row["input_ids"])].astype(np.float32))
 
     def collate(self, answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """A batch of ``EagleStudent.forward``'s arguments."""
+        """The arguments of ``EagleStudent.forward`` for a batch."""
         batch = collate(answers)
         own = [self.of(answer) for answer in answers]
         features = torch.zeros(*batch["input_ids"].shape, own[0].shape[1], dtype=torch.bfloat16)
@@ -113,11 +113,11 @@ class Features:
 
 @torch.inference_mode()
 def write_features(target: Path, answers: list[Path], folder: Path, batch_tokens: int = 4096) -> Features:
-    """Run the target over the answers; what is there already is not run again.
+    """Run the target over the answers whose hidden states are missing.
 
     Args:
-        answers: files of ``generate.answer``.
-        batch_tokens: most tokens of a forward.
+        answers: files from ``generate.answer``.
+        batch_tokens: maximum tokens of a forward pass.
     """
     from datasets import Dataset
     from tqdm import tqdm
@@ -146,7 +146,7 @@ def write_features(target: Path, answers: list[Path], folder: Path, batch_tokens
 
 
 def _batches(lengths: list[int], most: int) -> list[list[int]]:
-    """Places of texts of like length, shortest first, together at most ``most`` tokens with their padding."""
+    """Batches of texts (by index) of similar length, shortest first, each of at most ``most`` padded tokens."""
     batches: list[list[int]] = [[]]
     for index in np.argsort(lengths, kind="stable"):
         if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > most:

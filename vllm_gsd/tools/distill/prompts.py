@@ -1,8 +1,7 @@
-"""Varied requests to distil on, from the templates in ``templates.json`` or from a file.
+"""Varied requests for distillation, from the templates in ``templates.json`` or from a file.
 
-Requests come in two rounds: the second round's templates have a ``{passage}`` (to summarise, translate, answer
-questions about, rewrite), filled with what the target wrote in the first. So no text has to be shipped, and every
-answer is the target's own.
+Requests come in two rounds. The templates of the second round have a ``{passage}`` to summarise, translate, rewrite or
+answer questions about. It is filled with what the target wrote in the first round, so the package ships no texts.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from vllm_gsd.tools.prompt_file import Chat, read_requests
 
 TEMPLATES = Path(__file__).parent / "templates.json"
 _SLOT = re.compile(r"\{(\w+)\}")
-# The share of second-round requests that go on with the first round's chat rather than quote its answer.
+# The share of second-round requests that continue a chat of the first round instead of quoting its answer.
 FOLLOW_UPS = 0.15
 
 
 def first_round(count: int, seed: int) -> list[Chat]:
-    """Requests that need no passage, equally many of each category, without repetition as far as templates go."""
+    """Requests that need no passage, evenly over the categories, without repetition if the templates allow it."""
     return _distinct(count, _fill(random.Random(seed), "first"))
 
 
 def second_round(count: int, seed: int, answered: list[tuple[Chat, str]]) -> list[Chat]:
-    """Requests about what the target wrote: passages quoted from ``answered``, and chats continued."""
+    """Requests about the target's own texts: they quote passages of ``answered`` or continue its chats."""
     rng = random.Random(seed)
     long_enough = [(chat, answer) for chat, answer in answered if len(answer) > 200]
     if not long_enough:
@@ -49,12 +48,12 @@ def second_round(count: int, seed: int, answered: list[tuple[Chat, str]]) -> lis
 
 
 def from_file(path: Path) -> list[Chat]:
-    """Requests of a prompt file; raises ``PromptsError`` as ``read_requests`` does."""
+    """Requests of a prompt file. Raises ``PromptsError`` like ``read_requests``."""
     return [request.chat for request in read_requests(path)]
 
 
 def _distinct(count: int, requests: Iterator[Chat]) -> list[Chat]:
-    """``count`` different ones, or fewer where the templates have no more."""
+    """``count`` distinct requests, or fewer if the templates yield no more."""
     chosen: dict[str, Chat] = {}
     for chat in itertools.islice(requests, 20 * count):
         chosen.setdefault(json.dumps(chat), chat)
@@ -64,7 +63,7 @@ def _distinct(count: int, requests: Iterator[Chat]) -> list[Chat]:
 
 
 def _fill(rng: random.Random, round_name: str, passage=None) -> Iterator[Chat]:
-    """Endless requests of a round, one category after the other."""
+    """Endless requests of a round, cycling through the categories."""
     data = json.loads(TEMPLATES.read_text("utf-8"))
     slots: dict[str, list[str]] = data["slots"]
 
@@ -85,7 +84,7 @@ def _fill(rng: random.Random, round_name: str, passage=None) -> Iterator[Chat]:
 
 
 def _passage(rng: random.Random, answered: list[tuple[Chat, str]]) -> str:
-    """Sentences or lines of an answer, from anywhere in it, of varied length."""
+    """A random span of sentences or lines of an answer."""
     answer = rng.choice(answered)[1]
     pieces = re.split(r"(?<=[.!?])\s+|\n+", answer)
     start = rng.randrange(max(1, len(pieces) // 2))

@@ -1,4 +1,4 @@
-"""The whole way from a target to its draft; every stage leaves its result in a work folder and is not done twice."""
+"""The pipeline from a target to its draft. Every stage stores its result in a work folder and runs only once."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_gsd.tools.distill")
 
-# Shares of the time given that answers and training may take; the rest is for validation in three engines.
+# Shares of the time limit for answers and training. The rest is for validation in three engines.
 ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.3
-# What a shard takes on average beside one of the first: requests are made up for it, or quote long passages.
+# The average time of a shard relative to the first one: its requests are made up, or quote long passages.
 LATER_SHARD = 1.5
-# Shares of the answers that are to requests about earlier answers, and to requests that the target made up itself.
+# Shares of the answers to requests about earlier answers, and to requests that the target made up.
 SECOND_ROUND, OWN = 0.3, 0.5
-# Every so many-th answer is kept back, and prompts of that many are decoded in the real engine.
+# One answer in this many is held out, and this many held-out prompts are decoded in the real engine.
 HELD_OUT, ENGINE_PROMPTS = 40, 12
-# Share of the target that a student reads a level where no size is asked for.
+# The default share of the target that a student reads per level.
 DEFAULT_COST = 0.04
-# Memory for the target's KV cache while it answers.
+# The size of the target's KV cache while it answers.
 KV_CACHE_GIB = 3.0
 
 
 def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
-    """Make the draft in ``out``, going on where an earlier run with the same options stopped in ``work``.
+    """Make the draft in ``out``, resuming an earlier run with the same options in ``work``.
 
     Returns:
-        what was measured: ``top_1``, ``top_4`` and, with ``engine``, ``tokens_per_step`` and ``speed_up``.
+        the measurements ``top_1``, ``top_4`` and, with ``engine``, ``tokens_per_step`` and ``speed_up``.
 
     Raises:
-        DistillError, PromptsError, StudentError: with one sentence.
+        BenchError, DistillError, PromptsError, StudentError: the message is one sentence.
     """
     if options.eagle is None:
         options = replace(options, eagle=_eagle_by_default(options))
     _check(options, out, work)
     config = student.target_config(Path(options.target))
-    # Refused before anything is generated.
+    # This rejects an impossible size before anything is generated.
     shape = None if options.init is not None or options.eagle else _shape(options, config)
     files = _in_own_process(make_answers, options, work)
-    logger.info("answers are in %d files; making the student", len(files))
+    logger.info("the answers are in %d files; making the student", len(files))
     from vllm_gsd.tools.distill.train import load_answers
 
     data = load_answers(files, options.longest)
@@ -76,10 +76,10 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, float]:
     if options.engine:
         from vllm_gsd.tools.distill.engine import compare
 
-        logger.info("decoding %d prompts with the draft and without", min(ENGINE_PROMPTS, len(held_out)))
+        logger.info("decoding %d prompts with and without the draft", min(ENGINE_PROMPTS, len(held_out)))
         texts = [row["input_ids"][: int(row["prompt_len"])].tolist() for row in held_out]
         chosen = texts[:: max(1, len(texts) // ENGINE_PROMPTS)][:ENGINE_PROMPTS]
-        results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager)
+        results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
     _finish(options, work, out, training, results)
     return results
 
@@ -95,13 +95,11 @@ def _check(options: Options, out: Path, work: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise DistillError(f"--out {str(out)!r} is not empty; give a new folder.")
     if (options.params is None) + (options.cost is None) + (not options.layers) + (options.init is None) < 3:
-        raise DistillError("--params, --cost, --layers and --init exclude each other; give one of them.")
+        raise DistillError("--params, --cost, --layers and --init exclude each other; give only one of them.")
     if options.eagle and (options.params or options.cost or options.layers):
-        raise DistillError(
-            "--eagle makes one layer of the target's shape; --params, --cost and --layers are not for it."
-        )
+        raise DistillError("--eagle makes one layer of the target's shape and excludes --params, --cost and --layers.")
     if options.init is not None and is_eagle(Path(options.init)) != options.eagle:
-        raise DistillError(f"--init {options.init!r} goes with --eagle if and only if it is a draft of EAGLE's kind.")
+        raise DistillError(f"--init {options.init!r} needs --eagle if it is an EAGLE-style draft, else excludes it.")
     work.mkdir(parents=True, exist_ok=True)
     kept = work / "options.json"
     given = json.loads(json.dumps(asdict(options)))
@@ -121,13 +119,13 @@ def _shape(options: Options, config: dict[str, Any]) -> student.Shape:
 
 
 def _in_own_process(function, *arguments):
-    """Call it in a process of its own: what vLLM takes of a GPU's memory comes back with its end."""
+    """Call the function in its own process, whose end frees the GPU memory that vLLM takes."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def make_answers(options: Options, work: Path) -> list[Path]:
-    """The target's answers; returns their files."""
+    """Generate the target's answers and return their files."""
     answers = work / "answers"
     answers.mkdir(exist_ok=True)
     features = work / "features" if options.eagle else None
@@ -161,7 +159,7 @@ def make_answers(options: Options, work: Path) -> list[Path]:
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
         asked = generate.own_requests(llm, own, answers / "own.json", options.seed)
-        # What the target does not ask by itself is asked from templates.
+        # Templates fill up what the target does not make up.
         asked += prompts.first_round(own - len(asked), options.seed + 2)
         about += zip(asked, answer(asked, "own", options.seed + 2_000_000), strict=True)
     if second:
@@ -170,9 +168,9 @@ def make_answers(options: Options, work: Path) -> list[Path]:
 
 
 def later_rounds(count: int) -> tuple[int, int]:
-    """Of ``count`` answers, those to the target's own requests and those of the second round, in whole shards.
+    """The numbers of answers, of ``count``, to the target's own requests and in the second round, in whole shards.
 
-    One shard at least is the first round's: it is the measure of what there is time for.
+    At least one shard belongs to the first round. It is timed to plan the others.
     """
     shards = count // generate.SHARD
     own = max(0, min(round(OWN * shards), shards - 1))
@@ -181,13 +179,13 @@ def later_rounds(count: int) -> tuple[int, int]:
 
 
 def _planned_answers(options: Options, work: Path, llm, answer) -> int:
-    """How many answers there is time for; decided once and kept. ``llm``, ``answer``: of ``make_answers``."""
+    """The number of answers that the time allows, decided once. ``llm`` and ``answer``: see ``make_answers``."""
     plan = work / "answers.json"
     if options.minutes is None:
         return options.answers
     if not plan.is_file():
         first = prompts.first_round(min(options.answers, generate.SHARD), options.seed)
-        # One that a killed run has left would take no time.
+        # A shard that a killed run left would take no time.
         generate.shard_path(work / "answers", "first", 0).unlink(missing_ok=True)
         begun = time.perf_counter()
         llm()

@@ -1,8 +1,8 @@
-"""The student before training: a narrow Llama on the target's embedding, or some of the target's own layers.
+"""The student before training: a narrow Llama with the target's embedding projected, or some of the target's layers.
 
-A narrow student reads little memory a level. Its embedding is the target's projected on its main directions, so that
-it starts knowing which tokens are alike. Only the most frequent tokens' rows of the LM head are computed (FR-Spec, Zhao
-et al. 2025); which ones is counted in the answers.
+A narrow student reads little memory per level. Its embedding is the target's, projected onto its main directions, so
+similar tokens are similar from the start. The LM head computes only the rows of the most frequent tokens in the answers
+(FR-Spec, Zhao et al. 2025).
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ TOKENIZER_FILES = (
 )
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 EMBEDDING = "model.embed_tokens.weight"
-# A narrow student's layers, heads and width steps.
+# The number of layers, the head size and the width step of a narrow student.
 DEPTH, HEAD_SIZE, WIDTH_STEP = 4, 32, 64
 
 
 class StudentError(ValueError):
-    """The target or the wanted size does not make a student; the message is one sentence."""
+    """The target or the requested size is unsuitable. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a student is made of.
+    """The size of a student.
 
-    Either ``layers`` of the target by index, or as many narrow ones of ``width``; ``vocab_size`` tokens of the LM head.
+    It has either the target's ``layers`` (by index) or ``depth`` narrow layers of ``width``. Its LM head computes
+    ``vocab_size`` tokens.
     """
 
     width: int
@@ -53,16 +54,16 @@ class Shape:
 
     @property
     def feed_forward(self) -> int:
-        """Hidden size of a narrow layer's feed-forward part."""
+        """Width of the feed-forward part of a narrow layer."""
         return -(-10 * self.width // 3 // 64) * 64
 
     def layer_parameters(self) -> int:
-        """Weights of one narrow layer's matrices: queries and outputs, keys and values of a third of the heads."""
+        """The number of weights in the matrices of one narrow layer."""
         return self.width * (2 * self.width + 2 * self.kv_heads * HEAD_SIZE + 3 * self.feed_forward)
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads of a narrow layer."""
+        """KV heads of a narrow layer: at most a third of its heads."""
         heads = self.width // HEAD_SIZE
         return max(count for count in range(1, heads // 3 + 1) if heads % count == 0) if heads >= 3 else 1
 
@@ -71,7 +72,7 @@ def target_config(target: Path) -> dict[str, Any]:
     """The target's config.json.
 
     Raises:
-        StudentError: it is no Llama-like model's.
+        StudentError: it cannot be read, or the model is not Llama-like.
     """
     try:
         config: dict[str, Any] = json.loads((target / "config.json").read_text("utf-8"))
@@ -86,13 +87,13 @@ def target_config(target: Path) -> dict[str, Any]:
 
 
 def choose_shape(config: dict[str, Any], params: int | None, cost: float | None, vocab_size: int) -> Shape:
-    """The widest narrow student of at most ``params`` parameters or that ``cost``, a share of the target's step.
+    """The widest narrow student with at most ``params`` parameters, or at most ``cost`` relative to the target's step.
 
-    A step's time is taken for the parameters it reads: all of the target's; of the student's its layers and the LM
-    head's ``vocab_size`` rows, as its embedding is looked up only.
+    The cost of a step is the number of parameters that it reads: all of the target's, and the student's layers and
+    ``vocab_size`` rows of its LM head. Its embedding is only looked up.
 
     Raises:
-        StudentError: even the narrowest is larger.
+        StudentError: even the narrowest student is larger.
     """
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     vocab_size = min(vocab_size, vocabulary)
@@ -113,7 +114,7 @@ def choose_shape(config: dict[str, Any], params: int | None, cost: float | None,
 
 
 def target_parameters(config: dict[str, Any]) -> int:
-    """Weights that a step of the target reads."""
+    """The number of weights that a step of the target reads."""
     hidden = config["hidden_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries = head * config["num_attention_heads"]
@@ -123,10 +124,10 @@ def target_parameters(config: dict[str, Any]) -> int:
 
 
 def layers_shape(config: dict[str, Any], layers: tuple[int, ...], vocab_size: int) -> Shape:
-    """The shape of a student made of the target's own layers.
+    """The shape of a student made of layers of the target.
 
     Raises:
-        StudentError: the target has no such layers.
+        StudentError: the target lacks one of the layers.
     """
     count = config["num_hidden_layers"]
     if not layers or not all(0 <= layer < count for layer in layers):
@@ -135,9 +136,9 @@ def layers_shape(config: dict[str, Any], layers: tuple[int, ...], vocab_size: in
 
 
 def rank_tokens(counts: np.ndarray, always: list[int]) -> np.ndarray:
-    """Token ids, most frequent first: ``always`` (end of text, ...), then by ``counts`` [vocabulary], then by id.
+    """Token ids, most frequent first: ``always`` (such as end of text), then by ``counts`` [vocabulary], then by id.
 
-    In a BPE vocabulary low ids are early merges, the frequent ones of the tokenizer's own corpus.
+    In a BPE vocabulary, low ids are early merges and therefore frequent in the tokenizer's corpus.
     """
     order = counts.astype(np.float64)
     order[always] = np.inf
@@ -157,7 +158,7 @@ def make_student(target: Path, out: Path, shape: Shape, ranking: np.ndarray, see
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy the files of a tokenizer."""
+    """Copy the files of the tokenizer."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
@@ -210,7 +211,7 @@ def _narrow(target: Path, config: dict[str, Any], shape: Shape, seed: int) -> An
 
 
 def project(embedding: torch.Tensor, width: int) -> torch.Tensor:
-    """The embedding [vocabulary, hidden] on its ``width`` main directions."""
+    """The embedding [vocabulary, hidden] projected onto its ``width`` main directions."""
     import torch
 
     values, directions = torch.linalg.eigh(embedding.T @ embedding)
@@ -218,10 +219,10 @@ def project(embedding: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder, of one file or of several.
+    """All weights of a Hugging Face folder.
 
     Raises:
-        StudentError: there are none in safetensors format.
+        StudentError: the folder has no safetensors files.
     """
     from safetensors.torch import load_file
 

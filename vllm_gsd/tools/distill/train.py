@@ -1,7 +1,7 @@
 """Training the student on the target's probabilities, with transformers' ``Trainer``.
 
-The loss is the cross-entropy of the student's trimmed LM head against the target's most likely tokens, at the answers'
-positions. The embedding stays the target's. The Trainer keeps checkpoints: a run that was killed goes on from the last.
+The loss is the cross-entropy of the student's trimmed LM head against the target's most likely tokens at the positions
+of the answers. The Trainer keeps checkpoints, and a killed run resumes from the last one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Collator = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
 
 BATCH = 8
 WARM_UP = 0.05
-# Tokens of the shortest answer that there is something to learn from.
+# Minimum tokens of an answer to learn from.
 SHORTEST = 2
-# Steps timed before training to know how many fit into the time given.
+# Steps that are timed before training, to plan how many fit into the time limit.
 TIMED_STEPS = 6
 
 
 def load_answers(files: list[Path], longest: int) -> Dataset:
-    """Answers of the shards, without those longer than ``longest`` tokens or of a single token.
+    """The answers of all shards, without those longer than ``longest`` tokens and those of a single token.
 
-    Each has its ``length``, and its place: the ``file``'s name and the ``first`` token's number in it.
+    Each has its ``length``, the name of its ``file``, and the index of its ``first`` token in the file.
     """
     from datasets import concatenate_datasets, load_dataset
 
@@ -56,11 +56,11 @@ def load_answers(files: list[Path], longest: int) -> Dataset:
 
 
 class TrimmedStudent(nn.Module):
-    """A student whose LM head computes some of the vocabulary, as the Trainer wants it.
+    """A student whose LM head computes a part of the vocabulary, in the form that the Trainer needs.
 
     Args:
-        vocab_size: of the target.
-        token_ids: int64 [n], the trimmed vocabulary, ascending.
+        vocab_size: the target's.
+        token_ids: the trimmed vocabulary, int64 [n], ascending.
     """
 
     def __init__(self, vocab_size: int, token_ids: torch.Tensor):
@@ -72,33 +72,33 @@ class TrimmedStudent(nn.Module):
 
     @property
     def _keys_to_ignore_on_save(self) -> list[str]:
-        # The Trainer asks for these names when a checkpoint lacks them.
+        # The Trainer accepts that a checkpoint lacks these names.
         return sorted(set(super().state_dict()) - set(self.state_dict()))
 
     def tie_weights(self) -> None:
-        """Called by the Trainer after it has loaded a checkpoint."""
+        """The Trainer calls this after it has loaded a checkpoint."""
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
-        """Only what is trained: the rest is the target's, and its tied weights are nothing safetensors can save."""
+        """Only the trained weights. The rest is the target's, and safetensors cannot save its tied weights."""
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in trained}
 
     def log_probs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Log-probabilities over the trimmed vocabulary, float32 [n, trimmed], after the flat positions ``rows``.
+        """Log-probabilities of the tokens after the flat positions ``rows``, float32 [n, trimmed].
 
         Args:
-            batch: of a collator.
+            batch: from a collator.
         """
         raise NotImplementedError
 
 
 class Distillation(TrimmedStudent):
-    """A student that is a language model of its own, and its loss.
+    """A student that is a complete language model, and its loss.
 
     Args:
         student: a causal language model of transformers.
-        token_ids: int64 [n], its trimmed vocabulary, ascending.
-        freeze_embedding: leave embedding and LM head as they are.
+        token_ids: the trimmed vocabulary, int64 [n], ascending.
+        freeze_embedding: whether to exclude embedding and LM head from training.
     """
 
     def __init__(self, student: PreTrainedModel, token_ids: torch.Tensor, freeze_embedding: bool):
@@ -124,7 +124,8 @@ class Distillation(TrimmedStudent):
         Args:
             input_ids, attention_mask: int64 [batch, length].
             rows: int64 [n], flat positions whose next token is known.
-            top_ids: int64 [n, TOP], the target's most likely next tokens; top_logprobs: float32, theirs.
+            top_ids: int64 [n, TOP], the target's most likely next tokens.
+            top_logprobs: float32 [n, TOP], their log-probabilities.
         """
         places = self.place[top_ids]
         weight = top_logprobs.exp().masked_fill(places < 0, 0.0)
@@ -134,7 +135,7 @@ class Distillation(TrimmedStudent):
 
 
 def collate(answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch of ``Distillation.forward``'s arguments."""
+    """The arguments of ``Distillation.forward`` for a batch."""
     longest = max(len(answer["input_ids"]) for answer in answers)
     input_ids = torch.zeros(len(answers), longest, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)
@@ -155,7 +156,7 @@ def collate(answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def load_distillation(folder: Path, freeze_embedding: bool) -> Distillation:
-    """The student of a folder with its trimmed vocabulary, in float32."""
+    """Load a student with its trimmed vocabulary, in float32."""
     from transformers import AutoModelForCausalLM
 
     student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -167,7 +168,7 @@ def load_distillation(folder: Path, freeze_embedding: bool) -> Distillation:
 
 
 def save_trained(model: Distillation, start: Path, out: Path) -> None:
-    """Write the trained student in bfloat16 as a Hugging Face folder, with what else lies in ``start``."""
+    """Write the trained student in bfloat16 as a Hugging Face folder, with the other files of ``start``."""
     making = out.with_suffix(".partial")
     shutil.rmtree(making, ignore_errors=True)
     shutil.copytree(start, making)
@@ -177,7 +178,7 @@ def save_trained(model: Distillation, start: Path, out: Path) -> None:
 
 
 def count_parameters(folder: Path, vocab_size: int) -> tuple[int, int]:
-    """All parameters of a model's folder, and those read at a draft level: layers and ``vocab_size`` LM head rows."""
+    """All parameters of a model, and those that a draft level reads: its layers and ``vocab_size`` LM head rows."""
     from safetensors import safe_open
 
     total, layers, width = 0, 0, 0
@@ -207,10 +208,11 @@ def train(
 
     Args:
         model: the student, in float32.
-        work: where checkpoints are kept.
-        data: of ``load_answers``.
-        collator: makes a batch of them.
-        epochs: at most so many passes over it; ``minutes``: and at most so long, as far as can be told beforehand.
+        work: the folder for checkpoints.
+        data: from ``load_answers``.
+        collator: makes a batch of answers.
+        epochs: the maximum number of passes over the data.
+        minutes: the time limit, from which the number of steps is planned; None for no limit.
     """
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
@@ -246,7 +248,7 @@ def train(
 def _planned_steps(
     model, work: Path, data, collator: Collator, epochs: float, minutes: float | None, seed: int, on_cpu: bool
 ) -> int:
-    """Optimiser steps; decided once and kept, so that a resumed run follows the same schedule."""
+    """The number of optimiser steps, decided once, so that a resumed run follows the same schedule."""
     plan = work / "steps.json"
     if plan.is_file():
         return int(json.loads(plan.read_text())["steps"])
@@ -258,7 +260,7 @@ def _planned_steps(
 
 
 def _seconds_per_step(model: TrimmedStudent, data, collator: Collator, seed: int, on_cpu: bool) -> float:
-    """Mean time of a forward and backward pass over random batches; leaves the weights as they are."""
+    """Mean time of a forward and backward pass over random batches. The weights do not change."""
     device = "cpu" if on_cpu else "cuda"
     model.to(device)
     order = np.random.default_rng(seed).permutation(len(data))

@@ -1,4 +1,4 @@
-"""How good a draft is: agreement with the target on answers kept back."""
+"""The quality of a draft: its agreement with the target on held-out answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def agreement(model: TrimmedStudent, data: Dataset, collator: Collator) -> dict[str, float]:
-    """Shares of positions where the target's best token is the draft's best (``top_1``), or among its best four."""
+    """Share of positions where the target's best token is the draft's best (``top_1``) or in its best four."""
     hits = {1: 0, 4: 0}
     positions = 0
     model.eval()

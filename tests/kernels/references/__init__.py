@@ -1,0 +1,1 @@
+"""Plain PyTorch and Python versions of the operators that only Triton kernels serve."""

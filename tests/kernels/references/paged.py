@@ -1,0 +1,111 @@
+"""Reference of ``vllm_gsd.ops.attention.paged``."""
+
+import torch
+
+from vllm_gsd.ops.attention.paged_checks import TreeTiles, check_inputs
+
+
+def paged_tree_attention_reference(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    positions: torch.Tensor,
+    tree_mask: torch.Tensor,
+    scale: float,
+    *,
+    sliding_window: int = -1,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    slot_positions: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    include_prefix: bool = True,
+    max_rows: int | None = None,
+    num_splits: int | None = None,
+    tiles: TreeTiles | None = None,
+    compute: torch.dtype = torch.float64,
+) -> None:
+    """``paged_tree_attention`` in plain PyTorch, computed in ``compute``; ``output`` may have that dtype too.
+
+    ``max_rows``, ``num_splits`` and ``tiles`` do not change the result.
+
+    Raises:
+        ValueError: as there, and if a row attends a key for which its request's block table has no block.
+    """
+    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "slot_positions": slot_positions, "lse": lse}
+    check_inputs(
+        output, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
+        **extras, num_splits=num_splits, tiles=tiles, compute=compute,
+    )  # fmt: skip
+    group = query.shape[1] // key_cache.shape[2]
+    start = query_start_loc.tolist()
+    for request, prefix in enumerate(prefix_lens[: len(start) - 1].tolist()):
+        rows = slice(start[request], start[request + 1])
+        near = None if slot_positions is None else slot_positions[request]
+        attends = attended(prefix, positions[rows], tree_mask[rows], sliding_window, include_prefix, near)
+        keys = attends.any(0).nonzero().squeeze(1)
+        blocks = blocks_of(keys, block_table, key_cache, request)
+        key, value = (
+            scaled(cache[blocks, keys % key_cache.shape[1]].to(compute), factor).repeat_interleave(group, 1)
+            for cache, factor in ((key_cache, k_scale), (value_cache, v_scale))
+        )
+        scores = torch.einsum("rhd,khd->hrk", query[rows].to(compute), key) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights, total = softmax(scores.masked_fill(~attends[:, keys], -torch.inf), sinks)
+        output[rows] = torch.einsum("hrk,khd->rhd", weights, value).to(output.dtype)
+        if lse is not None:
+            lse[rows] = total.T.to(lse.dtype)
+
+
+def attended(
+    prefix: int,
+    positions: torch.Tensor,
+    tree_mask: torch.Tensor,
+    sliding_window: int,
+    include_prefix: bool,
+    slot_positions: torch.Tensor | None,
+) -> torch.Tensor:
+    """Which logical index each row attends, bool ``[rows, prefix + 64 * words]``."""
+    index = torch.arange(prefix, device=positions.device)
+    in_prefix = torch.full((len(positions), prefix), include_prefix, device=positions.device)
+    bits = torch.arange(64, device=positions.device)
+    in_tree = (tree_mask.unsqueeze(2) >> bits & 1).bool().flatten(1)
+    if sliding_window > 0:
+        in_prefix &= positions.unsqueeze(1) - index < sliding_window
+        if slot_positions is not None:
+            near = positions.unsqueeze(1) - slot_positions < sliding_window
+            width = min(near.shape[1], in_tree.shape[1])
+            in_tree[:, :width] &= near[:, :width]
+    return torch.cat([in_prefix, in_tree], dim=1)
+
+
+def blocks_of(keys: torch.Tensor, block_table: torch.Tensor, cache: torch.Tensor, request: int) -> torch.Tensor:
+    """The blocks that hold a request's keys, int64 ``[keys]``."""
+    num_blocks, block_size = cache.shape[:2]
+    if (keys >= block_table.shape[1] * block_size).any():
+        raise ValueError(f"request {request} attends keys that its block_table has no blocks for")
+    blocks = block_table[request, keys // block_size].long()
+    if (blocks < 0).any() or (blocks >= num_blocks).any():
+        raise ValueError(f"block_table of request {request} names a block that does not exist")
+    return blocks
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax of ``[heads, rows, keys]`` with each head's sink, and its log-sum-exp ``[heads, rows]``."""
+    keys = scores.shape[2]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)], 2)
+    total = torch.logsumexp(scores, 2) if scores.shape[2] else scores.new_full(scores.shape[:2], -torch.inf)
+    weights = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(2))
+    return weights[:, :, :keys], total
+
+
+def scaled(rows: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """Stored keys or values ``[n, kv_heads, head_size]`` times their factor."""
+    return rows if factor is None else rows * factor.to(rows.dtype).view(1, -1, 1)

@@ -1,0 +1,58 @@
+"""The options of ``vllm-gsd bench``, each with its type, default and help."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from vllm_gsd.config import GSDConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a comparison was asked for. The command ``vllm-gsd bench`` takes its options from these fields."""
+
+    prompts: Annotated[
+        Path, Argument(help='One JSON object per line with "turns" (Spec-Bench), "messages" or "prompt".')
+    ]
+    out: Annotated[Path, Option(help="Folder for bench.json, the PNG files and index.html.")] = Path("out/bench")
+    target: Annotated[Path | None, Option(help="Folder of the target; the built-in one if not given.")] = None
+    draft: Annotated[Path | None, Option(help="Folder of the draft; the built-in one if no target is given.")] = None
+    draft_model: Annotated[
+        Path | None,
+        Option(help="Draft for vLLM's draft_model if --draft is not a language model; by default the built-in one."),
+    ] = None
+    methods: Annotated[
+        str,
+        Option(
+            help="Comma-separated. Ratios are over plain, and for graphs also over gsd-off, our engine without one."
+        ),
+    ] = "plain,draft_model,eagle,ngram,suffix,gsd-off,gsd,gsd-tree,gsd-chain"
+    modes: Annotated[str, Option(help="eager, compiled, or both. With both, the faster one counts.")] = "eager,compiled"
+    chain_lengths: Annotated[str, Option(help="Draft lengths to try for vLLM's chains.")] = "1,2,3,4,5,6"
+    gsd: Annotated[
+        str,
+        Option(help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(GSDConfig.model_fields)}."),
+    ] = "{}"
+    batch_sizes: Annotated[str, Option(help="Concurrent requests, comma-separated.")] = "1"
+    limit: Annotated[int | None, Option(min=1, help="Use this many prompts, spread evenly over the file.")] = 12
+    max_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 96
+    repeats: Annotated[int, Option(min=1, help="Turns of each method.")] = 5
+    choose_with: Annotated[int, Option(min=1, help="Prompts used to choose the best settings.")] = 4
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+    engine_args: Annotated[str, Option(help="More arguments of vLLM's LLM, as JSON.")] = "{}"
+    apart: Annotated[
+        bool, Option("--apart", help="Start a new engine for each turn, if memory cannot hold all engines.")
+    ] = False
+    contexts: Annotated[
+        str,
+        Option(help="Context lengths in tokens, comma-separated: measure how a step grows with them, at batch 1."),
+    ] = ""
+    forms: Annotated[
+        bool, Option("--forms", help="Compare graph, tree and chain in one engine, by category, with bounds.")
+    ] = False
+    analyses: Annotated[
+        bool, Option("--analyses", help="Repeat the paper's ablations and its count of re-occurring n-grams.")
+    ] = False
