@@ -7,7 +7,7 @@ import pytest
 
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
-from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
 from vllm_gsd.tools.prompt_file import Request
 
 PLAIN, GRAPH = (Setting(name, "", None, False) for name in ("plain", "gsd"))
@@ -85,3 +85,12 @@ def test_forms_are_compared_prompt_by_prompt():
     for rows in report.values():
         assert rows["gsd-tree"]["mean"] == pytest.approx(1.1)
         assert rows["gsd-chain"]["mean"] == pytest.approx(2)
+
+
+def test_all_our_methods_have_the_kernels_that_were_asked_for():
+    off, graph, tree = (
+        settings_of(name, drafts=Drafts.of(None), gsd={"cpu_kernels": "off"}, lengths=[1], modes=["eager"])[0]
+        for name in ("gsd-off", "gsd", "gsd-tree")
+    )
+    assert off.engine == graph  # so that their difference is the graph
+    assert off.speculative["cpu_kernels"] == tree.speculative["cpu_kernels"] == "off"

@@ -98,6 +98,12 @@ WRONG_KEYS = [
     (with_keys(preset="fast"), ['"preset" is "fast"', '"paper"']),
     (with_keys(preset=["paper"]), ['"preset" is ["paper"]', '"paper"']),
     (with_keys(tree_attention="flash"), ['"tree_attention" is "flash"', '"kernel", "flash_prefix" or "xformers"']),
+    (with_keys(cpu_kernels="on"), ['"cpu_kernels" is "on"', '"auto" or "off"']),
+    (with_keys(cpu_kernels=False), ['"cpu_kernels" is false', '"auto" or "off"']),
+    (with_keys(cpu_kernels=None), ['"cpu_kernels" is null', '"auto" or "off"']),
+    (without_draft(sources=[], cpu_kernels="off"), ['"cpu_kernels" is "off"', '"sources" is empty', "leave"]),
+    (without_draft(sources=[], num_speculative_tokens=4), ['"num_speculative_tokens" is 4', '"sources" is empty']),
+    (without_draft(sources=[], preset="paper"), ['"preset" is "paper"', '"sources" is empty']),
     (with_keys(top_k="x" * 10_000_000), ['"top_k"', "from 1 to 32"]),
     (with_keys(top_k="a\nb\u2028c"), [r'"a\nb\u2028c"', "from 1 to 32"]),
     (with_keys(top_k=object), ['"top_k"', "from 1 to 32"]),
@@ -236,6 +242,7 @@ def test_defaults():
         "draft_vocab_size": None,
         "preset": None,
         "tree_attention": "kernel",
+        "cpu_kernels": "auto",
     }
 
 
@@ -256,9 +263,16 @@ def test_every_key_can_be_set():
         "draft_vocab_size": 32,
         "preset": "paper",
         "tree_attention": "kernel",
+        "cpu_kernels": "auto",
     }
     config = GSDConfig.load(keys)
     assert {**config.model_dump(), "sources": list(config.sources)} == keys
+
+
+def test_kernels_without_speculation():
+    config = GSDConfig.load(without_draft(sources=[]))
+    assert not config.speculates and GSDConfig.load(without_draft()).speculates
+    assert GSDConfig.model_validate(config.model_dump(mode="json")) == config  # as it travels inside vLLM
 
 
 def test_the_same_config_from_all_kinds_of_value(tmp_path):

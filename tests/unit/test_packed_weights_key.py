@@ -25,10 +25,12 @@ def load(monkeypatch, isa_and_threads):
     class Worker(PacksWeights, Base):
         pass
 
-    def run(isa: int, threads: int):
+    def run(isa: int, threads: int, kernels: str = "auto"):
         isa_and_threads(isa, threads)
         worker = Worker()
-        worker.vllm_config = VllmConfig(additional_config={"gsd": {}})
+        worker.vllm_config = VllmConfig(
+            additional_config={"gsd": {"method": "gsd", "model": None, "cpu_kernels": kernels}}
+        )
         # No head is tied here, and what the model is does not matter.
         monkeypatch.setattr(packed_weights.weights, "pack_lm_heads", lambda embeddings: None)
         monkeypatch.setattr(worker.vllm_config, "model_config", type("Model", (), {"head_dtype": 0, "dtype": 0}))
@@ -67,3 +69,8 @@ def test_nothing_packed(load, monkeypatch):
     packed = load(3, 1)
     monkeypatch.setattr(packed_weights, "packs_weights", lambda weight: False)
     assert load(3, 1)[1] is None and load(3, 1)[2] != packed[2]
+
+
+def test_kernels_off(load):
+    packed = load(3, 1)
+    assert load(3, 1, "off")[1] is None and load(3, 1, "off")[2] != packed[2]

@@ -40,6 +40,7 @@ USED = {
     "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
+    'an empty list of "sources" on GPUs': ("V2", "GPU", {"config.sources": []}, '"sources" [] on a GPU; name a source'),
     '"tree_attention" "xformers" with KV blocks that are not a multiple of 64 tokens': (
         *("V2", "GPU", {"config.tree_attention": "xformers", "cache.block_size": 16}),
         "with KV blocks of 16 tokens; set --block-size to a multiple of 64.",

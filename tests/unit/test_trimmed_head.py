@@ -6,7 +6,7 @@ import torch
 
 from vllm_gsd.cpu.int8_rows import Int8Rows, int8_pays
 from vllm_gsd.cpu.packed_weights import packs_weights
-from vllm_gsd.engine.draft.trimmed_head import TrimmedHead, _Apart, _Together
+from vllm_gsd.engine.draft.trimmed_head import TrimmedHead, _Apart, _Packed, _Together
 
 FREQUENT = np.array([1, 4, 9])
 
@@ -91,3 +91,14 @@ def test_all_columns_in_one_matrix(frequent):
         for token, logits in logits_by_token(head, x).items():
             torch.testing.assert_close(logits.double(), exact[:, token], rtol=2**-7, atol=1e-3)
     assert logits_by_token(head, x).keys() == {*range(frequent), 251, 252, 253, 254}
+
+
+def test_without_our_kernels():
+    """Candidates come from vLLM's own product."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(300, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    head = TrimmedHead(lambda ids: weight[ids], 300, np.arange(32), torch.device("cpu"), 4, kernels=False)
+    assert isinstance(head.columns.multiply, _Packed)
+    assert not head.columns.multiply.cpu_linear.__module__.startswith("vllm_gsd")
+    for token, logits in logits_by_token(head, x).items():
+        torch.testing.assert_close(logits, x @ weight[token], rtol=2**-7, atol=2**-5)

@@ -79,9 +79,9 @@ class GSDConfig(BaseModel):
     sources: tuple[Source, ...] = Field(
         default_factory=_default_sources,
         description="Where hypotheses come from: the draft model, n-gram matches of the request's own text, or "
-        "finished responses to other requests.",
+        "finished responses to other requests. An empty list serves plain decoding by our CPU kernels.",
         json_schema_extra={
-            "allowed": f"a list with some of {_either(get_args(Source), 'and')}",
+            "allowed": f"a list with some of {_either(get_args(Source), 'and')}, or without a model an empty one",
             "default": '["draft", "ngram"], or ["ngram"] without a model',
         },
     )
@@ -115,6 +115,16 @@ class GSDConfig(BaseModel):
         description="On GPUs, what attends along a graph: our kernel, vLLM's FlashAttention for the prefix merged with "
         "our kernel for the tree, or xformers.",
     )
+    cpu_kernels: Literal["auto", "off"] = Field(
+        "auto",
+        description='On CPUs, "auto" takes our matrix products and our attention where they are faster than vLLM\'s; '
+        '"off" leaves both to vLLM, but for the attention of rows that branch. GPUs have no such kernels.',
+    )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is a source of hypotheses; without one our CPU kernels serve plain decoding."""
+        return bool(self.sources)
 
     @classmethod
     def load(cls, value: Any, origin: str | None = None) -> GSDConfig:
@@ -150,8 +160,6 @@ class GSDConfig(BaseModel):
     @field_validator("sources")
     @classmethod
     def _check_sources(cls, value: tuple[Source, ...]) -> tuple[Source, ...]:
-        if not value:
-            raise ValueError(f'"sources" is empty, but must be {allowed("sources")}')
         if len(set(value)) < len(value):
             raise ValueError(f'"sources" is {shown(value)}, but must name each source once')
         if "shared" in value and importlib.util.find_spec("arctic_inference") is None:
@@ -164,6 +172,8 @@ class GSDConfig(BaseModel):
     def _check_together(self) -> GSDConfig:
         if self.model is None and "draft" in self.sources:
             raise ValueError('"sources" has "draft" while "model" is null; name a model or leave "draft" out')
+        if not self.speculates:
+            self._check_without_sources()
         if self.model is not None and "draft" not in self.sources:
             raise ValueError(
                 f'"sources" is {shown(self.sources)}, which never uses the "model" {shown(self.model)}; '
@@ -175,6 +185,21 @@ class GSDConfig(BaseModel):
         if self.budget != "auto" and not 1 <= self.budget <= most:
             raise ValueError(f'"budget" is {shown(self.budget)}, but must be {allowed("budget")}, here {most}')
         return self
+
+    def _check_without_sources(self) -> None:
+        """Every other key is about speculation, or takes away what is left of the engine."""
+        if self.model is not None:
+            raise ValueError(
+                f'"sources" is empty while "model" is {shown(self.model)}, but must be {allowed("sources")}'
+            )
+        fields = type(self).model_fields
+        for key in ("preset", *fields):  # a preset sets other keys
+            given = getattr(self, key)
+            if key not in ("method", "model", "sources") and given != fields[key].default:
+                raise ValueError(
+                    f'"{key}" is {shown(given)} while "sources" is empty, which leaves nothing but our CPU kernels; '
+                    f'name a source or leave "{key}" out'
+                )
 
 
 def allowed(key: str) -> str:

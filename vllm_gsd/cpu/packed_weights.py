@@ -11,19 +11,31 @@ from vllm_gsd.upstream import weights, wire
 
 
 class PacksWeights:
-    """A CPU worker whose models' bfloat16 matrices are packed for :func:`vllm_gsd.cpu.linear.linear`."""
+    """A CPU worker whose models' bfloat16 matrices are packed for :func:`vllm_gsd.cpu.linear.linear`.
+
+    With ``"cpu_kernels": "off"`` they are not, and vLLM multiplies as it does without this package.
+    """
 
     vllm_config: Any
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the target, and with it the draft."""
-        packs_here = packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
+        packs_here = uses_cpu_kernels(self.vllm_config) and packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
         wire.note_packed_weights(self.vllm_config, packing() if packs_here else None)
+        if not packs_here:
+            super().load_model(**kwargs)  # type: ignore[misc]
+            return
         with weights.packing(packs_weights) as embeddings:
             super().load_model(**kwargs)  # type: ignore[misc]
         model = self.vllm_config.model_config
         if model.head_dtype == model.dtype:  # otherwise vLLM uses the unpacked weight of the LM head
             weights.pack_lm_heads(embeddings)
+
+
+def uses_cpu_kernels(vllm_config: Any) -> bool:
+    """Whether an engine with gsd may multiply, and attend rows that do not branch, by our kernels."""
+    config = wire.options_of(vllm_config)
+    return config is not None and config.cpu_kernels == "auto"
 
 
 def packs_weights(weight: torch.Tensor) -> bool:

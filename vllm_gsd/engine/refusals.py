@@ -118,7 +118,7 @@ REFUSALS = (
     Refusal(
         'sliding windows of at most "num_speculative_tokens" tokens',
         'sliding-window attention (window {e.window}) with "num_speculative_tokens" {e.config.num_speculative_tokens}',
-        lambda e: e.window is not None and e.window <= e.config.num_speculative_tokens,
+        lambda e: e.config.speculates and e.window is not None and e.window <= e.config.num_speculative_tokens,
         "set it below the window",
     ),
     Refusal(
@@ -184,6 +184,13 @@ REFUSALS = (
         lambda e: e.config.tree_attention != "kernel",
         "leave it out: the choice is for GPUs",
         platforms=("CPU",),
+    ),
+    Refusal(
+        'an empty list of "sources" on GPUs',
+        '"sources" [] on a GPU',
+        lambda e: not e.config.speculates,
+        "name a source: it stands for our CPU kernels alone",
+        platforms=("GPU",),
     ),
     Refusal(
         f'"tree_attention" "xformers" with KV blocks that are not a multiple of {XFORMERS_PAGE} tokens',

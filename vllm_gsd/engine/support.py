@@ -21,7 +21,7 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
         raise GSDConfigError(
             f'gsd brings its own worker class, but --worker-cls is "{args.worker_cls}"; leave it at "auto".'
         )
-    if args.scheduler_cls is not None:
+    if config.speculates and args.scheduler_cls is not None:
         raise GSDConfigError(
             f"gsd brings its own scheduler class, but --scheduler-cls is {args.scheduler_cls}; leave it out."
         )

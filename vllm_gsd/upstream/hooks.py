@@ -97,15 +97,7 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         check_engine_args(self, config)
         v2, cpu = takes_v2(self), current_platform.is_cpu()
         _check_symbols(v2, cpu, ray=self.distributed_executor_backend == "ray")
-        nodes = config.num_speculative_tokens
-        if v2 and config.budget != "auto":
-            nodes = config.budget  # V2 schedules this many rows even if the graph has fewer nodes
-        ours = {
-            "speculative_config": wire.speculative_config(v2, nodes),
-            "additional_config": wire.with_options(self.additional_config, config),
-            "worker_cls": wire.worker_class(v2, cpu),
-            "scheduler_cls": wire.scheduler_class(asynchronous=False),
-        }
+        ours = wire.engine_args(config, v2, cpu, self.additional_config)
         # The arguments are restored afterwards, because some callers (such as Ray Data) build a configuration from the
         # same arguments twice.
         given = {name: getattr(self, name) for name in ours}
@@ -116,8 +108,9 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
-        check_engine(vllm_config, config, v2)
-        if vllm_config.scheduler_config.async_scheduling:
+        # Without speculation, either model runner works, so vLLM's choice is taken.
+        check_engine(vllm_config, config, v2 if config.speculates else vllm_config.use_v2_model_runner)
+        if config.speculates and vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = wire.scheduler_class(asynchronous=True)
         parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend == "ray" and cpu:

@@ -27,9 +27,11 @@ _SPECULATOR = "vllm_gsd.engine.v2.speculator.GraphSpeculator"
 _WORKER_V1 = "vllm_gsd.engine.v1.worker.GraphCPUWorker"  # gsd uses V1 on CPUs only
 _WORKER_V2_CPU = "vllm_gsd.engine.v2.cpu_worker.GraphCPUWorker"
 _WORKER_V2_GPU = "vllm_gsd.engine.v2.gpu_worker.GraphGPUWorker"
+_WORKER_KERNELS = "vllm_gsd.engine.kernels_only.KernelsCPUWorker"  # either runner, no speculation
 _SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphScheduler"
 _ASYNC_SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphAsyncScheduler"
 CPU_ATTENTION = "vllm_gsd.engine.attention.cpu.TreeCPUAttentionBackend"
+CAUSAL_CPU_ATTENTION = "vllm_gsd.engine.attention.cpu_causal.CausalCPUAttentionBackend"
 
 # The speculative config that stands for gsd with each of vLLM's model runners. ``model`` identifies the config as ours;
 # vLLM itself reads it with V1 only. V2 rejects "custom_class". Of the methods that V2 accepts, only "ngram_gpu" loads
@@ -57,6 +59,27 @@ _PROPOSED = "gsd_trees"  # of DraftTokenIds
 _PARENTS = "gsd_parents"  # of DraftTokenIds
 # The name of the draft's own tensor-parallel group.
 DRAFT_GROUP = "gsd_draft"
+
+
+def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[str, Any] | None) -> dict[str, Any]:
+    """What ``EngineArgs`` have in the place of a config of ours, by their fields.
+
+    Args:
+        config: ours; v2: whether vLLM will take Model Runner V2; cpu: whether vLLM runs on the CPU.
+        additional_config: that of the arguments.
+    """
+    options = {"additional_config": with_options(additional_config, config)}
+    if not config.speculates:  # all but the worker is as without speculation
+        return {**options, "speculative_config": None, "worker_cls": _WORKER_KERNELS}
+    nodes = config.num_speculative_tokens
+    if v2 and config.budget != "auto":
+        nodes = config.budget  # V2 schedules this many rows even if the graph has fewer nodes
+    return {
+        **options,
+        "speculative_config": speculative_config(v2, nodes),
+        "worker_cls": worker_class(v2, cpu),
+        "scheduler_cls": scheduler_class(asynchronous=False),
+    }
 
 
 def speculative_config(v2: bool, num_speculative_tokens: int) -> dict[str, Any]:

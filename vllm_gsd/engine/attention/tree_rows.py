@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 
+from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.ops import HAVE_EXTENSION
 
 
@@ -46,6 +47,23 @@ class TreeRowsOnly:
     """Attention metadata for batches with tree rows only. ``wire.attach_tree_rows`` sets the TreeRows."""
 
 
-def serves_chains(device: torch.device, model: ModelConfig) -> bool:
-    """Whether our kernel also beats upstream's for chains and prompts (measurements: kernels/README.md)."""
-    return HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
+def serves_chains(vllm_config: VllmConfig, device: torch.device, model: ModelConfig) -> bool:
+    """Whether our kernel attends rows without branches and prompts too.
+
+    It does where it is faster than upstream's (docs/cpu-kernels.md), unless ``"cpu_kernels"`` is "off".
+    """
+    faster = HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
+    return faster and uses_cpu_kernels(vllm_config)
+
+
+def causal_rows(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, positions: torch.Tensor
+) -> TreeRows:
+    """Rows of text for our kernel: each sees what lies before it in its request, and itself.
+
+    Args:
+        query_start_loc: int32 [num_requests + 1]; seq_lens: int32 [num_requests], rows included.
+        block_table: int32 [num_requests, max_blocks]; positions: int64 [num_rows].
+    """
+    no_bits = torch.empty((len(positions), 0), dtype=torch.int64, device=positions.device)
+    return TreeRows(query_start_loc, seq_lens, block_table, positions, no_bits, rows=None)

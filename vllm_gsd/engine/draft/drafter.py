@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.engine.attention.tree_rows import TreeRows, serves_chains
+from vllm_gsd.engine.attention.tree_rows import TreeRows, causal_rows, serves_chains
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
@@ -52,7 +52,7 @@ class Drafter:
         self.config = config
         self.stats = stats
         self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, config.draft_vocab_size)
-        self.masks_chains = serves_chains(self.model.device, self.model.model_config)
+        self.masks_chains = serves_chains(vllm_config, self.model.device, self.model.model_config)
         # The draft's maximum length. Longer requests are decoded without draft tokens of the draft model.
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
@@ -139,14 +139,7 @@ class Drafter:
         lengths = (done + counts)[running].astype(np.int32)
         if not self.masks_chains:
             return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
-        tree = TreeRows(
-            query_start_loc=to_device(starts),
-            prefix_lens=to_device(lengths),  # a row attends only to the part up to its own position
-            block_table=block_table,
-            positions=to_device(positions),
-            mask=to_device(np.empty((num_rows, 0), np.int64)),
-            rows=None,
-        )
+        tree = causal_rows(to_device(starts), to_device(lengths), block_table, to_device(positions))
         return self.model.run_level(tokens, tree, slots, features)
 
     def _features_before(self, batch: DraftBatch, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:

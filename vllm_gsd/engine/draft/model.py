@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.config import draft_vocab
 from vllm_gsd.config.eagle_folder import is_eagle_config
+from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.engine.draft.trimmed_head import TrimmedHead
 from vllm_gsd.engine.parallel.ranks import from_first_rank
@@ -100,7 +102,9 @@ class DraftModel:
             gc.collect()
         if self.token_ids is not None:
             head, size = self.model.lm_head, self.model_config.get_vocab_size()
-            self.head = TrimmedHead(lambda ids: head_rows(head, ids), size, self.token_ids, self.device)
+            kernels = uses_cpu_kernels(self.vllm_config)
+            lookup = partial(head_rows, head)
+            self.head = TrimmedHead(lookup, size, self.token_ids, self.device, kernels=kernels)
             # The model still applies its own scale and soft cap to the logits.
             drafts.take_logits(self.model)
 

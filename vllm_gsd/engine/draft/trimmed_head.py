@@ -29,6 +29,7 @@ class TrimmedHead(torch.nn.Module):
         token_ids: int64 numpy [n], the frequent tokens.
         device: device of the weights.
         recent: size of the ring buffer of rare tokens.
+        kernels: whether our kernel or int8 multiplies where that is faster; otherwise vLLM's own product does.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class TrimmedHead(torch.nn.Module):
         token_ids: np.ndarray,
         device: torch.device,
         recent: int = RECENT,
+        kernels: bool = True,
     ):
         super().__init__()
         self.lookup = lookup
@@ -47,7 +49,8 @@ class TrimmedHead(torch.nn.Module):
         # Our kernel takes multiples of COLUMNS, so the matrix is padded with zero columns.
         room = recent + -(self.num_frequent + recent) % COLUMNS
         padded = torch.cat([weight, weight.new_zeros(room, weight.shape[1])])
-        self.columns = _Together(padded) if packs_weights(padded) else _Apart(weight, recent)
+        packs = kernels and packs_weights(padded)
+        self.columns = _Together(padded) if packs else _Apart(weight, recent, kernels)
         # The token of each column; -1 for columns that have no token yet.
         self.ids = torch.cat([frequent, torch.full((recent,), -1, device=device)])
         self.missing = self.ids < 0
@@ -114,10 +117,10 @@ class _Together(torch.nn.Module):
 class _Apart(torch.nn.Module):
     """Frequent columns in int8 or as vLLM packs LM heads, and recent columns unpacked in a second matrix."""
 
-    def __init__(self, weight: torch.Tensor, recent: int):
+    def __init__(self, weight: torch.Tensor, recent: int, kernels: bool = True):
         super().__init__()
         self.num_frequent = len(weight)
-        self.multiply = Int8Rows(weight) if int8_pays(weight) else _Packed(weight)
+        self.multiply = Int8Rows(weight) if kernels and int8_pays(weight) else _Packed(weight)
         self.rows = torch.zeros_like(weight[:1]).repeat(recent, 1)
 
     def write(self, columns: torch.Tensor, rows: torch.Tensor) -> None:

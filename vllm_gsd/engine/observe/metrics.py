@@ -123,13 +123,14 @@ class GraphPrometheus:
 
 
 class GraphKVConnectorProm(KVConnectorProm):
-    """vLLM's ``KVConnectorProm``; for engines with gsd it exports our metrics."""
+    """vLLM's ``KVConnectorProm``; for engines that speculate by gsd it exports our metrics."""
 
     def __init__(
         self, vllm_config: VllmConfig, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> None:
         super().__init__(vllm_config, labelnames, per_engine_labelvalues)
-        if wire.options_of(vllm_config) is not None:
+        config = wire.options_of(vllm_config)
+        if config is not None and config.speculates:
             self.prom_metrics = GraphPrometheus(self, labelnames, per_engine_labelvalues)
 
 

@@ -48,7 +48,7 @@ class GraphModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
-        self.masks_chains = serves_chains(self.device, self.model_config)
+        self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
         self.drafter.bind(self)
         self.all_rows = torch.arange(self.max_num_tokens)
         tell_of_processors(self.input_batch.logitsprocs)

@@ -34,7 +34,8 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
         return [Finding("target", "failed", str(error))], {}
     found = [Finding("target", "ok", f"{target}, {vocab_size} tokens in its vocabulary")]
     if config.model is None:
-        return [*found, Finding("draft", "note", 'none ("model" is null): graphs are made of copied text')], {}
+        graphs = "graphs are made of copied text" if config.speculates else "nothing is drafted"
+        return [*found, Finding("draft", "note", f'none ("model" is null): {graphs}')], {}
     try:
         check_draft_model(config, vocab_size, target)
     except GSDConfigError as error:

@@ -34,8 +34,9 @@ def check(
         config: GSDConfig | None = None
         try:
             config = _config(draft, gsd)
+            speculation = f"{config.num_speculative_tokens} nodes, {', '.join(config.sources)}"
             found.append(
-                Finding("gsd.json", "ok", f"{config.num_speculative_tokens} nodes, {', '.join(config.sources)}")
+                Finding("gsd.json", "ok", speculation if config.speculates else "our CPU kernels, no speculation")
             )
         except GSDConfigError as error:
             found.append(Finding("gsd.json", "failed", str(error)))
