@@ -90,10 +90,6 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:
-                if tree is not None:
-                    # A drafted token may be one that the target makes NaN of (Gemma 3n of its padding token). Kernels
-                    # multiply what a row does not attend by 0, so it would spoil the rows beside it, and later ones.
-                    key, value = torch.nan_to_num(key), torch.nan_to_num(value)
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         if tree is None:
             return super().forward(
