@@ -61,6 +61,29 @@ inline int64_t window_begin(const TreeAttention& op, int64_t row) {
   return op.window ? std::max<int64_t>(0, op.positions[row] - op.window + 1) : 0;
 }
 
+// Bits of the mask words of `row` from slot `slot` on, 16 of them.
+inline uint32_t slot_bits(const TreeAttention& op, int64_t row, int64_t slot) {
+  const int64_t word = slot / 64, shift = slot % 64;
+  if (word >= op.mask_words) return 0;
+  const int64_t* words = op.mask + row * op.mask_words;
+  uint64_t bits = static_cast<uint64_t>(words[word]) >> shift;
+  if (shift > 48 && word + 1 < op.mask_words) bits |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
+  return bits & 0xffff;
+}
+
+// Bit i: `row` attends key t + i, of 16.
+inline uint32_t allowed(const TreeAttention& op, int64_t prefix, int64_t row, int64_t t) {
+  uint32_t bits = 0;
+  if (t < prefix) {
+    bits = 0xffffu >> (16 - std::clamp<int64_t>(prefix_end(op, prefix, row) - t, 0, 16));
+    const int64_t hidden = window_begin(op, row) - t;
+    if (hidden > 0) bits &= hidden >= 16 ? 0 : 0xffffu << hidden;
+  }
+  if (t >= prefix) bits |= slot_bits(op, row, t - prefix);
+  else if (t + 16 > prefix) bits |= slot_bits(op, row, 0) << (prefix - t);
+  return bits & 0xffff;
+}
+
 // How many of its slots before slot `end` a row attends.
 inline int64_t slots_before(const TreeAttention& op, int64_t row, int64_t end) {
   int64_t count = 0;

@@ -185,7 +185,7 @@ class TaskRun {
       for (int64_t i = 0, next; i < count_; i = next) {
         const int64_t row = row_of(i);
         next = vectors_end(row);
-        uint32_t bits = allowed(row, t) | allowed(row, t + 16) << 16;
+        uint32_t bits = allowed(op_, prefix_, row, t) | allowed(op_, prefix_, row, t + 16) << 16;
         if (bits == 0) continue;
         // What a row attends of a tile are neighbours in its sequence.
         int64_t at = place_of(row, t + __builtin_ctz(bits)) - begin;
@@ -246,10 +246,14 @@ class TaskRun {
       }
 #endif
     }
-    if (op_.softcap == 0.0f) return;
+    if (op_.softcap != 0.0f) cap(scores, ld_scores);
+  }
+
+  // Never inlined, nor is `join`: two compilations of one formula might fuse other products with their sums.
+  __attribute__((noinline)) void cap(float* scores, int64_t ld) const {
     const float inverse = 1.0f / op_.softcap;
     for (int64_t i = 0; i < count_; ++i)
-      for (float* at = scores + i * ld_scores; at < scores + i * ld_scores + kTile; at += kLanes)
+      for (float* at = scores + i * ld; at < scores + i * ld + kTile; at += kLanes)
         store(at, tanh_of(load(at) * inverse) * op_.softcap);
   }
 
@@ -276,30 +280,6 @@ class TaskRun {
     }
   }
 
-  // Bits of the mask words of `row` from tree slot `slot` on, 16 of them.
-  uint32_t tree_bits(int64_t row, int64_t slot) const {
-    const int64_t word = slot / 64, shift = slot % 64;
-    if (word >= op_.mask_words) return 0;
-    const int64_t* words = op_.mask + row * op_.mask_words;
-    uint64_t bits = static_cast<uint64_t>(words[word]) >> shift;
-    if (shift > 48 && word + 1 < op_.mask_words)
-      bits |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
-    return bits & 0xffff;
-  }
-
-  // Bit i: `row` attends key t + i.
-  uint32_t allowed(int64_t row, int64_t t) const {
-    uint32_t bits = 0;
-    if (t < prefix_) {
-      bits = 0xffffu >> (16 - std::clamp<int64_t>(prefix_end(op_, prefix_, row) - t, 0, 16));
-      const int64_t hidden = window_begin(op_, row) - t;
-      if (hidden > 0) bits &= hidden >= 16 ? 0 : 0xffffu << hidden;
-    }
-    if (t >= prefix_) bits |= tree_bits(row, t - prefix_);
-    else if (t + 16 > prefix_) bits |= tree_bits(row, 0) << (prefix_ - t);
-    return bits & 0xffff;
-  }
-
   // Scores of direct keys that a row does not attend become -inf.
   void hide(float* score, int64_t row, int64_t begin, int64_t end) const {
     const int64_t window = window_begin(op_, row), seen = prefix_end(op_, prefix_, row);
@@ -311,7 +291,7 @@ class TaskRun {
         t = seen / 16 * 16 - 16;
         continue;
       }
-      const int32_t bits = allowed(row, t);
+      const int32_t bits = allowed(op_, prefix_, row, t);
       if (bits == 0xffff) continue;
       for (int v = 0; v < 16; v += kLanes) {
         float* at = score + (t - begin) + v;
@@ -353,7 +333,7 @@ class TaskRun {
     }
   }
 
-  // Adds the next span to the sum. Never inlined: two compilations might fuse other products with their sums.
+  // Adds the next span to the sum.
   __attribute__((noinline)) void join(const Result& span) {
     for (int64_t i = 0; i < count_; ++i) {
       const float highest = std::max(sum_.highest[i], span.highest[i]);

@@ -1,4 +1,6 @@
-"""Attention of a row is the same bits alone, in a graph, in any part of a prompt, beside any requests, on any threads."""
+"""Attention of a row is the same bits alone, in a graph, in any part of a prompt, beside any rows, on any threads."""
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -7,7 +9,6 @@ from hypothesis import strategies as st
 from tree_cases import LAYOUTS, TreeCase, tree_case, tree_rows
 
 from vllm_gsd.ops.attention.cpu import tree_attention
-from vllm_gsd.ops.kv_move.layout import KVLayout
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,7 +31,8 @@ def alone(case: TreeCase, request: int, row: int) -> TreeCase:
     table = torch.arange(blocks, 0, -1).to(torch.int32)
     here = case.block_table[request, keys // size].long() * size + keys % size
     place = torch.arange(len(keys))
-    case.layout.write(kv_cache, table[place // size].long() * size + place % size, *case.layout.read(case.kv_cache, here))
+    there = table[place // size].long() * size + place % size
+    case.layout.write(kv_cache, there, *case.layout.read(case.kv_cache, here))
     return TreeCase(
         query=case.query[row : row + 1], kv_cache=kv_cache, layout=case.layout, block_table=table[None],
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
@@ -45,7 +47,7 @@ def window_out(case: TreeCase) -> TreeCase:
     if window <= 0:
         return case
     start = case.query_start_loc.tolist()
-    for first, end in zip(start, start[1:], strict=False):
+    for first, end in pairwise(start):
         slot_positions = case.positions[first:end]
         for row in range(first, end):
             for slot in (slot_positions <= case.positions[row] - window).nonzero().flatten().tolist():
@@ -56,7 +58,7 @@ def window_out(case: TreeCase) -> TreeCase:
 def check_rows_alone(case: TreeCase, rows=None) -> None:
     together = case.run(tree_attention)
     start = case.query_start_loc.tolist()
-    for request, (first, end) in enumerate(zip(start, start[1:], strict=False)):
+    for request, (first, end) in enumerate(pairwise(start)):
         for row in range(first, end):
             if rows is None or row in rows:
                 assert torch.equal(alone(case, request, row).run(tree_attention)[0], together[row]), f"row {row}"

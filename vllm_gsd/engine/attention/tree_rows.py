@@ -46,5 +46,13 @@ class TreeRowsOnly:
 
 
 def serves_chains(device: torch.device, model: ModelConfig) -> bool:
-    """Whether our kernel is faster than upstream's for rows without branches and prompts too (kernels/README.md)."""
-    return HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
+    """Whether our kernel attends all rows of the model, those of texts and without branches too."""
+    return device.type == "cpu" and serves_text(model.dtype)
+
+
+def serves_text(dtype: torch.dtype) -> bool:
+    """Whether our CPU kernel is faster than upstream's for the rows of texts too (kernels/README.md).
+
+    It then attends every row of every step, so that a row's result is the same bits with a graph and without.
+    """
+    return HAVE_EXTENSION and dtype == torch.bfloat16

@@ -35,6 +35,6 @@ def plan_step(runner, scheduler_output, proposed: dict[str, DraftTree]) -> Verif
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     step.has_placeholders = has_placeholders
-    if runner.masks_chains and batch_ends[-1] > 1:  # a lone row gains nothing
+    if runner.masks_chains:  # lone rows too: by another kernel they would be other bits
         step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
     return step
