@@ -55,9 +55,12 @@ def tree_attention(
         alibi_slopes: unsupported.
         sinks: ``[num_heads]``, a logit that takes part in each head's softmax without a value.
 
-    Arithmetic is in float32. On AMD's processors with AVX512-BF16, bfloat16 pages that need no copy are multiplied as
-    pairs of bfloat16 (sums in float32), for which the softmax's weights are rounded to it, as in FlashAttention. Only
-    the keys that some row of its request attends are read.
+    Arithmetic is in float32. On AMD's processors with AVX512-BF16, bfloat16 is multiplied as pairs of it (sums in
+    float32), for which the softmax's weights are rounded to it, as in FlashAttention. Only the keys that some row of
+    its request attends are read, and what a row does not attend of the slots, or of the prefix behind it, may be NaN.
+
+    The kernel's result for a row depends on the row's query and on the keys and values that it attends, to the last
+    bit: not on other rows, on where slots lie, on how a prompt is cut into chunks, nor on the number of threads.
 
     Raises:
         NotImplementedError: ``alibi_slopes`` is given (a slot's position is not known here).
