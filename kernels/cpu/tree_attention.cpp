@@ -122,25 +122,25 @@ int64_t checked_keys(const TreeAttention& op, int64_t request, int64_t max_block
   return keys;
 }
 
-// How the work on one request and KV head is cut: its query vectors into pieces, its keys into splits.
+// How the work on one request and KV head is cut: its query vectors into pieces, its spans of keys into splits.
 struct Cut {
   int64_t pieces, splits;
 };
 
 // The cut with which `tasks` equal ones finish first. In units of one vector times one key, a task costs its
-// own product, about kReading vectors for fetching the keys, and kMerging keys for a split's partial result.
+// own product, about kReading vectors for fetching the keys, and kMerging keys for a span's partial result.
 Cut best_cut(int64_t tasks, int64_t vectors, int64_t keys, int64_t threads) {
-  constexpr int64_t kReading = 4, kMerging = 48, kFewestVectors = 8, kFewestKeys = 256;
+  constexpr int64_t kReading = 4, kMerging = 48, kFewestVectors = 8;
   Cut best{1, 1};
   int64_t best_time = std::numeric_limits<int64_t>::max();
   const int64_t most_pieces = std::max<int64_t>(1, vectors / kFewestVectors);
-  const int64_t most_splits = std::max<int64_t>(1, std::min(keys / kFewestKeys, 2 * threads));
+  const int64_t spans = std::max<int64_t>(1, keys / kSpan), most_splits = std::min(spans, 2 * threads);
   for (int64_t pieces = 1; pieces <= most_pieces; ++pieces) {
     const int64_t piece = (vectors + pieces - 1) / pieces;
     for (int64_t splits = 1; splits <= most_splits; ++splits) {
-      const int64_t turns = (tasks * pieces * splits + threads - 1) / threads;
-      const int64_t merging = splits > 1 ? piece * kMerging : 0;
-      const int64_t time = turns * ((piece + kReading) * (keys + splits - 1) / splits + merging);
+      const int64_t turns = (tasks * pieces * splits + threads - 1) / threads, share = (spans + splits - 1) / splits;
+      const int64_t merging = splits > 1 ? piece * share * kMerging : 0;
+      const int64_t time = turns * ((piece + kReading) * std::min(keys, share * kSpan) + merging);
       if (time >= best_time) continue;
       best = {pieces, splits};
       best_time = time;
@@ -156,7 +156,6 @@ struct Plan {
 };
 
 Plan plan_tasks(const TreeAttention& op, int64_t requests, int64_t max_blocks) {
-  constexpr int64_t kMostVectors = 64;  // the scores of a task should stay in the second-level cache
   int64_t largest = 1, busy = 0;
   std::vector<int64_t> vectors(requests), keys(requests);
   for (int64_t r = 0; r < requests; ++r) {
@@ -187,7 +186,7 @@ Plan plan_tasks(const TreeAttention& op, int64_t requests, int64_t max_blocks) {
         for (task.split = 0; task.split < cut.splits; ++task.split) plan.tasks.push_back(task);
         if (cut.splits == 1) continue;
         plan.merges.push_back(task);
-        plan.partials += cut.splits * partial_floats(task, op.cache.head_size);
+        plan.partials += range_of(op, task).spans() * span_floats(task.end - task.begin, op.cache.head_size);
       }
     }
   }

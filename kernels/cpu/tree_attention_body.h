@@ -1,6 +1,9 @@
 // The tree attention kernel for one instruction set (see each_isa.h).
 //
-// A task goes over its keys in spans of kSpan: scores = Q K^T, masked softmax update, O = O * old + P V.
+// A task goes over the places of its rows' sequences in spans of kSpan. Of each: scores = Q K^T, hidden ones become -inf,
+// P = softmax of the span alone, O = P V; then the span's O joins the sum of those before it. The product P V runs over
+// the keys that a group of vectors has in common, and then over the last keys of each row, which are those of its own:
+// what a row does not attend never meets a factor, so it may be NaN.
 // Keys and values are multiplied where they lie if the layout allows (columns of 16 contiguous elements),
 // converted in the micro-kernel; other layouts and incomplete tiles are first copied into scratch, as floats.
 // With GSD_BF16 all stays bfloat16, multiplied pair by pair without conversion; the softmax's weights are rounded to
@@ -11,52 +14,7 @@
 
 #include "multiply_body.h"
 
-// Distance of 16 entries of an offset table: 1 contiguous, 2 every other one, 0 neither.
-static inline int step_of_16(const int32_t* offset) {
-  const int32_t step = offset[1] - offset[0];
-  if (step != 1 && step != 2) return 0;
-  for (int i = 1; i < 16; ++i)
-    if (offset[i] - offset[i - 1] != step) return 0;
-  return step;
-}
-
-// to[r * ld + c] = page[row[r] + column[c]]
-template <typename T, typename To>
-static void copy_from_page(const T* page, const int32_t* row, int64_t rows, const int32_t* column,
-                           int64_t columns, To* to, int64_t ld) {
-  for (int64_t c = 0; c < columns;) {
-    const int step = columns - c >= 16 ? step_of_16(column + c) : 0;
-    if (step == 0) {
-      const int64_t last = std::min(c + 16, columns);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = c; i < last; ++i) to[r * ld + i] = static_cast<To>(page[row[r] + column[i]]);
-      c = last;
-      continue;
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* from = page + row[r] + column[c];
-      To* out = to + r * ld + c;
-      if (step == 1) {
-        for (int v = 0; v < 16; v += kLanes) store(out + v, load(from + v));
-        continue;
-      }
-      if constexpr (sizeof(T) == 2) {  // pairs of rows interleaved, as AMX wants its 16-bit operands
-        if (r + 1 < rows && row[r + 1] == row[r] + 1) {
-          for (int v = 0; v < 16; v += kLanes) {
-            vf first, second;
-            load_pair(from + 2 * v, first, second);
-            store(out + v, first);
-            store(out + ld + v, second);
-          }
-          ++r;
-          continue;
-        }
-      }
-      for (int i = 0; i < 16; ++i) out[i] = static_cast<To>(from[2 * i]);
-    }
-    c += 16;
-  }
-}
+#include "page_copy_body.h"
 
 template <typename T>
 class TaskRun {
@@ -87,64 +45,60 @@ class TaskRun {
     values_ = reinterpret_cast<Held*>(take(kSpan * padded_));
     query_ = reinterpret_cast<Factor*>(take(count_ * size_));
     scores_ = take(count_ * kScoreStride);
-    output_ = take(count_ * (padded_ + 2));
-    highest_ = output_ + count_ * padded_;
-    total_ = highest_ + count_;
+    slot_scores_ = take(count_ * kTile);
+    own_ = take(span_floats(count_, size_));
+    sum_ = result_at(take(span_floats(count_, size_)));
     weights_ = kPer == 1 ? reinterpret_cast<Factor*>(scores_) : reinterpret_cast<Factor*>(take(count_ * kPairStride));
     num_groups_ = (count_ + kMaxRows - 1) / kMaxRows;
   }
 
   void run(const AttentionTask& task, float* partials) {
-    start(task.split == 0);
-    find_range();
-    const int64_t first_tile = first_ / kTile, tiles = (end_ - first_tile * kTile + kTile - 1) / kTile;
-    const int64_t begin = (first_tile + tiles * task.split / task.splits) * kTile;
-    const int64_t end = std::min(end_, (first_tile + tiles * (task.split + 1) / task.splits) * kTile);
-    task_end_ = end;
-    fetch_keys(begin, begin + kSpan);
-    for (int64_t t = begin; t < end; t += kSpan) {
-      const int64_t span_end = std::min(t + kSpan, end);
-      score(t, span_end);
-      softmax(t, span_end);
-      add_values(t, span_end);
+    pack_queries();
+    find_range(task);
+    start_sum();
+    const int64_t spans = range_.spans(), last = spans * (task.split + 1) / task.splits;
+    int64_t span = spans * task.split / task.splits;
+    const auto begin_of = [&](int64_t s) {
+      return std::max((range_.first_span() + s) * kSpan, range_.first / kTile * kTile);
+    };
+    fetch_end_ = last == spans ? range_.end : begin_of(last);
+    if (span < last) fetch_keys(begin_of(span), begin_of(span) + kSpan);
+    for (; span < last; ++span) {
+      const int64_t begin = begin_of(span), end = std::min(begin_of(span + 1), range_.places);
+      const Result result = result_at(task.splits > 1 ? partials + task.partial + span * floats() : own_);
+      score(begin, end);
+      softmax(begin, end, result);
+      add_values(begin, end, result.output);
+      if (task.splits == 1) join(result);
     }
-    if (task.splits == 1) return finish();
-    // output_, highest_ and total_ lie one behind the other
-    const int64_t floats = partial_floats(task, size_);
-    std::memcpy(partials + task.partial + task.split * floats, output_, floats * sizeof(float));
+    if (task.splits == 1) finish();
   }
 
-  // Adds up the splits of `task`, always in their order.
-  void merge(const AttentionTask& task, const float* partials) {
-    const int64_t floats = partial_floats(task, size_);
-    std::memcpy(output_, partials + task.partial, floats * sizeof(float));
-    for (int64_t split = 1; split < task.splits; ++split) {
-      const float* output = partials + task.partial + split * floats;
-      const float* highest = output + count_ * padded_;
-      for (int64_t i = 0; i < count_; ++i) {
-        if (highest[i] > highest_[i]) rescale(i, highest[i]);
-        const float weight = exp_of(splat(highest[i] - highest_[i]))[0];
-        total_[i] += weight * highest[count_ + i];
-        float* sum = output_ + i * padded_;
-        for (int64_t d = 0; d < padded_; d += kLanes)
-          store(sum + d, load(output + i * padded_ + d) * weight + load(sum + d));
-      }
-    }
+  // Adds up the spans that the splits of `task` found.
+  void merge(const AttentionTask& task, float* partials) {
+    start_sum();
+    const int64_t spans = range_of(op_, task).spans();
+    for (int64_t span = 0; span < spans; ++span) join(result_at(partials + task.partial + span * floats()));
     finish();
   }
 
  private:
+  // Per vector: sums of weighted values [padded_], the highest score, the sum of weights.
+  struct Result {
+    float *output, *highest, *total;
+  };
+  int64_t floats() const { return span_floats(count_, size_); }
+  Result result_at(float* at) const { return {at, at + count_ * padded_, at + count_ * padded_ + count_}; }
+
   // The query vectors fall into num_groups_ groups of nearly equal size; group g begins here.
   int64_t group_begin(int64_t g) const { return count_ * g / num_groups_; }
   int64_t row_of(int64_t vector) const { return row0_ + (begin_ + vector) / op_.group; }
   int64_t head_of(int64_t vector) const { return kv_head_ * op_.group + (begin_ + vector) % op_.group; }
-  int64_t window_begin(int64_t row) const {
-    return op_.window ? std::max<int64_t>(0, op_.positions[row] - op_.window + 1) : 0;
-  }
+  // One past the row's last vector in this task.
+  int64_t vectors_end(int64_t row) const { return std::min(count_, (row + 1 - row0_) * op_.group - begin_); }
 
-  // Queries, each group packed [factors][rows]; empty softmax (or one that holds the sink).
-  void start(bool with_sinks) {
-    const float* sinks = with_sinks ? op_.sinks : nullptr;
+  // Each group packed [factors][rows].
+  void pack_queries() {
     const T* query = reinterpret_cast<const T*>(op_.query);
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
@@ -160,26 +114,31 @@ class TaskRun {
         }
       }
     }
-    for (int64_t i = 0; i < count_; ++i) {
-      highest_[i] = sinks ? sinks[head_of(i)] : std::numeric_limits<float>::lowest();
-      total_[i] = sinks ? 1.0f : 0.0f;
-    }
-    std::memset(output_, 0, count_ * padded_ * sizeof(float));
   }
 
-  // [first_, end_): every key that some row of this task attends lies in it.
-  void find_range() {
-    const int64_t first_row = row_of(0), last_row = row_of(count_ - 1);
-    first_ = prefix_;
-    end_ = 0;
-    for (int64_t row = first_row; row <= last_row; ++row) {
-      first_ = std::min(first_, window_begin(row));
-      end_ = std::max(end_, keys_end(op_, prefix_, row));
+  // No span yet, but the sinks.
+  void start_sum() {
+    for (int64_t i = 0; i < count_; ++i) {
+      sum_.highest[i] = op_.sinks ? op_.sinks[head_of(i)] : std::numeric_limits<float>::lowest();
+      sum_.total[i] = op_.sinks ? 1.0f : 0.0f;
+    }
+    std::memset(sum_.output, 0, count_ * padded_ * sizeof(float));
+  }
+
+  void find_range(const AttentionTask& task) {
+    range_ = range_of(op_, task);
+    common_end_ = 0;
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      int64_t end = range_.direct_end == range_.end ? range_.end : prefix_;
+      for (int64_t row = row_of(group_begin(g)); row <= row_of(group_begin(g + 1) - 1); ++row)
+        end = std::min(end, prefix_end(op_, prefix_, row));
+      common_[g] = end / kPer * kPer;
+      common_end_ = std::max(common_end_, common_[g]);
     }
   }
 
   // All of [from, from + count) may be read: the keys exist and their blocks hold live data.
-  bool inside(int64_t from, int64_t count) const { return from >= first_ && from + count <= end_; }
+  bool inside(int64_t from, int64_t count) const { return from >= range_.first && from + count <= range_.end; }
 
   int64_t block_of(int64_t t) const { return blocks_[t / cache_.block_size]; }
   const T* key_page(int64_t t) const { return cache_.key_page<T>(block_of(t), kv_head_); }
@@ -194,7 +153,7 @@ class TaskRun {
   }
 
   void fetch_keys(int64_t begin, int64_t end) const {
-    for (int64_t t = begin; t < std::min(end, task_end_); t += kTile) {
+    for (int64_t t = begin; t < std::min(end, fetch_end_); t += kTile) {
       const auto [from, bytes] = share_of(key_page(t), t, kTile);
       for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
     }
@@ -203,34 +162,67 @@ class TaskRun {
   // Part `part` of `parts` of the share of tokens [t, t + count), fetched in the course of `products` products.
   template <typename Page>
   Ahead ahead(const Page& page_of, int64_t t, int64_t count, int64_t part, int64_t parts, int64_t products) const {
-    if (t >= task_end_) return {reinterpret_cast<const char*>(query_), 0};
+    if (t >= fetch_end_) return {reinterpret_cast<const char*>(query_), 0};
     const auto [from, bytes] = share_of(page_of(t), t, count);
     const int64_t begin = bytes * part / parts / 64 * 64, end = bytes * (part + 1) / parts;
     return {from + begin, (end - begin + products - 1) / products};
   }
 
   void score(int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t += kTile) {
-      if (op_.keys_in_place && inside(t, kTile)) {
-        const T* column[2];
-        for (int i = 0; i < 2; ++i) {
-          const int64_t at = t + 16 * i;
-          column[i] = key_page(at) + cache_.key.token[at % cache_.block_size] + cache_.key.dim[0];
+    for (int64_t t = begin; t < std::min(end, range_.direct_end); t += kTile)
+      score_tile(t, scores_ + (t - begin), kScoreStride);
+    if (range_.direct_end < range_.end && end > range_.direct_end) place_slots(begin, end);
+  }
+
+  // The scores of all keys behind the direct ones, each at its place in its row's sequence if that is in [begin, end).
+  void place_slots(int64_t begin, int64_t end) {
+    const int64_t from = std::max(range_.direct_end, begin) - begin, stop = round_up(end - begin, 16);
+    for (int64_t i = 0; i < count_; ++i)
+      std::fill(scores_ + i * kScoreStride + from, scores_ + i * kScoreStride + stop,
+                -std::numeric_limits<float>::infinity());
+    for (int64_t t = range_.direct_end; t < range_.end; t += kTile) {
+      score_tile(t, slot_scores_, kTile);
+      for (int64_t i = 0, next; i < count_; i = next) {
+        const int64_t row = row_of(i);
+        next = vectors_end(row);
+        uint32_t bits = allowed(op_, prefix_, row, t) | allowed(op_, prefix_, row, t + 16) << 16;
+        if (bits == 0) continue;
+        // What a row attends of a tile are neighbours in its sequence.
+        int64_t at = place_of(row, t + __builtin_ctz(bits)) - begin;
+        for (; bits; bits &= bits - 1, ++at) {
+          if (at < 0 || at >= end - begin) continue;
+          const float* score = slot_scores_ + __builtin_ctz(bits);
+          for (int64_t v = i; v < next; ++v) scores_[v * kScoreStride + at] = score[v * kTile];
         }
-        const int64_t ld = cache_.key.dim[1] - cache_.key.dim[0];
-        score_tile(column, ld, t, t - begin);
-      } else {
-        copy_keys(t);
-        const Held* column[2] = {keys_, keys_ + 16};
-        score_tile(column, kTile, t, t - begin);
       }
     }
   }
 
-  // column: the first dimension of keys 0..15 and 16..31 of the tile; ld: distance of dimensions; t: its first key;
-  // at: where in the span that is
+  int64_t place_of(int64_t row, int64_t t) const {
+    if (t < prefix_) return t;
+    return first_slot_place(op_, prefix_, row, slots_of(op_, row)) + slots_before(op_, row, t - prefix_);
+  }
+
+  // Keys [t, t + kTile) by all vectors; rows of `to` are ld_to apart.
+  void score_tile(int64_t t, float* to, int64_t ld_to) {
+    if (op_.keys_in_place && inside(t, kTile)) {
+      const T* column[2];
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = t + 16 * i;
+        column[i] = key_page(at) + cache_.key.token[at % cache_.block_size] + cache_.key.dim[0];
+      }
+      const int64_t ld = cache_.key.dim[1] - cache_.key.dim[0];
+      multiply_keys(column, ld, t, to, ld_to);
+    } else {
+      copy_keys(t);
+      const Held* column[2] = {keys_, keys_ + 16};
+      multiply_keys(column, kTile, t, to, ld_to);
+    }
+  }
+
+  // column: the first dimension of keys 0..15 and 16..31 of the tile; ld: distance of dimensions; t: its first key
   template <typename B>
-  void score_tile(const B* const column[2], int64_t ld, int64_t t, int64_t at) {
+  void multiply_keys(const B* const column[2], int64_t ld, int64_t t, float* scores, int64_t ld_scores) {
     constexpr int64_t kCalls = kTile / kLanes / kVectors;
     const auto values_ahead = [&](int64_t call) {
       const auto page = [this](int64_t token) { return value_page(token); };
@@ -240,27 +232,36 @@ class TaskRun {
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
       const Factor* query = query_ + begin * (size_ / kPer);
-      float* to = scores_ + begin * kScoreStride + at;
+      float* to = scores + begin * ld_scores;
 #if GSD_BF16
       static_assert(kTile == kVectors * kLanes);
-      pair_score_fn(rows, sizes)(query, column, ld, size_ / 2, op_.scale, to, kScoreStride, values_ahead(g));
+      pair_score_fn(rows, sizes)(query, column, ld, size_ / 2, op_.scale, to, ld_scores, values_ahead(g));
 #else
       const MultiplyFn<B> fn = score_fn<B>(rows, sizes);
       for (int v = 0; v < kTile / kLanes; v += kVectors) {
         const B* vectors[kVectors];
         for (int n = 0; n < kVectors; ++n)
           vectors[n] = column[(v + n) * kLanes / 16] + (v + n) * kLanes % 16;
-        fn(query, vectors, ld, size_, to + v * kLanes, kScoreStride, values_ahead(g * kCalls + v / kVectors));
+        fn(query, vectors, ld, size_, to + v * kLanes, ld_scores, values_ahead(g * kCalls + v / kVectors));
       }
 #endif
     }
+    if (op_.softcap != 0.0f) cap(scores, ld_scores);
+  }
+
+  // Never inlined, nor is `join`: two compilations of one formula might fuse other products with their sums.
+  __attribute__((noinline)) void cap(float* scores, int64_t ld) const {
+    const float inverse = 1.0f / op_.softcap;
+    for (int64_t i = 0; i < count_; ++i)
+      for (float* at = scores + i * ld; at < scores + i * ld + kTile; at += kLanes)
+        store(at, tanh_of(load(at) * inverse) * op_.softcap);
   }
 
   // Keys [t, t + kTile) as keys_[head_size][kTile], zero where none may be read.
   void copy_keys(int64_t t) {
     if (!inside(t, kTile)) std::memset(keys_, 0, kTile * size_ * sizeof(Held));
-    const int64_t stop = std::min(t + kTile, end_);
-    for (int64_t at = std::max(t, first_), count; at < stop; at += count) {
+    const int64_t stop = std::min(t + kTile, range_.end);
+    for (int64_t at = std::max(t, range_.first), count; at < stop; at += count) {
       const int64_t offset = at % cache_.block_size;
       count = std::min(stop - at, cache_.block_size - offset);
       copy_from_page(key_page(at), cache_.key.dim, size_, cache_.key.token + offset, count, keys_ + (at - t),
@@ -271,7 +272,7 @@ class TaskRun {
   // Values [t, stop) as rows of values_ that start at `to`; the rest of 16 rows is zero.
   void copy_values(int64_t t, int64_t stop, Held* to) {
     if (!inside(t, 16) || padded_ != size_) std::memset(to, 0, 16 * padded_ * sizeof(Held));
-    for (int64_t at = std::max(t, first_), count; at < stop; at += count) {
+    for (int64_t at = std::max(t, range_.first), count; at < stop; at += count) {
       const int64_t offset = at % cache_.block_size;
       count = std::min(stop - at, cache_.block_size - offset);
       copy_from_page(value_page(at), cache_.value.token + offset, count, cache_.value.dim, size_,
@@ -279,33 +280,9 @@ class TaskRun {
     }
   }
 
-  // Bits of the mask words of `row` from tree slot `slot` on, 16 of them.
-  uint32_t tree_bits(int64_t row, int64_t slot) const {
-    const int64_t word = slot / 64, shift = slot % 64;
-    if (word >= op_.mask_words) return 0;
-    const int64_t* words = op_.mask + row * op_.mask_words;
-    uint64_t bits = static_cast<uint64_t>(words[word]) >> shift;
-    if (shift > 48 && word + 1 < op_.mask_words)
-      bits |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
-    return bits & 0xffff;
-  }
-
-  // Bit i: `row` attends key t + i.
-  uint32_t allowed(int64_t row, int64_t t) const {
-    uint32_t bits = 0;
-    if (t < prefix_) {
-      bits = 0xffffu >> (16 - std::clamp<int64_t>(prefix_end(op_, prefix_, row) - t, 0, 16));
-      const int64_t hidden = window_begin(row) - t;
-      if (hidden > 0) bits &= hidden >= 16 ? 0 : 0xffffu << hidden;
-    }
-    if (t >= prefix_) bits |= tree_bits(row, t - prefix_);
-    else if (t + 16 > prefix_) bits |= tree_bits(row, 0) << (prefix_ - t);
-    return bits & 0xffff;
-  }
-
-  // Scores of keys that a row does not attend become -inf.
+  // Scores of direct keys that a row does not attend become -inf.
   void hide(float* score, int64_t row, int64_t begin, int64_t end) const {
-    const int64_t window = window_begin(row), seen = prefix_end(op_, prefix_, row);
+    const int64_t window = window_begin(op_, row), seen = prefix_end(op_, prefix_, row);
     vi lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
     const vf hidden = splat(-std::numeric_limits<float>::infinity());
@@ -314,7 +291,7 @@ class TaskRun {
         t = seen / 16 * 16 - 16;
         continue;
       }
-      const int32_t bits = allowed(row, t);
+      const int32_t bits = allowed(op_, prefix_, row, t);
       if (bits == 0xffff) continue;
       for (int v = 0; v < 16; v += kLanes) {
         float* at = score + (t - begin) + v;
@@ -324,15 +301,15 @@ class TaskRun {
     }
   }
 
-  // Turns the span's scores into e^(score - highest), and rescales what earlier spans left.
-  void softmax(int64_t begin, int64_t end) {
-    const int64_t length = round_up(end - begin, 16);
+  // Turns the span's scores into weights e^(score - highest), and starts its result.
+  void softmax(int64_t begin, int64_t end, const Result& result) {
+    const int64_t length = round_up(end - begin, 16), direct = round_up(std::min(end, range_.direct_end), 16);
+    std::memset(result.output, 0, count_ * padded_ * sizeof(float));
     for (int64_t i = 0; i < count_; ++i) {
       float* score = scores_ + i * kScoreStride;
       const int64_t row = row_of(i);
-      if (op_.softcap != 0.0f) cap(score, length);
-      if (begin + length > prefix_end(op_, prefix_, row) || begin < window_begin(row)) hide(score, row, begin, end);
-      vf high = splat(highest_[i]);
+      if (direct > prefix_end(op_, prefix_, row) || begin < window_begin(op_, row)) hide(score, row, begin, direct);
+      vf high = splat(std::numeric_limits<float>::lowest());
       for (int64_t c = 0; c < length; c += kLanes) high = max_of(load(score + c), high);
       const float highest = highest_lane(high);
       vf sum{};
@@ -351,92 +328,139 @@ class TaskRun {
         sum += p;
       }
 #endif
-      if (highest != highest_[i]) rescale(i, highest);
-      total_[i] += sum_of_lanes(sum);
+      result.highest[i] = highest;
+      result.total[i] = sum_of_lanes(sum);
     }
   }
 
-  void cap(float* score, int64_t length) const {
-    const float inverse = 1.0f / op_.softcap;
-    for (int64_t c = 0; c < length; c += kLanes)
-      store(score + c, tanh_of(load(score + c) * inverse) * op_.softcap);
+  // Adds the next span to the sum.
+  __attribute__((noinline)) void join(const Result& span) {
+    for (int64_t i = 0; i < count_; ++i) {
+      const float highest = std::max(sum_.highest[i], span.highest[i]);
+      const float before = exp_of(splat(sum_.highest[i] - highest))[0];
+      const float weight = exp_of(splat(span.highest[i] - highest))[0];
+      sum_.highest[i] = highest;
+      sum_.total[i] = sum_.total[i] * before + span.total[i] * weight;
+      float* sum = sum_.output + i * padded_;
+      const float* added = span.output + i * padded_;
+      for (int64_t d = 0; d < padded_; d += kLanes) store(sum + d, load(sum + d) * before + load(added + d) * weight);
+    }
   }
 
-  void rescale(int64_t vector, float highest) {
-    const float factor = exp_of(splat(highest_[vector] - highest))[0];
-    highest_[vector] = highest;
-    total_[vector] *= factor;
-    float* out = output_ + vector * padded_;
-    for (int64_t d = 0; d < padded_; d += kLanes) store(out + d, load(out + d) * factor);
+  void add_values(int64_t begin, int64_t end, float* output) {
+    add_common(begin, std::min(end, common_end_), output);
+    for (int64_t g = 0; g < num_groups_; ++g)
+      for (int64_t i = group_begin(g), next; i < group_begin(g + 1); i = next) {
+        const int64_t row = row_of(i), from = std::max(begin, common_[g]);
+        next = std::min(group_begin(g + 1), vectors_end(row));
+        const int64_t stop = std::min(end, places_end(op_, prefix_, row));
+        if (from >= stop) continue;
+        const int64_t length = round_up(stop - from, kPer);
+        copy_sequence(row, from, stop, length);
+        const auto no_fetch = [&] { return Ahead{reinterpret_cast<const char*>(query_), 0}; };
+        add_rows(i, next - i, values_, nullptr, padded_, from - begin, length, output, no_fetch);
+      }
   }
 
-  // Multiplies runs of keys, as long as they lie at one distance: pages in place, or one copied run.
-  void add_values(int64_t begin, int64_t end) {
+  // Values of places [from, stop) of a row's sequence as rows of values_, of which `length` are set, to 0 elsewhere.
+  void copy_sequence(int64_t row, int64_t from, int64_t stop, int64_t length) {
+    std::memset(values_, 0, length * padded_ * sizeof(Held));
+    const int64_t behind = std::min(stop, prefix_end(op_, prefix_, row));
+    for (int64_t t = std::max(from, window_begin(op_, row)); t < behind; ++t) copy_value(t, values_ + (t - from) * padded_);
+    const int64_t slots = slots_of(op_, row);
+    int64_t place = first_slot_place(op_, prefix_, row, slots);
+    if (place + slots <= from) return;
+    for (int64_t w = 0; w < op_.mask_words; ++w)
+      for (uint64_t bits = op_.mask[row * op_.mask_words + w]; bits; bits &= bits - 1, ++place)
+        if (place >= from && place < stop)
+          copy_value(prefix_ + 64 * w + __builtin_ctzll(bits), values_ + (place - from) * padded_);
+  }
+
+  void copy_value(int64_t t, Held* to) const {
+    const int32_t* token = cache_.value.token + t % cache_.block_size;
+    if (op_.values_in_place) copy_row(value_page(t), *token, cache_.value.dim, size_, to);
+    else copy_from_page(value_page(t), token, 1, cache_.value.dim, size_, to, padded_);
+  }
+
+  // Values that all vectors of a group attend, of [begin, end). Multiplies runs of keys, as long as they lie at one
+  // distance: pages in place, or one copied run.
+  void add_common(int64_t begin, int64_t end, float* output) {
     const int64_t step = cache_.value.token[1] - cache_.value.token[0];
     for (int64_t t = begin, next; t < end; t = next) {
-      next = std::min(t + 16, end);
       if (op_.values_in_place && inside(t, 16)) {
         const int64_t offset = t % cache_.block_size;
-        const int64_t stop = std::min(end, t - offset + cache_.block_size);
-        next = t + (stop - t) / 16 * 16;
+        const int64_t whole = std::min(range_.end - t, cache_.block_size - offset) / 16 * 16;
+        next = std::min(end, t + whole);
         const T* values = value_page(t) + cache_.value.token[offset];
-        add_run(values, cache_.value.dim, step, t, t - begin, next - t);
+        add_run(values, cache_.value.dim, step, t, begin, next - t, output);
         continue;
       }
+      next = std::min(t + 16, end);
       copy_values(t, next, values_);
       while (next < end && !(op_.values_in_place && inside(next, 16))) {
         const int64_t stop = std::min(next + 16, end);
         copy_values(next, stop, values_ + (next - t) * padded_);
         next = stop;
       }
-      add_run(values_, nullptr, padded_, t, t - begin, round_up(next - t, 16));
+      add_run(values_, nullptr, padded_, t, begin, next - t, output);
     }
   }
 
   // values: `length` rows at distance ld; dim: where their dimensions lie, null: one after the other; t: the token of
-  // the first; at: where in the span that is
+  // the first, in a span that starts at `begin`
   template <typename B>
-  void add_run(const B* values, const int32_t* dim, int64_t ld, int64_t t, int64_t at, int64_t length) {
-    const auto column = [&](int64_t d) { return values + (dim ? dim[d] : d); };
+  void add_run(const B* values, const int32_t* dim, int64_t ld, int64_t t, int64_t begin, int64_t length,
+               float* output) {
     constexpr int64_t kWide = kVectors * kLanes;
     const int64_t calls = num_groups_ * (padded_ / kWide + padded_ % kWide / kLanes);
     int64_t call = 0;
-    const auto keys_ahead = [&] {
-      const auto page = [this](int64_t token) { return key_page(token); };
-      return ahead(page, t + kSpan, length, call++, calls, length / kPer);
-    };
-    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
     for (int64_t g = 0; g < num_groups_; ++g) {
-      const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
-      const Factor* weights = weights_ + begin * (kScoreStride / kPer) + at / kPer;
+      const int64_t common = std::min(length, common_[g] - t);
+      if (common <= 0) continue;
+      const auto keys_ahead = [&] {
+        const auto page = [this](int64_t token) { return key_page(token); };
+        return ahead(page, t + kSpan, length, call++, calls, common / kPer);
+      };
+      const int64_t first = group_begin(g), rows = group_begin(g + 1) - first;
+      add_rows(first, rows, values, dim, ld, t - begin, common, output, keys_ahead);
+    }
+  }
+
+  // The same for vectors [first, first + rows), whose weights are those from `at` on.
+  template <typename B, typename NextAhead>
+  void add_rows(int64_t first, int64_t rows, const B* values, const int32_t* dim, int64_t ld, int64_t at,
+                int64_t length, float* output, const NextAhead& next_ahead) {
+    constexpr int64_t kWide = kVectors * kLanes;
+    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
+    const auto column = [&](int64_t d) { return values + (dim ? dim[d] : d); };
+    const Factor* weights = weights_ + first * (kScoreStride / kPer) + at / kPer;
 #if GSD_BF16
-      const MultiplyPairsFn wide = pair_output_fn<kVectors>(rows, sizes), narrow = pair_output_fn<1>(rows, sizes);
-      const auto add = [&](MultiplyPairsFn fn, const B* const* vectors, int64_t d) {
-        fn(weights, vectors, ld, length / 2, 1.0f, output_ + begin * padded_ + d, padded_, keys_ahead());
-      };
+    const MultiplyPairsFn wide = pair_output_fn<kVectors>(rows, sizes), narrow = pair_output_fn<1>(rows, sizes);
+    const auto add = [&](MultiplyPairsFn fn, const B* const* vectors, int64_t d) {
+      fn(weights, vectors, ld, length / 2, 1.0f, output + first * padded_ + d, padded_, next_ahead());
+    };
 #else
-      const MultiplyFn<B> wide = output_fn<B, kVectors>(rows, sizes), narrow = output_fn<B, 1>(rows, sizes);
-      const auto add = [&](MultiplyFn<B> fn, const B* const* vectors, int64_t d) {
-        fn(weights, vectors, ld, length, output_ + begin * padded_ + d, padded_, keys_ahead());
-      };
+    const MultiplyFn<B> wide = output_fn<B, kVectors>(rows, sizes), narrow = output_fn<B, 1>(rows, sizes);
+    const auto add = [&](MultiplyFn<B> fn, const B* const* vectors, int64_t d) {
+      fn(weights, vectors, ld, length, output + first * padded_ + d, padded_, next_ahead());
+    };
 #endif
-      int64_t d = 0;
-      for (; d + kWide <= padded_; d += kWide) {
-        const B* vectors[kVectors] = {column(d), column(d + kLanes)};
-        add(wide, vectors, d);
-      }
-      for (; d < padded_; d += kLanes) {
-        const B* vectors[1] = {column(d)};
-        add(narrow, vectors, d);
-      }
+    int64_t d = 0;
+    for (; d + kWide <= padded_; d += kWide) {
+      const B* vectors[kVectors] = {column(d), column(d + kLanes)};
+      add(wide, vectors, d);
+    }
+    for (; d < padded_; d += kLanes) {
+      const B* vectors[1] = {column(d)};
+      add(narrow, vectors, d);
     }
   }
 
   // A row that attends nothing has a total of 0: its output is 0.
   void finish() {
     for (int64_t i = 0; i < count_; ++i) {
-      const float inverse = total_[i] > 0.0f ? 1.0f / total_[i] : 0.0f;
-      const float* from = output_ + i * padded_;
+      const float inverse = sum_.total[i] > 0.0f ? 1.0f / sum_.total[i] : 0.0f;
+      const float* from = sum_.output + i * padded_;
       T* to = reinterpret_cast<T*>(op_.output) + row_of(i) * op_.output_row + head_of(i) * op_.output_head;
       int64_t d = 0;
       for (; d + kLanes <= size_; d += kLanes) store(to + d, load(from + d) * inverse);
@@ -448,10 +472,13 @@ class TaskRun {
   const PagedCache& cache_;
   const int64_t request_, kv_head_, begin_, count_, size_, padded_, row0_, prefix_;
   const int32_t* const blocks_;
-  int64_t first_ = 0, end_ = 0, task_end_ = 0, num_groups_ = 0;
+  KeyRange range_;
+  int64_t fetch_end_ = 0, num_groups_ = 0, common_end_ = 0;
+  int64_t common_[kMostVectors];  // of each group of vectors: keys before it are common to all of its rows
   Held *keys_, *values_;
   Factor *query_, *weights_;  // weights_ in the place of scores_, if they are floats
-  float *scores_, *output_, *highest_, *total_;
+  float *scores_, *slot_scores_, *own_;
+  Result sum_;
 };
 
 template <typename T>

@@ -1,6 +1,6 @@
 """vLLM's CPU attention backend, with our kernel for the rows that attend along a graph.
 
-Everything else (plain decodes, prefill chunks, chains) goes to upstream's kernel untouched.
+In bfloat16 all rows go to our kernel. In other types plain decodes, prompts and chains go to upstream's, untouched.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows, TreeRowsOnly
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows, TreeRowsOnly, serves_text
 from vllm_gsd.ops.attention.cpu import tree_attention
 from vllm_gsd.ops.kv_move.layout import KVLayout
 from vllm_gsd.upstream import wire
@@ -92,9 +92,10 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:
-                if tree is not None:
-                    # A drafted token may be one that the target makes NaN of (Gemma 3n of its padding token). Kernels
-                    # multiply what a row does not attend by 0, so it would spoil the rows beside it, and later ones.
+                if tree is not None and not serves_text(kv_cache.dtype):
+                    # A drafted token may be one that the target makes NaN of (Gemma 3n of its padding token). Ours
+                    # leaves out what a row does not attend. Upstream's kernel multiplies it by 0, also what rejected
+                    # nodes left behind a request's last key.
                     key, value = torch.nan_to_num(key), torch.nan_to_num(value)
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         if tree is None:

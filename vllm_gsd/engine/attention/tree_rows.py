@@ -48,21 +48,28 @@ class TreeRowsOnly:
 
 
 def serves_chains(vllm_config: VllmConfig, device: torch.device, model: ModelConfig) -> bool:
-    """Whether our kernel attends rows without branches and prompts too.
+    """Whether our kernel attends all rows of the model, those of texts and without branches too.
 
-    It does where it is faster than upstream's (docs/cpu-kernels.md), unless ``"cpu_kernels"`` is "off".
+    It does where it is faster than upstream's, unless ``"cpu_kernels"`` is "off".
     """
-    faster = HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
-    return faster and uses_cpu_kernels(vllm_config)
+    return device.type == "cpu" and serves_text(model.dtype) and uses_cpu_kernels(vllm_config)
+
+
+def serves_text(dtype: torch.dtype) -> bool:
+    """Whether our CPU kernel is faster than upstream's for rows of text too (docs/cpu-kernels.md).
+
+    It then attends every row of every step, so that a row's result has the same bits with a graph and without.
+    """
+    return HAVE_EXTENSION and dtype == torch.bfloat16
 
 
 def causal_rows(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, positions: torch.Tensor
 ) -> TreeRows:
-    """Rows of text for our kernel: each sees what lies before it in its request, and itself.
+    """Rows of text for our kernel: each attends its request's earlier rows and itself.
 
     Args:
-        query_start_loc: int32 [num_requests + 1]; seq_lens: int32 [num_requests], rows included.
+        query_start_loc: int32 [num_requests + 1]; seq_lens: int32 [num_requests], these rows included.
         block_table: int32 [num_requests, max_blocks]; positions: int64 [num_rows].
     """
     no_bits = torch.empty((len(positions), 0), dtype=torch.int64, device=positions.device)

@@ -44,6 +44,6 @@ def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, propo
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     step.has_placeholders = has_placeholders
-    if runner.masks_chains and batch_ends[-1] > 1:  # a single row gains nothing
+    if runner.masks_chains:  # lone rows too: another kernel would give them other bits
         step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
     return step

@@ -56,9 +56,12 @@ def tree_attention(
         alibi_slopes: unsupported.
         sinks: ``[num_heads]``, a logit without a value in each head's softmax.
 
-    Arithmetic is in float32. On AMD processors with AVX512-BF16, bfloat16 pages that need no copy are multiplied as
-    pairs of bfloat16 with sums in float32; the softmax's weights are rounded to bfloat16, as in FlashAttention. Only
-    keys that a row of the request attends are read.
+    Arithmetic is in float32. On AMD processors with AVX512-BF16, pairs of bfloat16 are multiplied with sums in float32,
+    and the softmax's weights are rounded to bfloat16, as in FlashAttention. Only keys that a row of the request attends
+    are read. Slots that a row does not attend, and the prefix behind it, may be NaN.
+
+    A row's result depends on its query and on the keys and values that it attends, to the last bit: not on other rows,
+    on where slots lie, on how a prompt is cut into chunks, nor on the number of threads.
 
     Raises:
         NotImplementedError: ``alibi_slopes`` is given; the positions of slots are not known here.
