@@ -11,9 +11,9 @@ from vllm_gsd.upstream import weights, wire
 
 
 class PacksWeights:
-    """A CPU worker whose models' bfloat16 matrices are packed for :func:`vllm_gsd.cpu.linear.linear`.
+    """A CPU worker that packs its models' bfloat16 matrices for :func:`vllm_gsd.cpu.linear.linear`.
 
-    With ``"cpu_kernels": "off"`` they are not, and vLLM multiplies as it does without this package.
+    With ``"cpu_kernels": "off"`` it packs nothing, and vLLM's own matrix products run.
     """
 
     vllm_config: Any
@@ -33,7 +33,7 @@ class PacksWeights:
 
 
 def uses_cpu_kernels(vllm_config: Any) -> bool:
-    """Whether an engine with gsd may multiply, and attend rows that do not branch, by our kernels."""
+    """Whether our CPU kernels may replace vLLM's matrix products, and its attention for rows that do not branch."""
     config = wire.options_of(vllm_config)
     return config is not None and config.cpu_kernels == "auto"
 

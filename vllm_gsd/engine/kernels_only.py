@@ -16,18 +16,18 @@ logger = init_logger("vllm.gsd")
 
 
 class KernelsCPUWorker(PacksWeights, cpu_worker.CPUWorker):
-    """``worker_cls`` of such an engine. Model runner and scheduler are vLLM's own, whichever it takes."""
+    """The ``worker_cls`` of such an engine. The model runner and the scheduler are vLLM's own."""
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, whose layers get our attention backend.
+        """Load the model with our attention backend.
 
         Raises:
-            GSDConfigError: a layer attends in a way that our kernel does not know.
+            GSDConfigError: a layer uses a kind of attention that our kernel does not support.
         """
         if not HAVE_EXTENSION:
             logger.warning(
-                "gsd: the compiled kernels are missing, so this engine is no faster than vLLM's own; reinstall "
-                "vllm-gsd beside torch and a compiler, with pip's --no-build-isolation."
+                "gsd: the compiled kernels are missing, so this engine is no faster than vLLM's own; reinstall vllm-gsd in "
+                "this environment with a C++ compiler."
             )
         with workers.attention_backends(BACKENDS):
             super().load_model(**kwargs)

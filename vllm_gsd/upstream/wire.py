@@ -62,14 +62,16 @@ DRAFT_GROUP = "gsd_draft"
 
 
 def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[str, Any] | None) -> dict[str, Any]:
-    """What ``EngineArgs`` have in the place of a config of ours, by their fields.
+    """The fields of ``EngineArgs`` that replace a gsd config.
 
     Args:
-        config: ours; v2: whether vLLM will take Model Runner V2; cpu: whether vLLM runs on the CPU.
-        additional_config: that of the arguments.
+        config: the gsd config.
+        v2: whether vLLM will use Model Runner V2.
+        cpu: whether vLLM runs on the CPU.
+        additional_config: the user's ``additional_config``.
     """
     options = {"additional_config": with_options(additional_config, config)}
-    if not config.speculates:  # all but the worker is as without speculation
+    if not config.speculates:  # everything but the worker stays as without speculation
         return {**options, "speculative_config": None, "worker_cls": _WORKER_KERNELS}
     nodes = config.num_speculative_tokens
     if v2 and config.budget != "auto":

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention backend for an engine without speculation, with our kernel where it is the faster one."""
+"""A CPU attention backend for engines without speculation, which uses our kernel where it is faster than vLLM's."""
 
 from typing import Any
 
@@ -11,25 +11,25 @@ from vllm_gsd.engine.attention.cpu import TreeCPUAttentionBackend, TreeCPUAttent
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly, causal_rows, serves_chains
 from vllm_gsd.upstream import wire
 
-# What takes the place of upstream's while the layers are built.
+# Replaces upstream's backend while the layers are built.
 BACKENDS = {AttentionBackendEnum.CPU_ATTN: wire.CAUSAL_CPU_ATTENTION}
 
 
 class CausalCPUAttentionBackend(TreeCPUAttentionBackend):
-    """Its metadata say by themselves that rows attend by our kernel, so any model runner serves."""
+    """Its metadata builder attaches the rows for our kernel, so it works with any model runner."""
 
     @staticmethod
     def get_builder_cls() -> type["CausalCPUAttentionMetadataBuilder"]:
-        """The class of what builds the layers' metadata."""
+        """Return the class of the metadata builder."""
         return CausalCPUAttentionMetadataBuilder
 
 
 class CausalCPUAttentionMetadataBuilder(TreeCPUAttentionMetadataBuilder):
-    """Leaves to upstream's kernel what ours does not speed up: other dtypes than bfloat16, and lone rows."""
+    """Leaves other data types than bfloat16 and single rows to upstream's kernel, where ours is no faster."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # A window's own specification gives back the blocks behind the window.
+        # With a sliding-window specification vLLM frees the blocks behind the window.
         whole = type(kv_cache_spec) is FullAttentionSpec
         self.ours = whole and serves_chains(vllm_config, device, vllm_config.model_config)
 
@@ -46,7 +46,7 @@ class CausalCPUAttentionMetadataBuilder(TreeCPUAttentionMetadataBuilder):
 
 
 def rows_of(common: CommonAttentionMetadata) -> TreeRows:
-    """All rows of a batch, as rows of text."""
+    """Describe all rows of a batch as rows of text."""
     count = common.num_reqs
     starts, seq_lens = common.query_start_loc[: count + 1], common.seq_lens[:count]
     # A request's last row is the last of its text.
