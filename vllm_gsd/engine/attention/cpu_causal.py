@@ -1,4 +1,4 @@
-"""A CPU attention backend for engines without speculation, which uses our kernel where it is faster than vLLM's."""
+"""A CPU attention backend for engines without speculation, with our kernel where it is faster than vLLM's."""
 
 from typing import Any
 
