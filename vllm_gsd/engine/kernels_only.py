@@ -26,8 +26,8 @@ class KernelsCPUWorker(PacksWeights, cpu_worker.CPUWorker):
         """
         if not HAVE_EXTENSION:
             logger.warning(
-                "gsd: the compiled kernels are missing, so this engine is no faster than vLLM's own; reinstall vllm-gsd in "
-                "this environment with a C++ compiler."
+                "gsd: the compiled kernels are missing, so this engine is no faster than vLLM's own; reinstall "
+                "vllm-gsd in this environment with a C++ compiler."
             )
         with workers.attention_backends(BACKENDS):
             super().load_model(**kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as vllm_ops
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
@@ -20,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows, TreeRowsOnly, serves_text
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows, TreeRowsOnly, serves_chains
 from vllm_gsd.ops.attention.cpu import tree_attention
 from vllm_gsd.ops.kv_move.layout import KVLayout
 from vllm_gsd.upstream import wire
@@ -72,6 +73,12 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
     # A KV cache, and upstream's two views of it; made once, not in every step.
     _halves: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        # Whether upstream's kernel reads the cache, too.
+        self.shares_cache = not serves_chains(config, torch.device("cpu"), config.model_config)
+
     def forward(
         self,
         layer: Any,
@@ -92,10 +99,10 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:
-                if tree is not None and not serves_text(kv_cache.dtype):
-                    # A drafted token may be one that the target makes NaN of (Gemma 3n of its padding token). Ours
-                    # leaves out what a row does not attend. Upstream's kernel multiplies it by 0, also what rejected
-                    # nodes left behind a request's last key.
+                if tree is not None and self.shares_cache:
+                    # The target may compute NaN for a drafted token, as Gemma 3n does for its padding token. Our kernel
+                    # skips what a row does not attend. Upstream's kernel multiplies it by 0, which keeps the NaN, and
+                    # reads what rejected nodes left behind a request's last key.
                     key, value = torch.nan_to_num(key), torch.nan_to_num(value)
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         if tree is None:

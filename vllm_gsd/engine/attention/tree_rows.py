@@ -48,19 +48,13 @@ class TreeRowsOnly:
 
 
 def serves_chains(vllm_config: VllmConfig, device: torch.device, model: ModelConfig) -> bool:
-    """Whether our kernel attends all rows of the model, those of texts and without branches too.
+    """Whether our kernel attends all rows of the model, text and rows without branches too.
 
-    It does where it is faster than upstream's, unless ``"cpu_kernels"`` is "off".
+    It does where it is faster than upstream's (docs/cpu-kernels.md), unless ``"cpu_kernels"`` is "off". Since it then
+    attends every row of every step, a row's result has the same bits with a graph and without.
     """
-    return device.type == "cpu" and serves_text(model.dtype) and uses_cpu_kernels(vllm_config)
-
-
-def serves_text(dtype: torch.dtype) -> bool:
-    """Whether our CPU kernel is faster than upstream's for rows of text too (docs/cpu-kernels.md).
-
-    It then attends every row of every step, so that a row's result has the same bits with a graph and without.
-    """
-    return HAVE_EXTENSION and dtype == torch.bfloat16
+    faster = HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
+    return faster and uses_cpu_kernels(vllm_config)
 
 
 def causal_rows(
