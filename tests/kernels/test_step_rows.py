@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from vllm_gsd.cpu.linear import linear, pack_weight
+
 pytestmark = pytest.mark.usefixtures("upstream")
 ROWS, HIDDEN, HEADS, HEAD_SIZE = 61, 576, 9, 64
 SIZES = (1, 2, 3, 7, 16, 17, 33)
@@ -66,3 +68,17 @@ def test_sampling(dtype):
     check(lambda x: x.float().log_softmax(dim=-1), logits)
     check(lambda x: x.float().softmax(dim=-1), logits)
     check(lambda x: x.argmax(dim=-1), logits)
+
+
+@pytest.mark.parametrize(("columns", "size"), [(960, 576), (576, 1536)])
+def test_products(isa, columns, size):
+    """Of few rows, of those that go through a group in blocks of inputs, and of prompts."""
+    if isa == "baseline":
+        pytest.skip("packed weights need AVX2")
+    random = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(count, size, generator=random).bfloat16() for count in (columns, 300))
+    packed = pack_weight(weight)
+    whole = linear(x, packed)
+    for count in (1, 2, 7, 17, 24, 25, 100, 241):
+        for first in range(0, 301 - count, max(count, 30)):
+            assert torch.equal(linear(x[first : first + count], packed), whole[first : first + count])

@@ -172,15 +172,14 @@ def test_strided_query_and_output(isa):
     assert torch.equal(output, expected)
 
 
-def test_thread_count_and_repetition_change_little(threads):
+def test_thread_count_and_repetition_change_nothing(threads):
     case = tree_case(rows=(17, 5), prefixes=(700, 90), num_heads=9, kv_heads=3)
     outputs = []
     for count in (1, 2, 5, 5):
         threads(count)
         outputs.append(case.run(tree_attention))
-    assert torch.equal(outputs[2], outputs[3])
     for output in outputs[1:]:
-        torch.testing.assert_close(output, outputs[0], rtol=1e-5, atol=1e-6)
+        assert torch.equal(output, outputs[0])
 
 
 @pytest.mark.parametrize("large", [1e3, 1e18])
