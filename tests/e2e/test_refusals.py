@@ -33,7 +33,7 @@ KEYS = {
     "unknown key": ({"temperature": 1}, ['"temperature"', "num_speculative_tokens", "preset"]),
     "misspelt key": ({"max_dept": 3}, ['"max_dept"', 'nearest is "max_depth"']),
     "upstream's key": ({"quantization": "fp8"}, ['"quantization"', "num_speculative_tokens"]),
-    "misspelt method": ({"method": "gds"}, ['"method" is "gds"', 'must be "gsd"']),
+    "misspelt method": ({"method": "gds", "max_depth": 3}, ['"method" is "gds"', 'must be "gsd"']),
     "shouted method": ({"method": "GSD"}, ['"method" is "GSD"', 'must be "gsd"']),
     "no method": ({"method": MISSING, "theta_sib": 0.2}, ['"method" is missing', '"gsd"']),
     "no model": ({"model": MISSING}, ['"model" is missing', "path or hub id", "null"]),

@@ -68,6 +68,7 @@ class GraphSpeculator(BaseSpeculator):
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         num_slots, max_length = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.texts = Texts(num_slots, max_length)
+        self.longest = max_length  # upper bound of the batch's sequence lengths; the model runner sets it every step
         self.requests: dict[str, NewRequestData] = {}
         self.slots: dict[str, int] = {}
         self.ends = np.zeros(num_slots, np.int64)  # the maximum number of tokens of each slot's request
@@ -281,7 +282,7 @@ class GraphSpeculator(BaseSpeculator):
             factor=speculation.planner.calibration.factor,
             most_new=1 if drafts is None else 1 + int(drafts.max()),
             # Every row may have added a token, and the last one also the bonus token.
-            longest=min(self.texts.tokens.shape[1], 1 + int(input_batch.seq_lens_cpu_upper_bound.max())),
+            longest=min(self.texts.tokens.shape[1], 1 + self.longest),
         )
         return self.drafting.propose(known_batch, input_batch.idx_mapping, batch.block_table, batch.block_size)
 
