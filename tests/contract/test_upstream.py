@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import vllm
 from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -284,10 +285,10 @@ def test_dummy_runs_with_lora():
 
 
 def test_lora_on_the_cpu_gives_rows_without_adapter_the_last_slots():
-    """Upstream's bug, not ours: when this fails, the README's advice to leave a slot free can go."""
+    """A bug of vLLM 0.32, not ours, and mended in 0.33: the advice to leave a slot free goes with 0.32."""
     slots, result = torch.tensor([[[[0.0]]], [[[5.0]]]]), torch.zeros(2, 1)
     bgmv_expand(torch.ones(2, 1), slots, result, torch.tensor([0, -1]))
-    assert result.tolist() == [[0.0], [5.0]]
+    assert result.tolist() == [[0.0], [5.0 if vllm.__version__.startswith("0.32.") else 0.0]]
 
 
 def test_metric_hooks():
