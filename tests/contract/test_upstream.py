@@ -366,6 +366,8 @@ def test_block_table_attributes():
     source = inspect.getsource(BlockTable.__init__)
     for name in ("self.block_table", "self.num_blocks_per_row", "self.slot_mapping", "self.block_size"):
         assert f"{name} = " in source
+    # Slots are computed into the tensor; the buffer's array need not be the same memory.
+    assert "self.slot_mapping.gpu," in inspect.getsource(BlockTable.compute_slot_mapping)
 
 
 def test_cpu_backend_can_be_overridden():
