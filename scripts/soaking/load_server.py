@@ -54,7 +54,7 @@ class Soak:
     adapters: list[str]
     ends: set[int]
     outcomes: list[Outcome] = field(default_factory=list)
-    series: list[dict[str, float]] = field(default_factory=list)
+    series: list[dict[str, Any]] = field(default_factory=list)
     numbers: int = 0  # requests sent so far
     server_errors: int = 0
     usual: float = 1.0  # recent mean of the seconds of an answer
@@ -121,7 +121,9 @@ class Soak:
             names = {"running": "vllm:num_requests_running", "kv_usage": "vllm:kv_cache_usage_perc"}
             names["tracked"] = "vllm:gsd_tracked_requests"
             seen = {name: metrics.get(metric, 0.0) for name, metric in names.items()}
-            self.series.append({"seconds": round(now, 1), "mib": round(memory_mib(self.pid), 1), **seen})
+            processes = memory_mib(self.pid)
+            reading = {"seconds": round(now, 1), "requests": len(self.outcomes), **seen}
+            self.series.append({**reading, "mib": round(sum(processes.values()), 1), "processes": processes})
             progress(self, now)
             await asyncio.sleep(every)
 
