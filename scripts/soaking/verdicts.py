@@ -9,8 +9,8 @@ import numpy as np
 from .load_server import Outcome
 from .loads import kinds
 
-# The least bytes of a leak per request: a forgotten request keeps the tokens of its prompt (about 200 here, 8 bytes each
-# in a list) and the object that holds them.
+# The least bytes of a leak per request. A forgotten request keeps the tokens of its prompt, about 200 here with 8 bytes
+# each in a list, and the object that holds them.
 LEAK_BYTES = 2048
 # What readings vary by without any leak: one large temporary buffer more or less.
 NOISE_MIB = 4.0
@@ -84,8 +84,9 @@ def _memory(series: list[dict[str, Any]]) -> Verdict:
     requests = half[-1]["requests"] - half[0]["requests"]
     allowed = max(LEAK_BYTES, NOISE_MIB * 2**20 / max(1, requests))
     detail = (
-        f"{half[0]['mib']:.0f} MiB, and {half[-1]['mib']:.0f} MiB after {requests} requests more: {rates[0]:.0f} bytes per "
-        f"request in the third quarter and {rates[1]:.0f} in the last; a leak has more than {allowed:.0f} in both"
+        f"{half[0]['mib']:.0f} MiB, and {half[-1]['mib']:.0f} MiB after {requests} requests more: "
+        f"{rates[0]:.0f} bytes per request in the third quarter, {rates[1]:.0f} in the last; "
+        f"a leak has more than {allowed:.0f} in both"
     )
     return Verdict(name, min(rates) <= allowed, detail)
 
