@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from soaking.answers import Answer, Choice, faults
-from soaking.load_server import Outcome
+from soaking.load_server import Outcome, Soak
 from soaking.loads import KINDS, WEATHER, Load, draw_load, kinds
 from soaking.report import make_report
 from soaking.verdicts import judge
@@ -165,6 +165,13 @@ def test_few_requests_show_only_large_leaks():
 
 def test_short_soaks_do_not_judge_memory():
     assert broken(series=readings(lambda done: 100 + done, seconds=30)) == []
+
+
+def test_slow_is_no_hang():
+    soak = Soak("", 0, 60, 32, patience=180, longest=96, words=64, seed=0, adapters=[], ends=set())
+    assert soak._patience() == 180
+    soak.usual = 20.0
+    assert soak._patience() == 600
 
 
 def test_loads_are_drawn_alike_and_of_all_kinds():
