@@ -20,8 +20,8 @@ from text_pair import build_text_pair  # noqa: E402
 NAME = "target"
 BLOCK_SIZE = 32  # the minimum on CPUs
 # Settings with which memory shows leaks and little else. oneDNN keeps 1,024 compiled matrix products of about 0.3 MiB,
-# and then replaces the oldest. glibc raises by itself the size from which it returns freed memory at once, and then keeps
-# more and more of it between smaller pieces.
+# and then replaces the oldest. glibc raises by itself the size from which it returns freed memory at once, and then
+# keeps more and more of it between smaller pieces.
 SETTLED = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "MALLOC_MMAP_THRESHOLD_": "131072",
