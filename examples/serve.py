@@ -1,4 +1,4 @@
-"""Serve the built-in pair for the other examples. Arguments are passed on to ``vllm serve``, such as ``--port 8001``."""
+"""Serve the built-in pair for the other examples. Arguments go to ``vllm serve``, such as ``--port 8001``."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Ask for JSON of a schema. The grammar holds along every path of the graph, and tokens that it forces need no draft."""
+"""Ask for JSON of a schema. The grammar holds along every path of the graph; tokens that it forces need no draft."""
 
 import json
 import os

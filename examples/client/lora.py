@@ -1,8 +1,8 @@
 """Load a LoRA adapter into the running server and ask the model with it and without it.
 
-The draft has no adapter: it proposes as before, and the target with the adapter decides. Without an argument the program
-writes a small random adapter for the built-in target, which stands for one that you trained. The server must be on this
-machine, with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``, as ``examples/serve.py`` starts it.
+The draft has no adapter: it proposes as before, and the target with the adapter decides. Without an argument the
+program writes a small random adapter for the built-in target, which stands for one that you trained. The server must be
+on this machine, with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``, as ``examples/serve.py`` starts it.
 """
 
 import json
@@ -44,8 +44,8 @@ def random_adapter(folder: Path) -> Path:
 
 def post(path: str, keys: dict) -> None:
     url = f"{client.base_url}{path}"
-    request = urllib.request.Request(url, json.dumps(keys).encode(), {"Content-Type": "application/json"})  # noqa: S310
-    urllib.request.urlopen(request).close()  # noqa: S310
+    request = urllib.request.Request(url, json.dumps(keys).encode(), {"Content-Type": "application/json"})
+    urllib.request.urlopen(request).close()
 
 
 with tempfile.TemporaryDirectory() as folder:
