@@ -16,6 +16,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "get_weather",
+            "strict": True,  # the arguments follow the schema
             "description": "The weather in a city.",
             "parameters": {
                 "type": "object",

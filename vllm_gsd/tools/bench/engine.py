@@ -173,7 +173,7 @@ def forget_responses(runner: Any) -> None:
 
 def planner_of(runner: Any) -> dict[str, Any] | None:
     """What our planner has measured and learned, in its own names, as ``vllm-gsd plan`` reads it; None without one."""
-    planner = getattr(getattr(runner, "drafter", None), "planner", None)
+    planner: Any = getattr(getattr(runner, "drafter", None), "planner", None)
     if getattr(planner, "costs", None) is None:
         return None
     costs, overhead, calibration = planner.costs, planner.overhead, planner.calibration

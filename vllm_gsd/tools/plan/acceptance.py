@@ -1,0 +1,71 @@
+"""How many tokens graphs of a draft give: the probability of every node of an average graph.
+
+A node at depth d that is the j-th best child of its parent is accepted, once its parent is, with probability
+``depth[d] * sibling[j]``. Sequoia (Chen et al. 2024) assumes the same of its trees, without the factor by depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Conditional probabilities of the children of an accepted node.
+
+    Args:
+        depth: float64 [max_depth], of the best child at each depth.
+        sibling: float64 [top_k], of the best, second best... child relative to the best one; the first is 1.
+    """
+
+    depth: np.ndarray
+    sibling: np.ndarray
+
+    def graph(self, top_k: int, max_depth: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """The best graph of at most ``num_nodes`` nodes.
+
+        Returns:
+            probabilities of its nodes, float64 [n], descending, and their depths, int64 [n], 0 below the root.
+        """
+        chances, depths = [np.zeros(0)], [np.zeros(0, np.int64)]
+        parents = np.ones(1)
+        for depth, first in enumerate(self.depth[:max_depth]):
+            children = np.outer(parents, first * self.sibling[:top_k]).ravel()
+            parents = np.sort(children)[::-1][:num_nodes]  # no other can be among the best nodes
+            chances.append(parents)
+            depths.append(np.full(len(parents), depth))
+        chance, depth = np.concatenate(chances), np.concatenate(depths)
+        order = np.argsort(-chance, kind="stable")[:num_nodes]
+        return chance[order], depth[order]
+
+
+def level_rows(depths: np.ndarray, levels: int) -> np.ndarray:
+    """Rows of each draft level that a graph with nodes at these depths needs, float64 [levels].
+
+    A level runs the nodes whose children may be in the graph; there are at most as many as it has nodes of their depth.
+    """
+    rows = [1.0] + [float(np.count_nonzero(depths == depth)) for depth in range(levels - 1)]
+    after = [float(np.count_nonzero(depths == depth)) for depth in range(levels)]
+    return np.minimum(rows, np.maximum(1.0, after))
+
+
+def fitted(by_depth: list[float], children: np.ndarray, top_k: int, num_nodes: int) -> Acceptance:
+    """The acceptance whose best graph is accepted by depth as measured.
+
+    Args:
+        by_depth: share of graphs with an accepted node at depth 1, 2, ...
+        children: float64 [k], the draft's average probabilities of the best, second best... child.
+        top_k, num_nodes: limits of the graphs that were measured.
+    """
+    measured = np.maximum(np.array(by_depth), 1e-4)
+    found = Acceptance(np.full(len(measured), 0.5), children / children[0])
+    for _ in range(100):
+        chances, depths = found.graph(top_k, len(measured), num_nodes)
+        given = np.bincount(depths, chances, len(measured))
+        # What a depth gives depends on the depths above it as well, so correct the conditional shares.
+        wanted = measured / np.append(1.0, measured[:-1])
+        has = np.maximum(given, 1e-9) / np.append(1.0, np.maximum(given[:-1], 1e-9))
+        found = replace(found, depth=np.clip(found.depth * np.sqrt(wanted / has), 1e-4, 1.0))
+    return found
