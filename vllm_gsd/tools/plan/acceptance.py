@@ -36,9 +36,9 @@ class Acceptance:
             parents = np.sort(children)[::-1][:num_nodes]  # no other can be among the best nodes
             chances.append(parents)
             depths.append(np.full(len(parents), depth))
-        chance, depth = np.concatenate(chances), np.concatenate(depths)
+        chance, at = np.concatenate(chances), np.concatenate(depths)
         order = np.argsort(-chance, kind="stable")[:num_nodes]
-        return chance[order], depth[order]
+        return chance[order], at[order]
 
 
 def level_rows(depths: np.ndarray, levels: int) -> np.ndarray:

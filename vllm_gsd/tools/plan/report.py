@@ -72,19 +72,16 @@ class Report:
     def machine(self) -> Machine:
         """The machine of the report."""
         planner = self.first["planner"]
-        costs = Costs(
-            *(np.array(planner["costs"][name]) for name in ("rows", "target", "draft")),
-            attention=planner["costs"]["attention"],
-        )
-        step, draft = planner["overhead"]["step"], planner["overhead"]["draft"]
+        rows, target, draft = (np.array(planner["costs"][name]) for name in ("rows", "target", "draft"))
+        step, drafting = planner["overhead"]["step"], planner["overhead"]["draft"]
         return Machine(
-            costs=costs,
+            costs=Costs(rows, target, draft, planner["costs"]["attention"]),
             plain=self._steps("plain"),
             off=self._steps("gsd-off"),
             graph_ms=step[3],
             node_ms=step[4],
-            draft_ms=draft[0],
-            level_ms=draft[1],
+            draft_ms=drafting[0],
+            level_ms=drafting[1],
             prompt_ms={name: self._prompts(method) for name, method in METHODS.items()},
             most=None,
             assumptions=[

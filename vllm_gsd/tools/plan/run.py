@@ -41,7 +41,8 @@ def plan(options: Options) -> dict[str, Any]:
         machine = machine_of(options.machine, read_shapes(options.target), draft, workload)
     model, limits = Model(machine, report.acceptance(), workload), report.form
     most = min(BATCHES[-1], machine.most or BATCHES[-1])
-    fleet, usual = None, 1
+    fleet: dict[str, Any] | None = None
+    usual = 1
     if options.rate is not None:
         fleet = {
             name: replicas(model, form, options.rate, options.latency, most)
@@ -61,7 +62,7 @@ def plan(options: Options) -> dict[str, Any]:
             **asdict(best),
         },
         "for_requests_at_once": usual,
-        "fleet": fleet and {"requests_per_second": options.rate, "busy": BUSY, **fleet},
+        "fleet": fleet and {**fleet, "requests_per_second": options.rate, "busy": BUSY},
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "plan.json").write_text(json.dumps(found, indent=1))
