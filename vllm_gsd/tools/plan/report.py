@@ -45,7 +45,9 @@ class Report:
                         f"{','.join(METHODS.values())} --batch-sizes {','.join(map(str, self.batches))}."
                     )
         self.first = self.all[self.batches[0]]["gsd"]
-        if not self.first["planner"] or not self.first["acceptance_by_depth"]:
+        if not self.first["planner"]:
+            raise PlanError(f'In {path}, gsd measured no costs; run vllm-gsd bench with "budget": "auto" on CPUs.')
+        if not self.first["acceptance_by_depth"]:
             raise PlanError(f"In {path}, gsd did not draft at batch size {self.batches[0]}, so nothing tells its gain.")
 
     @property
