@@ -16,6 +16,7 @@ from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.machine import Machine, PlanError, curve
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.shapes import read_shapes
+from vllm_gsd.tools.plan.trace import acceptance_by_depth
 
 GUESSES = Acceptance(np.array([0.7, 0.6, 0.65]), np.array([1.0, 0.3, 0.1]))
 FORM = Form(top_k=3, max_depth=3, num_speculative_tokens=8)
@@ -211,6 +212,22 @@ def test_a_plan(tmp_path):
     assert found["fleet"]["graph"]["replicas"] <= found["fleet"]["plain"]["replicas"]
     assert len(found["assumptions"]) >= 4
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_acceptance_of_a_trace(tmp_path):
+    """Two graphs: one accepted two levels deep, one not at all; and a line that is being written."""
+    deep = {"parent": [-1, -1, 0, 1], "accepted": [False, True, False, True]}
+    steps = [deep, {"parent": [-1], "accepted": [False]}, {"parent": [], "accepted": []}]
+    lines = [json.dumps({"event": "request", "request": "a"})]
+    lines += [json.dumps({"event": "step", "request": "a", "verified": step}) for step in steps]
+    (tmp_path / "trace.jsonl").write_text("\n".join([*lines, '{"event": "st']))
+    assert acceptance_by_depth(tmp_path / "trace.jsonl") == [0.5, 0.5]
+    options = ["--trace", str(tmp_path / "trace.jsonl"), "--out", str(tmp_path / "out")]
+    assert run(report(tmp_path), *options).exit_code == 0
+    planned = json.loads((tmp_path / "out/plan.json").read_text())["batches"]["1"]
+    assert planned["graph"] < Model(machine(), GUESSES, WORK).tokens_per_second(1, FORM)
+    (tmp_path / "trace.jsonl").write_text(lines[0] + "\n")
+    assert "no accepted node" in run(report(tmp_path), *options).stderr
 
 
 def test_a_plan_for_a_gpu(tmp_path):

@@ -16,6 +16,9 @@ class Options:
         Argument(help="bench.json of vllm-gsd bench --methods plain,gsd-off,gsd with the batch sizes of interest."),
     ]
     out: Annotated[Path, Option(help="Folder for plan.json and plan.png.")] = Path("out/plan")
+    trace: Annotated[
+        Path | None, Option(help="Trace of real requests, whose acceptance counts instead of the report's.")
+    ] = None
     machine: Annotated[
         str, Option(help='"report" for the machine that was measured, or a GPU: a10, l4, l40s, a100, h100, h200, b200.')
     ] = "report"

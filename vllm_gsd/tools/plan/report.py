@@ -58,10 +58,11 @@ class Report:
         )
         return Form(*(keys[name] for name in ("top_k", "max_depth", "num_speculative_tokens")))
 
-    def acceptance(self) -> Acceptance:
-        """From the smallest batch size, where the planner cuts the least."""
+    def acceptance(self, by_depth: list[float] | None = None) -> Acceptance:
+        """From shares by depth; by default those of the smallest batch size, where the planner cuts the least."""
         form, children = self.form, np.array(self.first["planner"]["children"])
-        return fitted(self.first["acceptance_by_depth"], children, form.top_k, form.num_speculative_tokens)
+        by_depth = by_depth or self.first["acceptance_by_depth"]
+        return fitted(by_depth, children, form.top_k, form.num_speculative_tokens)
 
     def workload(self) -> Workload:
         answers = self.first["answers"]
