@@ -16,7 +16,7 @@ from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.machine import Machine, PlanError, curve
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.shapes import read_shapes
-from vllm_gsd.tools.plan.trace import acceptance_by_depth
+from vllm_gsd.tools.plan.trace import observed
 
 GUESSES = Acceptance(np.array([0.7, 0.6, 0.65]), np.array([1.0, 0.3, 0.1]))
 FORM = Form(top_k=3, max_depth=3, num_speculative_tokens=8)
@@ -168,7 +168,7 @@ def report(tmp_path, batches=(1, 4, 16, 64)):
             rows[batch][method] = {
                 "tokens_per_second": {"median": speed},
                 "tokens_per_step": {"median": 1.0},
-                "decode": {"step_ms": batch / rate, "requests": batch},
+                "decode": {"step_ms": batch / rate, "requests": batch, "nodes": 8.0},
                 "answers": {"prompt": WORK.prompt, "tokens": WORK.answer},
                 "planner": planner,
                 "acceptance_by_depth": np.bincount(depths, chances).tolist(),
@@ -221,7 +221,7 @@ def test_acceptance_of_a_trace(tmp_path):
     lines = [json.dumps({"event": "request", "request": "a"})]
     lines += [json.dumps({"event": "step", "request": "a", "verified": step}) for step in steps]
     (tmp_path / "trace.jsonl").write_text("\n".join([*lines, '{"event": "st']))
-    assert acceptance_by_depth(tmp_path / "trace.jsonl") == [0.5, 0.5]
+    assert observed(tmp_path / "trace.jsonl") == ([0.5, 0.5], 2.5)
     options = ["--trace", str(tmp_path / "trace.jsonl"), "--out", str(tmp_path / "out")]
     assert run(report(tmp_path), *options).exit_code == 0
     planned = json.loads((tmp_path / "out/plan.json").read_text())["batches"]["1"]

@@ -84,15 +84,21 @@ def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str,
 
 
 def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
-    """A step without a prefill: its ``step_ms``, ``requests`` and ``drafted`` requests, medians over the turns."""
+    """A step without a prefill, medians over the turns.
+
+    Returns:
+        ``step_ms``; ``requests``; ``drafted`` requests; and ``nodes`` verified of a drafted request's graph.
+    """
     rows = []
     for result in results:
         decode, counters = result["decode"], result["counters"]
         steps = max(1, decode["steps"])
-        drafted = counters.get(DRAFTS, 0.0) / max(1.0, counters.get("vllm:gsd_target_steps", 0.0))
-        rows.append((1e3 * decode["seconds"] / steps, decode["running"] / steps, drafted))
-    step_ms, requests, share = (median(values) for values in zip(*rows, strict=True))
-    return {"step_ms": step_ms, "requests": requests, "drafted": share * requests}
+        drafts = counters.get(DRAFTS, 0.0)
+        drafted = drafts / max(1.0, counters.get("vllm:gsd_target_steps", 0.0))
+        nodes = counters.get("vllm:gsd_nodes_verified", 0.0) / max(1.0, drafts)
+        rows.append((1e3 * decode["seconds"] / steps, decode["running"] / steps, drafted, nodes))
+    step_ms, requests, share, nodes = (median(values) for values in zip(*rows, strict=True))
+    return {"step_ms": step_ms, "requests": requests, "drafted": share * requests, "nodes": nodes}
 
 
 def _ratios(

@@ -57,15 +57,16 @@ def fitted(by_depth: list[float], children: np.ndarray, top_k: int, num_nodes: i
     Args:
         by_depth: share of graphs with an accepted node at depth 1, 2, ...
         children: float64 [k], the draft's average probabilities of the best, second best... child.
-        top_k, num_nodes: limits of the graphs that were measured.
+        top_k: limit of the graphs that were measured; num_nodes: their mean number of verified nodes.
     """
     measured = np.maximum(np.array(by_depth), 1e-4)
     found = Acceptance(np.full(len(measured), 0.5), children / children[0])
-    for _ in range(100):
+    # What a depth gives depends on the depths above it as well, so the conditional shares are compared, in small steps:
+    # a graph of few nodes may not reach every depth.
+    wanted = measured / np.append(1.0, measured[:-1])
+    for _ in range(200):
         chances, depths = found.graph(top_k, len(measured), num_nodes)
-        given = np.bincount(depths, chances, len(measured))
-        # What a depth gives depends on the depths above it as well, so correct the conditional shares.
-        wanted = measured / np.append(1.0, measured[:-1])
-        has = np.maximum(given, 1e-9) / np.append(1.0, np.maximum(given[:-1], 1e-9))
-        found = replace(found, depth=np.clip(found.depth * np.sqrt(wanted / has), 1e-4, 1.0))
+        given = np.maximum(np.bincount(depths, chances, len(measured)), 1e-9)
+        ratio = np.clip(wanted * np.append(1.0, given[:-1]) / given, 0.8, 1.25)
+        found = replace(found, depth=np.clip(found.depth * np.sqrt(ratio), 1e-4, 1.0))
     return found

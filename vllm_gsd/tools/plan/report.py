@@ -13,6 +13,7 @@ from vllm_gsd.planner.costs import Costs
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted
 from vllm_gsd.tools.plan.machine import Curve, Machine, PlanError, curve
 from vllm_gsd.tools.plan.model import Form, Workload
+from vllm_gsd.tools.plan.trace import Observed
 
 METHODS = {"plain": "plain", "off": "gsd-off", "gsd": "gsd"}
 
@@ -58,11 +59,11 @@ class Report:
         )
         return Form(*(keys[name] for name in ("top_k", "max_depth", "num_speculative_tokens")))
 
-    def acceptance(self, by_depth: list[float] | None = None) -> Acceptance:
-        """From shares by depth; by default those of the smallest batch size, where the planner cuts the least."""
+    def acceptance(self, observed: Observed | None = None) -> Acceptance:
+        """From what was observed; by default at the smallest batch size, where the planner cuts the least."""
         form, children = self.form, np.array(self.first["planner"]["children"])
-        by_depth = by_depth or self.first["acceptance_by_depth"]
-        return fitted(by_depth, children, form.top_k, form.num_speculative_tokens)
+        by_depth, nodes = observed or (self.first["acceptance_by_depth"], self.first["decode"]["nodes"])
+        return fitted(by_depth[: form.max_depth], children, form.top_k, max(1, round(nodes)))
 
     def workload(self) -> Workload:
         answers = self.first["answers"]

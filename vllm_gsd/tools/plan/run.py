@@ -14,7 +14,7 @@ from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.options import Options
 from vllm_gsd.tools.plan.report import Report
 from vllm_gsd.tools.plan.shapes import read_shapes
-from vllm_gsd.tools.plan.trace import acceptance_by_depth
+from vllm_gsd.tools.plan.trace import observed
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ASSUMPTIONS = [
@@ -40,8 +40,8 @@ def plan(options: Options) -> dict[str, Any]:
             raise PlanError("--machine with a GPU needs --target, a folder with the target's config.json.")
         draft = read_shapes(options.draft) if options.draft else None
         machine = machine_of(options.machine, read_shapes(options.target), draft, workload)
-    by_depth = acceptance_by_depth(options.trace) if options.trace else None
-    model, limits = Model(machine, report.acceptance(by_depth), workload), report.form
+    traced = observed(options.trace) if options.trace else None
+    model, limits = Model(machine, report.acceptance(traced), workload), report.form
     most = min(BATCHES[-1], machine.most or BATCHES[-1])
     fleet: dict[str, Any] | None = None
     usual = 1

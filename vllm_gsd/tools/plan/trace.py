@@ -9,19 +9,24 @@ from pathlib import Path
 from vllm_gsd.tools.plan.machine import PlanError
 
 
-def acceptance_by_depth(path: Path) -> list[float]:
-    """Share of the verified graphs with an accepted node at depth 1, 2, ...
+# Share of the verified graphs with an accepted node at depth 1, 2, ..., and mean number of their nodes.
+Observed = tuple[list[float], float]
+
+
+def observed(path: Path) -> Observed:
+    """The acceptance in a trace.
 
     Raises:
         PlanError: the file is no trace, or has no verified graph.
     """
     accepted: Counter[int] = Counter()
-    graphs = 0
+    graphs = rows = 0
     try:
         for line in path.read_bytes().split(b"\n")[:-1]:  # an engine may be writing the last line
             record = json.loads(line)
             verified = record["verified"] if record["event"] == "step" else {"parent": [], "accepted": []}
             graphs += bool(verified["parent"])
+            rows += len(verified["parent"])
             depths: list[int] = []
             for parent, taken in zip(verified["parent"], verified["accepted"], strict=True):
                 depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -30,4 +35,4 @@ def acceptance_by_depth(path: Path) -> list[float]:
         raise PlanError(f"{path} cannot be read as a trace ({error!r}).") from error
     if not +accepted:
         raise PlanError(f"The trace {path} has no accepted node, so nothing tells what a graph would gain.")
-    return [accepted[depth] / graphs for depth in range(max(+accepted) + 1)]
+    return [accepted[depth] / graphs for depth in range(max(+accepted) + 1)], rows / graphs
