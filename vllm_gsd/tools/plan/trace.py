@@ -8,7 +8,6 @@ from pathlib import Path
 
 from vllm_gsd.tools.plan.machine import PlanError
 
-
 # Share of the verified graphs with an accepted node at depth 1, 2, ..., and mean number of their nodes.
 Observed = tuple[list[float], float]
 
