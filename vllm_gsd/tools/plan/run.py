@@ -115,15 +115,19 @@ def _draw(found: dict[str, Any], file: Path) -> None:
 
     figure, (speeds, gains) = plt.subplots(1, 2, figsize=(12, 4.5))
     batches = [int(batch) for batch in found["batches"]]
-    for axes, names in ((speeds, ("plain", "off", "chain", "graph")), (gains, ("off", "chain", "graph"))):
-        for name in names:
+    labels = {"plain": "plain vLLM", "off": "our engine, no speculation", "chain": "chain", "graph": "graph"}
+    for axes in (speeds, gains):
+        for place, (name, label) in enumerate(labels.items()):
             key = name if axes is speeds else f"{name}_over_plain"
-            axes.plot(batches, [row[key] for row in found["batches"].values()], marker="o", label=name)
+            if all(key in row for row in found["batches"].values()):
+                values = [row[key] for row in found["batches"].values()]
+                axes.plot(batches, values, marker="o", color=f"C{place}", label=label)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(batch) for batch in batches])
         axes.set_xlabel("requests at once")
         axes.grid(alpha=0.3)
         axes.legend()
-    speeds.set(ylabel="tokens per second", yscale="log")
+    speeds.set_ylabel("tokens per second")
     gains.set_ylabel("speed over plain vLLM")
     gains.axhline(1.0, color="grey", linewidth=1)
     if (last := found["speculation_off_from"]) is not None:
