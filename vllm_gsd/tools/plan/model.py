@@ -69,6 +69,7 @@ class Model:
 
     def request_ms(self, requests: float, form: Form | None, off: bool = False) -> float:
         """Milliseconds of the engine for a whole request, prompt included, with so many requests running."""
+        off = off or (form is not None and not self.pays(requests, form))
         rate = requests / self.machine.off(requests) if off else self.decoding(requests, form)
         method = "off" if off else "plain" if form is None else "gsd"
         return self.machine.prompt_ms[method](requests) + self.workload.answer / rate

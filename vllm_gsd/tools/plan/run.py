@@ -126,7 +126,7 @@ def _draw(found: dict[str, Any], file: Path) -> None:
         axes.set_xticks(batches, [str(batch) for batch in batches])
         axes.set_xlabel("requests at once")
         axes.grid(alpha=0.3)
-        axes.legend()
+    speeds.legend()
     speeds.set_ylabel("tokens per second")
     gains.set_ylabel("speed over plain vLLM")
     gains.axhline(1.0, color="grey", linewidth=1)
