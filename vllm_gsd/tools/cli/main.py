@@ -15,12 +15,14 @@ from vllm_gsd.tools.cli.check import check
 from vllm_gsd.tools.cli.console import fail
 from vllm_gsd.tools.cli.console import out as console
 from vllm_gsd.tools.cli.options import takes
+from vllm_gsd.tools.cli.plan import plan
 from vllm_gsd.tools.distill.options import DistillError, Options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 app.command()(bench)
 app.command()(check)
+app.command()(plan)
 
 
 @app.callback()
