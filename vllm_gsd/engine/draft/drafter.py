@@ -33,6 +33,7 @@ from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.planner.planner import Planner
 
 if TYPE_CHECKING:
+    from vllm_gsd.engine.observe.recorder import Recorder
     from vllm.config import VllmConfig
 
 
@@ -64,6 +65,7 @@ class Drafter:
         # For EAGLE drafts: the target's hidden states, and each node's row in the draft forward that ran it.
         self.features: Features | None = None
         self.node_rows = np.zeros((num_requests, capacity), np.int64)
+        self.recorder: Recorder | None = None  # set by ``Speculation``
 
     @property
     def feature_bytes(self) -> int:
@@ -212,6 +214,8 @@ class Drafter:
             self.config.theta_sib,
             merge_ngram,
         )
+        if self.recorder is not None:
+            self.recorder.level(graphs, frontier, frontier_len, tokens, probs)
         self.stats.counts["nodes_added"] += added
         self.stats.counts["nodes_merged"] += merged
         self.stats.counts["nodes_pruned"] += pruned

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.method.constants import NONE, NUM_SOURCES, ORIGIN_GRAMMAR, ORIGIN_SHARED
 from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.method.outcome import accepted_path
+
+if TYPE_CHECKING:
+    from vllm_gsd.engine.verify.step import VerifyStep
 
 ORIGINS = ("root", "draft", "ngram", "grammar", "shared", "agreed")  # by ORIGIN_*
 SOURCES = ("native", "merged", "ngram", "shared", "agreed", "grammar")  # by NATIVE ...; NONE, -1, is the last
@@ -19,55 +21,78 @@ assert len(SOURCES) == NUM_SOURCES + 1
 # Pruned candidates that are recorded per step, most probable first; the others are counted.
 MOST_PRUNED = 16
 
-Text = Callable[[int, int], str]  # the text of a token after another
-_COLUMNS = ("token", "parent", "prob", "survival", "origin", "merged")
+Text = Callable[[int, int], str]  # the text of a token (the second) after another (NONE if unknown)
 
 
-@dataclass
-class Candidates:
-    """The draft model's candidates of one level for one graph."""
+class Node(NamedTuple):
+    """A node of a token graph, as in ``GraphBatch``, or a candidate that became none."""
 
-    nodes: list[int]  # the nodes that were run
-    tokens: np.ndarray  # int64 [nodes, k]
-    probs: np.ndarray  # float32 [nodes, k]
+    token: int
+    parent: int
+    prob: float
+    survival: float
+    origin: int
+    merged: int = NONE
 
 
 @dataclass
 class Step:
-    """What happened to a request between two proposals, as far as it is known."""
+    """What is known of a request's present step."""
 
-    graph: dict[str, list] | None = None  # columns of the token graph
-    ranked: list[int] = field(default_factory=list)  # nodes among which the planner chose, best place first
-    levels: list[Candidates] = field(default_factory=list)
-    rows: list[tuple[int, int, int]] = field(default_factory=list)  # token, parent row and source of verified rows
+    nodes: list[Node] = field(default_factory=list)
+    ranked: set[int] = field(default_factory=set)  # nodes that the planner chose from
+    pruned: list[Node] = field(default_factory=list)
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # token, parent's row and source of verified rows
     path: list[int] = field(default_factory=list)  # accepted rows
     numbers: dict[str, Any] = field(default_factory=dict)  # of the whole batch
 
     def drafted(self, graphs: GraphBatch, row: int, ranked: np.ndarray) -> None:
         """Copy graph ``row``; ``ranked`` are the nodes of its best places, int32 [n]."""
         size = int(graphs.size[row])
-        self.graph = {name: getattr(graphs, name)[row, :size].tolist() for name in _COLUMNS}
-        self.ranked = ranked.tolist()
+        self.nodes = [
+            Node(*values) for values in zip(*(getattr(graphs, name)[row, :size].tolist() for name in Node._fields))
+        ]
+        self.ranked = set(ranked.tolist())
 
-    def verified(self, step: VerifyStep, index: int, place: int) -> None:
-        """Copy the rows that the target verified for request ``index``, whose walk ended at ``place``."""
-        rows = slice(*step.trees.starts[index : index + 2].tolist())
-        parents = step.trees.parent[rows]
-        self.rows = list(zip(step.trees.token[rows].tolist(), parents.tolist(), step.source[rows].tolist(), strict=True))
-        self.path = accepted_path(parents, place)
-
-    def record(self, tokens: Sequence[int], texts: list[str], text: Text) -> dict[str, Any]:
-        """The fields of the record, given the tokens that the request emitted.
+    def candidates(
+        self, graphs: GraphBatch, row: int, parents: list[int], tokens: np.ndarray, probs: np.ndarray
+    ) -> None:
+        """Keep the candidates of a draft level that became no node.
 
         Args:
-            tokens: emitted tokens: those of the accepted rows, and the one that the target chose after them.
+            graphs, row: GraphBatch and the graph in it, to which the candidates have been added.
+            parents: nodes that the draft model ran.
+            tokens, probs: int64 and float32 [len(parents), k], their candidates.
+        """
+        size = int(graphs.size[row])
+        edges = set(zip(graphs.parent[row, :size].tolist(), graphs.token[row, :size].tolist(), strict=True))
+        for parent, *candidates in zip(parents, tokens.tolist(), probs.tolist(), strict=True):
+            survival = float(graphs.survival[row, parent])
+            self.pruned += [
+                Node(token, parent, prob, survival * prob, 1)
+                for token, prob in zip(*candidates, strict=True)
+                if token >= 0 and (parent, token) not in edges
+            ]
+
+    def verified(self, step: VerifyStep, request: int, place: int) -> None:
+        """Copy the rows that the target verified for a request of the batch, whose walk ended at ``place``."""
+        rows = slice(*step.trees.starts[request : request + 2].tolist())
+        columns = (step.trees.token[rows], step.trees.parent[rows], step.source[rows])
+        self.rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        self.path = accepted_path(columns[1], place)
+
+    def record(self, tokens: Sequence[int], texts: list[str], text: Text) -> dict[str, Any]:
+        """The fields of the record.
+
+        Args:
+            tokens: what the request emitted: the tokens of the accepted rows, and the one that the target chose next.
             texts: their texts.
             text: gives the text of any other token.
         """
         nodes = self._nodes_of_rows()
-        graph, pruned = self.graph, self._pruned()
-        accepted = {nodes[row] for row in self.path}
         path = [*self.path, *[NONE] * len(tokens)][: len(tokens)]
+        line = {row: line for line, row in enumerate(nodes)}  # rows that have a node; the root's is 0
+        verified = [(row, *self.rows[row]) for row in nodes if row]
         return {
             "tokens": {
                 "token": list(tokens),
@@ -75,86 +100,53 @@ class Step:
                 "node": [NONE if row == NONE else nodes[row] for row in path],
                 "source": ["target" if row == NONE else SOURCES[self.rows[row][2]] for row in path],
             },
-            "graph": None if graph is None else _columns(graph, self._states(nodes, accepted), pruned[:MOST_PRUNED], text),
-            "pruned": len(pruned),
+            "graph": self._graph(set(nodes.values()), {nodes[row] for row in [0, *self.path]}, text),
+            "pruned": len(self.pruned),
             "verified": {
-                "node": list(nodes.values())[1:],
-                "parent": [list(nodes).index(self.rows[row][1]) - 1 for row in list(nodes)[1:]],
-                "source": [SOURCES[self.rows[row][2]] for row in list(nodes)[1:]],
-                "accepted": [row in set(self.path) for row in list(nodes)[1:]],
+                "node": [nodes[row] for row, *_ in verified],
+                "parent": [line[parent] - 1 for _, _, parent, _ in verified],
+                "source": [SOURCES[source] for *_, source in verified],
+                "accepted": [row in self.path for row, *_ in verified],
             },
             **self.numbers,
         }
 
     def _nodes_of_rows(self) -> dict[int, int]:
-        """The graph's node of each verified row; the root's row is 0. Nodes that the grammar added join the graph."""
-        nodes = {0: 0}
-        if self.graph is None:
-            return nodes
-        graph = self.graph
-        children = {edge: node for node, edge in enumerate(zip(graph["parent"], graph["token"], strict=True))}
-        for row, (token, parent, _) in enumerate(self.rows[1:], start=1):
-            if parent not in nodes:
-                continue  # a row without a node
-            above = nodes[parent]
-            above = above if graph["merged"][above] == NONE else graph["merged"][above]
-            node = children.get((above, token))
-            if node is None:
-                node = children[above, token] = len(graph["token"])
-                added = (token, above, 1.0, graph["survival"][above], ORIGIN_GRAMMAR, NONE)
-                for name, value in zip(_COLUMNS, added, strict=True):
-                    graph[name].append(value)
-            nodes[row] = node
-        return nodes
+        """The node of each verified row that has one, in order. Nodes that the grammar added join the graph."""
+        of_row = {0: 0}
+        children = {(node.parent, node.token): index for index, node in enumerate(self.nodes)}
+        for row, (token, parent, _) in enumerate(self.rows):
+            if row == 0 or parent not in of_row or not self.nodes:
+                continue
+            above = of_row[parent]
+            above = above if self.nodes[above].merged == NONE else self.nodes[above].merged
+            if (above, token) not in children:
+                children[above, token] = len(self.nodes)
+                self.nodes.append(Node(token, above, 1.0, self.nodes[above].survival, ORIGIN_GRAMMAR))
+            of_row[row] = children[above, token]
+        return of_row
 
-    def _states(self, nodes: dict[int, int], accepted: set[int]) -> list[str]:
-        verified, cut = set(nodes.values()), set(self.ranked)
-        assert self.graph is not None
-        return [
-            "accepted" if node in accepted or node == 0 else
-            "verified" if node in verified else
-            "cut" if node in cut else "left out"
-            for node in range(len(self.graph["token"]))
-        ]  # fmt: skip
-
-    def _pruned(self) -> list[tuple[int, int, float, float]]:
-        """Token, parent, probability and survival of the candidates that became no node, most probable first."""
-        if self.graph is None:
-            return []
-        edges = set(zip(self.graph["parent"], self.graph["token"], strict=True))
-        survival = self.graph["survival"]
-        found = [
-            (token, node, prob, survival[node] * prob)
-            for level in self.levels
-            for node, tokens, probs in zip(level.nodes, level.tokens.tolist(), level.probs.tolist(), strict=True)
-            for token, prob in zip(tokens, probs, strict=True)
-            if token >= 0 and (node, token) not in edges
+    def _graph(self, verified: set[int], accepted: set[int], text: Text) -> dict[str, list]:
+        """The columns of the graph. Copies from other requests are blanked unless the target chose them."""
+        sets = (("accepted", accepted), ("verified", verified), ("cut", self.ranked))
+        states = [next((name for name, its in sets if index in its), "left out") for index in range(len(self.nodes))]
+        pruned = sorted(self.pruned, key=lambda node: -node.survival)[:MOST_PRUNED] if self.nodes else []
+        nodes, states = [*self.nodes, *pruned], [*states, *["pruned"] * len(pruned)]
+        tokens = [
+            None if node.origin == ORIGIN_SHARED and state != "accepted" else node.token
+            for node, state in zip(nodes, states, strict=True)
         ]
-        return sorted(found, key=lambda candidate: -candidate[3])
-
-
-def _columns(
-    graph: dict[str, list], states: list[str], pruned: list[tuple[int, int, float, float]], text: Text
-) -> dict[str, list]:
-    """The graph's columns with readable values. Copies from other requests are blanked unless the target chose them."""
-    hidden = [
-        origin == ORIGIN_SHARED and state != "accepted" for origin, state in zip(graph["origin"], states, strict=True)
-    ]
-    tokens = [None if hide else token for token, hide in zip(graph["token"], hidden, strict=True)]
-    extra_tokens, extra_parents, extra_probs, extra_survivals = map(list, zip(*pruned, strict=True)) if pruned else ([],) * 4
-    tokens = [*tokens, *extra_tokens]
-    parents = [*graph["parent"], *extra_parents]
-    count = len(extra_tokens)
-    return {
-        "token": tokens,
-        "text": [
-            "" if token is None else text(tokens[parent] if parent >= 0 and tokens[parent] is not None else NONE, token)
-            for token, parent in zip(tokens, parents, strict=True)
-        ],
-        "parent": parents,
-        "prob": [float(f"{prob:.4g}") for prob in [*graph["prob"], *extra_probs]],
-        "survival": [float(f"{survival:.4g}") for survival in [*graph["survival"], *extra_survivals]],
-        "origin": [*(ORIGINS[origin] for origin in graph["origin"]), *["draft"] * count],
-        "merged": [*graph["merged"], *[NONE] * count],
-        "state": [*states, *["pruned"] * count],
-    }
+        before = [NONE if node.parent == NONE else tokens[node.parent] for node in nodes]
+        return {
+            "token": tokens,
+            "text": [
+                "" if token is None else text(NONE if left is None else left, token)
+                for left, token in zip(before, tokens, strict=True)
+            ],
+            "parent": [node.parent for node in nodes],
+            "prob": [float(f"{node.prob:.4g}") for node in nodes],
+            "survival": [float(f"{node.survival:.4g}") for node in nodes],
+            "origin": [ORIGINS[node.origin] for node in nodes],
+            "merged": [node.merged for node in nodes],
+            "state": states,
+        }
