@@ -26,6 +26,7 @@ def render(name: str, data: dict[str, Any], **values: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     scripts = [(FOLDER / file).read_text("utf-8") for file in ("d3.min.js", "plot.min.js", "page.js", f"{name}.js")]
     style, nonce = (FOLDER / "style.css").read_text("utf-8"), secrets.token_urlsafe(16)
     return environment.get_template(f"{name}.html").render(

@@ -34,7 +34,9 @@ def summarise(steps: list[dict[str, Any]]) -> dict[str, Any]:
         nodes.update(state for state in step["graph"]["state"][1:] if state != "pruned")
         nodes["pruned"] += step["pruned"]
         depths: list[int] = []
-        for parent, source, accepted in zip(*(step["verified"][name] for name in ("parent", "source", "accepted")), strict=True):
+        for parent, source, accepted in zip(
+            *(step["verified"][name] for name in ("parent", "source", "accepted")), strict=True
+        ):
             depths.append(1 if parent < 0 else depths[parent] + 1)
             cell = cells.setdefault((depths[-1], source), [0, 0])
             cell[0] += 1

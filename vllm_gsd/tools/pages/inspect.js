@@ -18,24 +18,36 @@ function shown(text, most = Infinity) {
 
 // --- the answer -------------------------------------------------------------------------------------
 
-const spans = steps.map((step, index) =>
-  step.tokens.text.map((text, place) => {
+const spans = steps.map(({ tokens }, index) => {
+  const group = document.createElement("span");
+  group.className = "step";
+  group.dataset.step = index;
+  tokens.text.forEach((text, place) => {
     const span = document.createElement("span");
-    const source = step.tokens.source[place];
-    span.className = `token ${kinds[source]}`;
-    span.dataset.step = index;
-    span.title = `${said[source]}, step ${index + 1}`;
+    span.className = `token ${kinds[tokens.source[place]]}`;
+    span.title = `${said[tokens.source[place]]}, step ${index + 1}`;
     span.textContent = text;
-    return span;
-  }),
-);
-byId("answer").append(...spans.flat());
+    group.append(span);
+  });
+  return group;
+});
+byId("answer").append(...spans);
 byId("answer").addEventListener("click", (event) => {
   const span = event.target.closest("[data-step]");
   if (span) show(Number(span.dataset.step));
 });
 
 // --- one step ---------------------------------------------------------------------------------------
+
+/** What the target chose after its walk: its text, the node above it, and its own node if the graph had it, else -1. */
+function choiceOf({ graph, tokens }) {
+  const last = tokens.source.length - 1;
+  if (tokens.source[last] !== "target" || !graph.token.length) return undefined;
+  const end = last > 0 ? tokens.node[last - 1] : 0;
+  const parent = graph.merged[end] >= 0 ? graph.merged[end] : end;
+  const node = graph.token.findIndex((token, index) => token === tokens.token[last] && graph.parent[index] === parent);
+  return { text: tokens.text[last], parent, node };
+}
 
 /** The nodes to draw of a step, as objects; what the target chose after its walk is the last. */
 function nodesOf(step) {
@@ -46,12 +58,11 @@ function nodesOf(step) {
     survival: graph.survival[index], origin: graph.origin[index], merged: graph.merged[index], state: graph.state[index],
     kind: graph.merged[index] >= 0 ? "merged" : kindOf[graph.origin[index]],
   }));
-  const last = tokens.source.length - 1;
+  const choice = choiceOf(step);
+  if (choice?.node >= 0) Object.assign(nodes[choice.node], { state: "chosen", was: nodes[choice.node].state });
   const kept = nodes.filter((node) => !hidden.includes(node.state));
-  if (nodes.length && tokens.source[last] === "target") {
-    const end = last > 0 ? tokens.node[last - 1] : 0;
-    const above = nodes[end].merged >= 0 ? nodes[end].merged : end;
-    kept.push({ index: nodes.length, text: tokens.text[last], parent: above, state: "chosen", kind: "target", merged: -1 });
+  if (choice?.node === -1) {
+    kept.push({ index: nodes.length, text: choice.text, parent: choice.parent, state: "chosen", kind: "target", merged: -1 });
   }
   // A merged edge's target may lie below a node that is not drawn.
   const drawn = new Set(kept.map((node) => node.index));
@@ -100,10 +111,12 @@ function drawGraph(step) {
   node.append("rect").attr("y", -17).attr("width", box).attr("height", 34);
   node.append("text").attr("class", "word").attr("x", 7).attr("y", -2).text(({ data: one }) => shown(one.text, 12));
   node.append("text").attr("class", "odds").attr("x", 7).attr("y", 12)
-    .text(({ data: one }) => (one.state === "chosen" ? "target's choice" : one.parent < 0 ? "last token" : `${percent(one.prob)}  all ${percent(one.survival)}`));
+    .text(({ data: one }) => (one.state === "chosen" ? "target's choice" : one.parent < 0 ? "last token" : `${percent(one.prob)} / ${percent(one.survival)}`));
+  const frame = place.node();
+  frame.scrollTop = -low + 22 - frame.clientHeight / 2; // the last token of the text in the middle
 }
 
-const describe = (node) => node.state === "chosen" ? `“${node.text}”: what the target chose`
+const describe = (node) => node.state === "chosen" ? `“${node.text}”: what the target chose${node.was ? `; the graph had it, ${node.was}` : ""}`
   : node.parent < 0 ? `“${node.text}”: the last token of the text`
   : `“${node.text}” ${node.token === null ? "" : `(token ${node.token})`}: ${node.state}, ${said[node.origin]}${node.merged >= 0 ? ", merged" : ""}, `
     + `probability ${percent(node.prob)}, survival ${percent(node.survival)}`;
@@ -115,7 +128,10 @@ function sentence(step) {
   const rows = step.verified.node.length;
   const nodes = rows === 1 ? "node" : "nodes";
   const first = rows ? `The target verified ${rows} ${nodes} and accepted ${accepted}.` : "Nothing was verified.";
-  return source[token.length - 1] === "target" ? `${first} It then chose “${shown(text[token.length - 1])}” itself.` : first;
+  if (source[token.length - 1] !== "target") return first;
+  const choice = choiceOf(step);
+  const known = choice?.node >= 0 ? `, which the graph had (${step.graph.state[choice.node]})` : "";
+  return `${first} It then chose “${shown(text[token.length - 1])}” itself${known}.`;
 }
 
 function numbersOf(step) {
@@ -140,7 +156,7 @@ function numbersOf(step) {
 function drawTable(step) {
   const heads = ["node", "parent", "token", "probability", "survival", "source", "merged into", "became"];
   const rows = nodesOf(step).map((node) => node.state === "chosen"
-    ? ["", node.parent, shown(node.text), "", "", "target", "", "the target's choice"]
+    ? [node.was ? node.index : "", node.parent, shown(node.text), node.prob ?? "", node.survival ?? "", node.origin ?? "target", "", "the target's choice"]
     : [node.index, node.parent < 0 ? "" : node.parent, shown(node.text), node.prob, node.survival, node.origin,
         node.merged < 0 ? "" : node.merged, node.state]);
   const table = d3.select("#table");
@@ -152,13 +168,13 @@ function drawTable(step) {
 /** Show step `index`, counted from 0. */
 function show(index) {
   if (!steps.length) return;
-  spans[now].forEach((span) => span.classList.remove("now"));
+  spans[now].classList.remove("now");
   now = Math.max(0, Math.min(steps.length - 1, index));
   const step = steps[now];
-  spans[now].forEach((span) => span.classList.add("now"));
-  const first = spans[now][0];
+  spans[now].classList.add("now");
+  const first = spans[now];
   const answer = byId("answer");
-  if (first && (first.offsetTop < answer.scrollTop || first.offsetTop > answer.scrollTop + answer.clientHeight - 40)) {
+  if (first.offsetTop < answer.scrollTop || first.offsetTop > answer.scrollTop + answer.clientHeight - 40) {
     answer.scrollTop = first.offsetTop - answer.clientHeight / 2;
   }
   slider.value = now + 1;
@@ -196,14 +212,15 @@ chart("speed", "Tokens per step over the answer", () => ({
     Plot.ruleY([0]),
   ],
 }));
-const sources = [...new Set(summary.acceptance.map((row) => row.source))];
+const cells = d3.flatRollup(summary.acceptance, (rows) => [d3.sum(rows, (row) => row.accepted), d3.sum(rows, (row) => row.verified)],
+  (row) => kinds[row.source], (row) => row.depth).map(([kind, depth, [accepted, verified]]) => ({ kind, depth, accepted, verified }));
+const share = { x: "depth", y: (cell) => cell.accepted / cell.verified };
 chart("depths", "Share of verified nodes that were accepted, by depth and source", () => ({
-  height: 220, x: { label: "depth", type: "point" }, y: { label: "accepted", domain: [0, 1], percent: false, grid: true },
-  color: { legend: true, domain: sources.map((source) => said[source]), range: sources.map((source) => colour(kinds[source])) },
+  height: 220, x: { label: "depth", type: "point" }, y: { label: "accepted", domain: [0, 1], grid: true },
+  color: { legend: true, type: "ordinal", domain: [...new Set(cells.map((cell) => cell.kind))], range: [...new Set(cells.map((cell) => colour(cell.kind)))] },
   marks: [
-    Plot.lineY(summary.acceptance, { x: "depth", y: (row) => row.accepted / row.verified, stroke: (row) => said[row.source], strokeWidth: 2 }),
-    Plot.dot(summary.acceptance, { x: "depth", y: (row) => row.accepted / row.verified, fill: (row) => said[row.source], r: 3.5, symbol: "circle",
-      title: (row) => `${said[row.source]}, depth ${row.depth}: ${row.accepted} of ${row.verified}`, tip: true }),
+    Plot.lineY(cells, { ...share, stroke: "kind", strokeWidth: 2 }),
+    Plot.dot(cells, { ...share, fill: "kind", r: 3.5, tip: true, title: (cell) => `${cell.kind}, depth ${cell.depth}: ${cell.accepted} of ${cell.verified}` }),
   ],
 }));
 const fates = Object.entries(summary.nodes).map(([state, nodes]) => ({ state: state === "verified" ? "verified in vain" : state, nodes }));
