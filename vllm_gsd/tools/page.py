@@ -1,7 +1,7 @@
 """Pages of one HTML file that load nothing from elsewhere: the inspector's and the benchmark's.
 
-They share a layout, a style and the libraries that draw (D3 and Observable Plot, in ``pages``). Values reach the scripts
-as JSON in which no ``<`` is left, and the content-security policy lets only the page's own scripts run.
+They share a layout, a style and the libraries that draw (D3 and Observable Plot, in ``pages``). Values reach the
+scripts as JSON in which no ``<`` is left, and the content-security policy lets only the page's own scripts run.
 """
 
 from __future__ import annotations

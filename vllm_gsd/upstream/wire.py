@@ -151,8 +151,8 @@ def allow_traces(vllm_config: VllmConfig, config: GSDConfig) -> None:
 
 def asks_for_trace(sampling_params: SamplingParams | None) -> bool:
     """Whether a request asks to be traced: ``SamplingParams(extra_args={"gsd_trace": True})``."""
-    args = None if sampling_params is None else sampling_params.extra_args
-    return bool(args) and args.get(_TRACE_KEY) == 1  # over HTTP, vLLM converts true to 1
+    args = (sampling_params.extra_args if sampling_params is not None else None) or {}
+    return args.get(_TRACE_KEY) == 1  # over HTTP, vLLM converts true to 1
 
 
 def check_trace(sampling_params: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:

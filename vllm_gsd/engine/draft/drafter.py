@@ -33,8 +33,9 @@ from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.planner.planner import Planner
 
 if TYPE_CHECKING:
-    from vllm_gsd.engine.observe.recorder import Recorder
     from vllm.config import VllmConfig
+
+    from vllm_gsd.engine.observe.recorder import Recorder
 
 
 class Drafter:

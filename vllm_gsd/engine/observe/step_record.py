@@ -49,9 +49,8 @@ class Step:
     def drafted(self, graphs: GraphBatch, row: int, ranked: np.ndarray) -> None:
         """Copy graph ``row``; ``ranked`` are the nodes of its best places, int32 [n]."""
         size = int(graphs.size[row])
-        self.nodes = [
-            Node(*values) for values in zip(*(getattr(graphs, name)[row, :size].tolist() for name in Node._fields))
-        ]
+        columns = (getattr(graphs, name)[row, :size].tolist() for name in Node._fields)
+        self.nodes = [Node(*values) for values in zip(*columns, strict=True)]
         self.ranked = set(ranked.tolist())
 
     def candidates(

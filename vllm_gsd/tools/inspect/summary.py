@@ -22,8 +22,8 @@ def summarise(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Summary of a request's steps.
 
     Returns:
-        ``tokens``, ``steps``, ``tokens_per_step``; ``kinds``, tokens by ``KINDS``; ``nodes``, graph nodes by final state
-        (the root is none, "pruned" counts candidates); ``rows``, verified rows and ``accepted``, those accepted (a node
+        ``tokens``, ``steps``, ``tokens_per_step``; ``kinds``, tokens by ``KINDS``; ``nodes``, graph nodes by state (not
+        the root; "pruned" counts candidates); ``rows``, verified rows and ``accepted``, those accepted (a node
         that two paths reach has two rows); ``acceptance``, per depth and source the rows ``verified`` and ``accepted``;
         ``draft_forwards``; and milliseconds of drafting and verifying, ``draft_ms`` and ``verify_ms``, summed.
     """

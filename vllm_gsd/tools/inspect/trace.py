@@ -1,4 +1,4 @@
-"""Reads traces, the JSON lines that an engine writes for requests that ask for it. ``docs/inspect.md`` has the format."""
+"""Reads traces, the JSON lines that an engine writes for requests that ask for them (see ``docs/inspect.md``)."""
 
 from __future__ import annotations
 
