@@ -178,7 +178,7 @@ function show(index) {
     answer.scrollTop = first.offsetTop - answer.clientHeight / 2;
   }
   slider.value = now + 1;
-  slider.setAttribute("aria-valuetext", `Step ${now + 1} of ${steps.length}: ${shown(step.tokens.text.join(""))}`);
+  slider.setAttribute("aria-valuetext", `Step ${now + 1} of ${steps.length}: ${step.tokens.text.join("").trim()}`);
   byId("place").textContent = `Step ${now + 1} of ${steps.length}`;
   byId("back").disabled = now === 0;
   byId("forth").disabled = now === steps.length - 1;
@@ -227,7 +227,7 @@ const fates = Object.entries(summary.nodes).map(([state, nodes]) => ({ state: st
 chart("nodes", "What became of the graphs' nodes", () => ({
   height: 220, marginLeft: 110, marginRight: 50, x: { label: null, axis: null }, y: { label: null, domain: fates.map((fate) => fate.state) },
   marks: [
-    Plot.barX(fates, { x: "nodes", y: "state", fill: (fate) => colour(fate.state === "accepted" ? "accent" : "line") }),
+    Plot.barX(fates, { x: "nodes", y: "state", z: null, fill: (fate) => colour(fate.state === "accepted" ? "accent" : "line") }),
     Plot.textX(fates, { x: "nodes", y: "state", text: "nodes", textAnchor: "start", dx: 5 }),
     Plot.ruleX([0]),
   ],
