@@ -3,8 +3,10 @@
 import shutil
 
 import pytest
+from made_up_report import report
 from made_up_trace import HOSTILE, REQUEST, records, step
 
+from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.inspect.page import inspect_page
 from vllm_gsd.tools.inspect.trace import Trace
 
@@ -132,4 +134,33 @@ def test_long_and_empty_answers(open_page, tokens):
     else:
         assert page.get_by_text("no step of this request").is_visible()
         assert not page.locator("#slider").is_visible()
+    assert fits(page)
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_the_bench_page(open_page, viewport):
+    page = open_page(bench_page(report()), viewport=viewport)
+    top = page.locator("#columns")
+    assert top.bounding_box()["y"] < viewport["height"] / 2
+    bars = top.locator("svg[aria-label] rect title")
+    assert [bar.text_content() for bar in bars.all()[:3]] == [
+        "plain vLLM, 1 at once: 1.00",
+        "our engine without a graph, 1 at once: 1.60",
+        "with the graph, 1 at once: 2.73",
+    ]
+    assert bars.count() == 9
+    assert "2.73" in top.inner_text()
+    page.locator("#charts figure").last.scroll_into_view_if_needed()
+    assert page.locator("#charts figure svg[aria-label]").count() == 9
+    assert page.get_by_role("row").filter(has_text="gsd compiled").count() == 3
+    assert page.locator("b").count() == 0  # a hostile name stays text
+    assert fits(page)
+
+
+def test_a_bench_page_without_plain_vllm(open_page):
+    without = report(("gsd",), whole=False)
+    for rows in without["batches"].values():
+        del rows["gsd"]["ratio_to_plain"]
+    page = open_page(bench_page(without))
+    assert "did not run" in page.locator("#columns").inner_text()
     assert fits(page)
