@@ -35,7 +35,7 @@ def report(methods: tuple[str, ...] = tuple(RATIOS), whole: bool = True) -> dict
     made = {
         "settings": {"target": "<b>target</b>", "draft": "draft", "repeats": 3},
         "batches": batches,
-        "categories": {"code": {name: RATIOS[name][0] for name in methods}, "": {name: 1.0 for name in methods}},
+        "categories": {"code": {name: RATIOS[name][0] for name in methods}, "": dict.fromkeys(methods, 1.0)},
         "forms": {"code": {"gsd": {"without": 0.2, "chains": 0.3, "branched": 0.5}}},
         "skipped": {"suffix": "needs the package arctic-inference"},
     }

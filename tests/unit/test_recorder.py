@@ -139,7 +139,7 @@ def test_the_file_is_private_and_bounded(tmp_path, monkeypatch, caplog):
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
-    with pytest.raises(GSDConfigError, match='"trace" is ".*", but that file cannot be written'):
+    with pytest.raises(GSDConfigError, match=r'"trace" is ".*", but that file cannot be written'):
         TraceFile(str(tmp_path / "missing" / "trace.jsonl"))
 
 

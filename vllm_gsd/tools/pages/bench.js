@@ -7,7 +7,7 @@ const fixed = { plain: "target", "gsd-off": "copied", gsd: "drafted" };
 /** The colour scale of some methods, with a legend. The engines that the top picture compares keep their colours. */
 const coloured = (names, label = (name) => name) => ({
   legend: true, type: "ordinal", domain: names.map(label),
-  range: names.map((name, index) => (fixed[name] ? colour(fixed[name]) : d3.schemeTableau10[(index + 1) % 10])),
+  range: names.map((name, index) => (fixed[name] ? colour(fixed[name]) : d3.schemeTableau10[(methods.includes(name) ? methods.indexOf(name) : index) % 10])),
 });
 
 /** Add a chart to "More pictures". */
@@ -26,14 +26,14 @@ if (three.length) {
   const place = { x: named, fx: "batch" };
   const widest = Math.max(...three.map((row) => row.ratio_to_plain.max));
   chart("columns", "Tokens per second over plain vLLM, by requests at once", (width) => ({
-    height: Math.min(380, 200 + width / 5), marginTop: 30, marginBottom: 10, marginLeft: 32, x: { axis: null, domain: names.map((name) => columns[name]) },
+    height: Math.min(380, 200 + width / 5), marginTop: 30, marginLeft: 32, x: { axis: null, domain: names.map((name) => columns[name]) },
     fx: { label: "requests at once", padding: 0.12 }, y: { label: null, grid: true, domain: [0, 1.08 * widest], ticks: 5 },
-    color: coloured(names, (name) => columns[name]), style: { fontSize: "13px", background: "none" },
+    color: coloured(names, (name) => columns[name]), style: { fontSize: width < 500 ? "10px" : "13px", background: "none" },
     marks: [
       Plot.barY(three, { ...place, y: (row) => row.ratio_to_plain.median, fill: named,
         title: (row) => `${named(row)}, ${row.batch} at once: ${row.ratio_to_plain.median.toFixed(2)}` }),
       Plot.ruleX(three, { ...place, y1: (row) => row.ratio_to_plain.min, y2: (row) => row.ratio_to_plain.max }),
-      Plot.text(width / three.length > 26 ? three : [], { ...place, y: (row) => row.ratio_to_plain.max, text: (row) => row.ratio_to_plain.median.toFixed(2), dy: -8 }),
+      Plot.text(width / three.length > 22 ? three : [], { ...place, y: (row) => row.ratio_to_plain.max, text: (row) => row.ratio_to_plain.median.toFixed(2), dy: -8 }),
       Plot.ruleY([0]),
       Plot.ruleY([1], { strokeDasharray: "4 3" }),
     ],
@@ -107,6 +107,6 @@ for (const [key, tried] of Object.entries(data.analyses?.ablations ?? {})) {
 const recurring = Object.entries(data.analyses?.recurring_ngrams ?? {}).map(([n, share]) => ({ n, share }));
 if (recurring.length) {
   picture("Share of drafted nodes whose last n tokens occurred before", () => ({
-    x: { label: "n" }, y: { label: null, grid: true }, marks: [Plot.barY(recurring, { x: "n", y: "share", fill: colour("accent") }), Plot.ruleY([0])],
+    x: { label: "n", type: "band" }, y: { label: null, grid: true }, marks: [Plot.barY(recurring, { x: "n", y: "share", fill: colour("accent") }), Plot.ruleY([0])],
   }));
 }

@@ -9,7 +9,7 @@ function chart(id, label, spec) {
   let drawn = 0;
   const draw = () => {
     const options = spec(place.clientWidth);
-    const base = { width: place.clientWidth, ariaLabel: label, style: { fontSize: "12px", background: "none" } };
+    const base = { width: place.clientWidth, marginBottom: 42, ariaLabel: label, style: { fontSize: "12px", background: "none" } };
     place.replaceChildren(Plot.plot({ ...base, ...options }));
   };
   new ResizeObserver(() => {
