@@ -57,7 +57,7 @@ def test_what_became_of_nodes():
     )  # fmt: skip
     step = verified(graphs, 5, place=5)
     candidates = np.array([[15, 12, 16, -1]]), np.array([[0.05, 0.04, 0.03, 0.0]], np.float32)
-    step.candidates(graphs, 0, [1], *candidates)
+    step.ran([1], *candidates)
     record = step.record([13, 11, 12, 99], ["a", "b", "c", "d"], text)
     assert record["tokens"] == {
         "token": [13, 11, 12, 99],
@@ -89,6 +89,14 @@ def test_copies_from_others_are_blank_unless_chosen():
     assert "22" not in json.dumps({**record, "numbers": 0})
 
 
+def test_copies_raise_the_survival_of_what_follows():
+    """``agree`` changes the probability of a node only."""
+    graphs = grown([(0, 11, 0.5, ORIGIN_DRAFT), (1, 12, 0.5, ORIGIN_DRAFT)])
+    graphs.prob[0, 1] = 0.8
+    record = verified(graphs, 1, 0).record([9], ["x"], text)
+    assert record["graph"]["survival"] == [1, 0.8, 0.4]
+
+
 def test_nodes_that_a_grammar_added():
     from vllm_gsd.engine.schedule.grammar import GrammarTree
 
@@ -110,7 +118,7 @@ def test_a_step_without_a_graph():
 def test_pruned_candidates_are_bounded():
     step, graphs = Step(), grown([(0, 11, 0.6, ORIGIN_DRAFT)])
     step.drafted(graphs, 0, np.array([1]))
-    step.candidates(graphs, 0, [0] * 10, np.arange(100, 200).reshape(10, 10), np.full((10, 10), 0.01, np.float32))
+    step.ran([0] * 10, np.arange(100, 200).reshape(10, 10), np.full((10, 10), 0.01, np.float32))
     record = step.record([11], ["x"], text)
     assert record["pruned"] == 100
     assert record["graph"]["state"].count("pruned") == MOST_PRUNED

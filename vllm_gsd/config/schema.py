@@ -123,8 +123,7 @@ class GSDConfig(BaseModel):
     trace: str | None = Field(
         None,
         min_length=1,
-        description='A file to which the engine appends the steps of requests that ask for it with "gsd_trace" (see '
-        "[inspect](../inspect.md)).",
+        description='A file to which the engine appends steps and texts of requests that ask for it by "gsd_trace".',
         json_schema_extra={"allowed": "the path of a file, or null to refuse such requests"},
     )
 

@@ -216,7 +216,7 @@ class Drafter:
             merge_ngram,
         )
         if self.recorder is not None:
-            self.recorder.level(graphs, frontier, frontier_len, tokens, probs)
+            self.recorder.level(frontier, frontier_len, tokens, probs)
         self.stats.counts["nodes_added"] += added
         self.stats.counts["nodes_merged"] += merged
         self.stats.counts["nodes_pruned"] += pruned

@@ -112,22 +112,19 @@ class Recorder:
                 tokens = batch.token_ids[batch.token_rows[index], end - new : end].tolist()
                 self.file.append(traced.end_step(tokens, end - new, self.tokenizer, self.text))
 
-    def level(
-        self, graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, tokens: np.ndarray, probs: np.ndarray
-    ) -> None:
-        """Keep the pruned candidates of a draft level; arguments as for ``add_candidates``, which has run."""
+    def level(self, frontier: np.ndarray, frontier_len: np.ndarray, tokens: np.ndarray, probs: np.ndarray) -> None:
+        """Keep the candidates of a draft level; arguments as for ``add_candidates``."""
         ends = frontier_len.cumsum()
         for row, traced in self.growing:
             lines = slice(int(ends[row] - frontier_len[row]), int(ends[row]))
-            parents = frontier[row, : frontier_len[row]].tolist()
-            traced.step.candidates(graphs, row, parents, tokens[lines], probs[lines])
+            traced.step.ran(frontier[row, : frontier_len[row]].tolist(), tokens[lines], probs[lines])
 
     def grows(self, requests: GraphRequests) -> None:
         """Note which graphs of the coming levels are traced."""
         row_of = {index: row for row, index in enumerate(requests.index.tolist())}
         self.growing = [(row_of[index], traced) for index, traced in self.batch if index in row_of]
         for _, traced in self.growing:
-            traced.step.pruned = []
+            traced.step.candidates = []
 
     def drafted(self, graphs: GraphBatch, trees: FlatTrees, most: int) -> None:
         """Copy the graphs that have grown, of which at most ``most`` nodes each will be verified."""

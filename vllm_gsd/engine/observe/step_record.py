@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_gsd.method.constants import NONE, NUM_SOURCES, ORIGIN_GRAMMAR, ORIGIN_SHARED
+from vllm_gsd.method.constants import NONE, NUM_SOURCES, ORIGIN_DRAFT, ORIGIN_GRAMMAR, ORIGIN_SHARED
 from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.method.outcome import accepted_path
 
@@ -41,7 +41,7 @@ class Step:
 
     nodes: list[Node] = field(default_factory=list)
     ranked: set[int] = field(default_factory=set)  # nodes that the planner chose from
-    pruned: list[Node] = field(default_factory=list)
+    candidates: list[tuple[int, int, float]] = field(default_factory=list)  # token, parent and probability
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # token, parent's row and source of verified rows
     path: list[int] = field(default_factory=list)  # accepted rows
     numbers: dict[str, Any] = field(default_factory=dict)  # of the whole batch
@@ -49,29 +49,27 @@ class Step:
     def drafted(self, graphs: GraphBatch, row: int, ranked: np.ndarray) -> None:
         """Copy graph ``row``; ``ranked`` are the nodes of its best places, int32 [n]."""
         size = int(graphs.size[row])
-        columns = (getattr(graphs, name)[row, :size].tolist() for name in Node._fields)
-        self.nodes = [Node(*values) for values in zip(*columns, strict=True)]
+        columns = (
+            getattr(graphs, name)[row, :size].tolist() for name in ("token", "parent", "prob", "origin", "merged")
+        )
+        self.nodes = []
+        for token, parent, prob, origin, merged in zip(*columns, strict=True):
+            self.nodes.append(Node(token, parent, prob, self._survival(parent, prob), origin, merged))
         self.ranked = set(ranked.tolist())
 
-    def candidates(
-        self, graphs: GraphBatch, row: int, parents: list[int], tokens: np.ndarray, probs: np.ndarray
-    ) -> None:
-        """Keep the candidates of a draft level that became no node.
+    def _survival(self, parent: int, prob: float) -> float:
+        """The product of probabilities along a path. ``GraphBatch.survival`` leaves out what copies add to them."""
+        return prob if parent == NONE else self.nodes[parent].survival * prob
+
+    def ran(self, parents: list[int], tokens: np.ndarray, probs: np.ndarray) -> None:
+        """Keep the candidates of a draft level.
 
         Args:
-            graphs, row: GraphBatch and the graph in it, to which the candidates have been added.
             parents: nodes that the draft model ran.
             tokens, probs: int64 and float32 [len(parents), k], their candidates.
         """
-        size = int(graphs.size[row])
-        edges = set(zip(graphs.parent[row, :size].tolist(), graphs.token[row, :size].tolist(), strict=True))
         for parent, *candidates in zip(parents, tokens.tolist(), probs.tolist(), strict=True):
-            survival = float(graphs.survival[row, parent])
-            self.pruned += [
-                Node(token, parent, prob, survival * prob, 1)
-                for token, prob in zip(*candidates, strict=True)
-                if token >= 0 and (parent, token) not in edges
-            ]
+            self.candidates += [(token, parent, prob) for token, prob in zip(*candidates, strict=True) if token >= 0]
 
     def verified(self, step: VerifyStep, request: int, place: int) -> None:
         """Copy the rows that the target verified for a request of the batch, whose walk ended at ``place``."""
@@ -88,7 +86,7 @@ class Step:
             texts: their texts.
             text: gives the text of any other token.
         """
-        nodes = self._nodes_of_rows()
+        nodes, pruned = self._nodes_of_rows(), self._pruned()
         path = [*self.path, *[NONE] * len(tokens)][: len(tokens)]
         line = {row: line for line, row in enumerate(nodes)}  # rows that have a node; the root's is 0
         verified = [(row, *self.rows[row]) for row in nodes if row]
@@ -99,8 +97,8 @@ class Step:
                 "node": [NONE if row == NONE else nodes[row] for row in path],
                 "source": ["target" if row == NONE else SOURCES[self.rows[row][2]] for row in path],
             },
-            "graph": self._graph(set(nodes.values()), {nodes[row] for row in [0, *self.path]}, text),
-            "pruned": len(self.pruned),
+            "graph": self._graph(set(nodes.values()), {nodes[row] for row in [0, *self.path]}, pruned, text),
+            "pruned": len(pruned),
             "verified": {
                 "node": [nodes[row] for row, *_ in verified],
                 "parent": [line[parent] - 1 for _, _, parent, _ in verified],
@@ -125,11 +123,21 @@ class Step:
             of_row[row] = children[above, token]
         return of_row
 
-    def _graph(self, verified: set[int], accepted: set[int], text: Text) -> dict[str, list]:
+    def _pruned(self) -> list[Node]:
+        """The candidates that became no node, most probable first."""
+        edges = {(node.token, node.parent) for node in self.nodes}
+        found = [
+            Node(token, parent, prob, self._survival(parent, prob), ORIGIN_DRAFT)
+            for token, parent, prob in self.candidates
+            if (token, parent) not in edges
+        ]
+        return sorted(found, key=lambda node: -node.survival)
+
+    def _graph(self, verified: set[int], accepted: set[int], pruned: list[Node], text: Text) -> dict[str, list]:
         """The columns of the graph. Copies from other requests are blanked unless the target chose them."""
         sets = (("accepted", accepted), ("verified", verified), ("cut", self.ranked))
         states = [next((name for name, its in sets if index in its), "left out") for index in range(len(self.nodes))]
-        pruned = sorted(self.pruned, key=lambda node: -node.survival)[:MOST_PRUNED] if self.nodes else []
+        pruned = pruned[:MOST_PRUNED]
         nodes, states = [*self.nodes, *pruned], [*states, *["pruned"] * len(pruned)]
         tokens = [
             None if node.origin == ORIGIN_SHARED and state != "accepted" else node.token

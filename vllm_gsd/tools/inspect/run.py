@@ -26,7 +26,9 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
 
     path = Path(gsd["trace"])
     before = read_traces(path).keys() if path.exists() and path.stat().st_size else set()
-    llm = LLM(target, speculative_config=gsd, **{"max_num_seqs": 1, "max_model_len": 4096, **engine_args})
+    # Compiling takes longer than an answer.
+    defaults = {"max_num_seqs": 1, "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+    llm = LLM(target, speculative_config=gsd, **{**defaults, **engine_args})
     ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
     params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"gsd_trace": True})
     (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
