@@ -125,11 +125,19 @@ def test_pruned_candidates_are_bounded():
 
 
 def test_the_answer_ends_at_a_stop_token():
-    traced = _Traced("one", [1, 2], SimpleNamespace(stop_token_ids=[9], eos_token_id=None))
+    traced = _Traced("one", [1, 2], SimpleNamespace(stop_token_ids=[9], eos_token_id=None, max_tokens=None))
     records = [traced.end_step(tokens, 2, WITHOUT_TEXT, text) for tokens in ([5], [6, 9, 7])]
     assert [record["tokens"]["text"] for record in records] == [["#5"], ["#6", "#9"]]
     assert [record["step"] for record in records] == [1, 2]
-    assert traced.num_outputs == 4
+    assert traced.num_outputs == 4 and traced.ended
+
+
+def test_the_answer_ends_at_max_tokens():
+    traced = _Traced("one", [1], SimpleNamespace(stop_token_ids=None, eos_token_id=9, max_tokens=3))
+    assert traced.end_step([5, 6], 1, WITHOUT_TEXT, text)["tokens"]["token"] == [5, 6]
+    assert not traced.ended
+    assert traced.end_step([7, 8], 3, WITHOUT_TEXT, text)["tokens"]["token"] == [7]
+    assert traced.ended
 
 
 def test_the_file_is_private_and_bounded(tmp_path, monkeypatch, caplog):

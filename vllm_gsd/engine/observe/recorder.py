@@ -6,6 +6,7 @@ text then shows what was emitted. Other requests' texts are never recorded.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
@@ -108,7 +109,7 @@ class Recorder:
         self.batch = [(index, traced) for index, traced in found if traced is not None]
         for index, traced in self.batch:
             end, new = int(batch.length[index]), int(batch.num_outputs[index]) - traced.num_outputs
-            if batch.sampled[index] and new > 0:
+            if batch.sampled[index] and new > 0 and not traced.ended:
                 tokens = batch.token_ids[batch.token_rows[index], end - new : end].tolist()
                 self.file.append(traced.end_step(tokens, end - new, self.tokenizer, self.text))
 
@@ -168,18 +169,22 @@ class _Traced:
     def __init__(self, request_id: str, prompt: list[int], params: Any):
         self.request_id, self.prompt = request_id, prompt
         self.stops = {*(params.stop_token_ids or ()), params.eos_token_id}
+        self.most = params.max_tokens or sys.maxsize
         self.num_outputs = self.num_steps = 0
+        self.ended = False
         self.step = Step()
         self.pieces: list[str] | None = None
         self.offsets = 0, 0
 
     def end_step(self, tokens: list[int], length: int, tokenizer: Any, text: Text) -> dict[str, Any]:
         """The record of the open step, which emitted ``tokens`` after ``length`` tokens; opens the next."""
+        # Tokens after the end of the text are not part of the answer.
+        room = self.most - self.num_outputs
+        stop = next((place for place, token in enumerate(tokens, start=1) if token in self.stops), None)
         self.num_outputs += len(tokens)
         self.num_steps += 1
-        # Tokens after the one that ends the text are not part of the answer.
-        ends = [place for place, token in enumerate(tokens, start=1) if token in self.stops]
-        tokens = tokens[: ends[0]] if ends else tokens
+        tokens = tokens[:room][:stop]
+        self.ended = stop is not None or len(tokens) == room
         texts = [f"#{token}" if tokenizer is None else self._next_text(token, tokenizer) for token in tokens]
         step, self.step = self.step, Step()
         head = {"event": "step", "request": self.request_id, "step": self.num_steps, "length": length}

@@ -45,7 +45,7 @@ if (three.length) {
 function ratios(title, name) {
   const found = rows.filter((row) => row[name]);
   if (!found.length) return;
-  const at = { x: "batch", stroke: "method" };
+  const at = { x: "batch", z: "method", stroke: "method" };
   picture(title, () => ({
     x: { type: "log", base: 2, label: "requests at once", ticks: Object.keys(batches).map(Number), tickFormat: "d" },
     y: { label: null, grid: true, zero: true }, color: coloured(methods.filter((method) => found.some((row) => row.method === method))),
@@ -74,7 +74,7 @@ const depths = smallest.flatMap(({ method, acceptance_by_depth }) => acceptance_
 if (depths.length) {
   picture(`Share of drafts that were accepted to a depth, ${rows[0].batch} at once`, () => ({
     x: { label: "depth", type: "point" }, y: { label: null, domain: [0, 1], grid: true }, color: coloured(smallest.map((row) => row.method)),
-    marks: [Plot.lineY(depths, { x: "depth", y: "share", stroke: "method", strokeWidth: 2 }), Plot.dot(depths, { x: "depth", y: "share", fill: "method", r: 3.5, tip: true })],
+    marks: [Plot.lineY(depths, { x: "depth", y: "share", z: "method", stroke: "method", strokeWidth: 2 }), Plot.dot(depths, { x: "depth", y: "share", fill: "method", r: 3.5, tip: true })],
   }));
 }
 
@@ -101,7 +101,7 @@ for (const [key, tried] of Object.entries(data.analyses?.ablations ?? {})) {
   const lines = tried.flatMap((row) => [["tokens per step", row.tokens_per_step], ["drafted nodes per accepted token", row.drafted_per_accepted]].map(([name, value]) => ({ x: row.value, name, value })));
   picture(`Effect of ${key}`, () => ({
     x: { label: key }, y: { label: null, grid: true, zero: true }, color: { legend: true },
-    marks: [Plot.lineY(lines, { x: "x", y: "value", stroke: "name", strokeWidth: 2 }), Plot.dot(lines, { x: "x", y: "value", fill: "name", r: 3.5, tip: true })],
+    marks: [Plot.lineY(lines, { x: "x", y: "value", z: "name", stroke: "name", strokeWidth: 2 }), Plot.dot(lines, { x: "x", y: "value", fill: "name", r: 3.5, tip: true })],
   }));
 }
 const recurring = Object.entries(data.analyses?.recurring_ngrams ?? {}).map(([n, share]) => ({ n, share }));

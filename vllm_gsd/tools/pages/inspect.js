@@ -219,7 +219,7 @@ chart("depths", "Share of verified nodes that were accepted, by depth and source
   height: 220, x: { label: "depth", type: "point" }, y: { label: "accepted", domain: [0, 1], grid: true },
   color: { legend: true, type: "ordinal", domain: [...new Set(cells.map((cell) => cell.kind))], range: [...new Set(cells.map((cell) => colour(cell.kind)))] },
   marks: [
-    Plot.lineY(cells, { ...share, stroke: "kind", strokeWidth: 2 }),
+    Plot.lineY(cells, { ...share, z: "kind", stroke: "kind", strokeWidth: 2 }),
     Plot.dot(cells, { ...share, fill: "kind", r: 3.5, tip: true, title: (cell) => `${cell.kind}, depth ${cell.depth}: ${cell.accepted} of ${cell.verified}` }),
   ],
 }));
