@@ -223,7 +223,7 @@ def test_all_of_it_went_on_graphs(servers, answers):
 def test_traced_requests(servers, tmp_path_factory):
     """Two of the requests so far, and nothing of the others."""
     plain, gsd = servers
-    (trace,) = tmp_path_factory.getbasetemp().glob("serve_features*/trace.jsonl")
+    (trace,) = tmp_path_factory.getbasetemp().glob("serve_features[0-9]*/trace.jsonl")
     assert trace.read_text() == ""
     for name in ("chat", "json"):
         endpoint, keys = REQUESTS[name]
