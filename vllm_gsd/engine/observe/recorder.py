@@ -58,7 +58,9 @@ class Recorder:
         self.config, self.model_config, self.stats = config, vllm_config.model_config, stats
         self.file = TraceFile(config.trace)
         self.traced: dict[str, _Traced] = {}
-        self.batch: list[tuple[int, _Traced]] = []  # traced requests of the batch and their indices in it
+        # The traced requests of the batch and their indices in it, and those whose graphs grow and their graphs.
+        self.batch: list[tuple[int, _Traced]] = []
+        self.growing: list[tuple[int, _Traced]] = []
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -103,6 +105,9 @@ class Recorder:
 
     def begin(self, batch: DraftBatch) -> None:
         """Write the steps that ended with the tokens that ``batch`` has gained, and open the next ones."""
+        self.batch, self.growing = [], []
+        if not self.traced:
+            return
         self.began = time.perf_counter()
         self.forwards, self.rows = (self.stats.counts[name] for name in ("draft_forwards", "draft_rows"))
         found = ((index, self.traced.get(request_id)) for index, request_id in enumerate(batch.request_ids))
@@ -115,6 +120,8 @@ class Recorder:
 
     def level(self, frontier: np.ndarray, frontier_len: np.ndarray, tokens: np.ndarray, probs: np.ndarray) -> None:
         """Keep the candidates of a draft level; arguments as for ``add_candidates``."""
+        if not self.growing:
+            return
         ends = frontier_len.cumsum()
         for row, traced in self.growing:
             lines = slice(int(ends[row] - frontier_len[row]), int(ends[row]))
@@ -122,6 +129,8 @@ class Recorder:
 
     def grows(self, requests: GraphRequests) -> None:
         """Note which graphs of the coming levels are traced."""
+        if not self.batch:
+            return
         row_of = {index: row for row, index in enumerate(requests.index.tolist())}
         self.growing = [(row_of[index], traced) for index, traced in self.batch if index in row_of]
         for _, traced in self.growing:
@@ -134,6 +143,8 @@ class Recorder:
 
     def proposed(self, planner: Planner, drafts: bool) -> None:
         """Note the numbers of drafting; ``drafts`` is whether there is a draft model."""
+        if not self.batch:
+            return
         counts = self.stats.counts
         numbers = {
             "requests": planner.num_requests,
@@ -148,6 +159,8 @@ class Recorder:
 
     def verified(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, has_tree: np.ndarray) -> None:
         """Copy what the target verified; arguments as for ``Speculation.observe``, and bool [num_requests]."""
+        if not self.traced:
+            return
         counts = self.stats.counts
         for index, request_id in enumerate(request_ids):
             if (traced := self.traced.get(request_id)) is None:
