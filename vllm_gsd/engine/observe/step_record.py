@@ -94,10 +94,10 @@ class Step:
             "tokens": {
                 "token": list(tokens),
                 "text": texts,
-                "node": [NONE if row == NONE else nodes[row] for row in path],
+                "node": [nodes.get(row, NONE) for row in path],
                 "source": ["target" if row == NONE else SOURCES[self.rows[row][2]] for row in path],
             },
-            "graph": self._graph(set(nodes.values()), {nodes[row] for row in [0, *self.path]}, pruned, text),
+            "graph": self._graph(set(nodes.values()), {nodes.get(row, 0) for row in self.path} | {0}, pruned, text),
             "pruned": len(pruned),
             "verified": {
                 "node": [nodes[row] for row, *_ in verified],
