@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.observe import trace_file
@@ -179,5 +180,5 @@ def test_requests_that_ask(given, allowed, sentence):
         wire.check_trace(params, engine.speculative_config)
         assert wire.asks_for_trace(params) == bool(given)
         return
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(VLLMValidationError, match=sentence):
         wire.check_trace(params, engine.speculative_config)

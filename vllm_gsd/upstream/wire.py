@@ -159,13 +159,15 @@ def check_trace(sampling_params: SamplingParams, speculative_config: Speculative
     """Check a request's wish for a trace.
 
     Raises:
-        ValueError: the wish is neither true nor false, or the engine allows no traces.
+        VLLMValidationError: the wish is neither true nor false, or the engine allows no traces. A server answers 400.
     """
+    from vllm.exceptions import VLLMValidationError
+
     given = (sampling_params.extra_args or {}).get(_TRACE_KEY, False)
     if given not in (0, 1):
-        raise ValueError(f'The request\'s "{_TRACE_KEY}" is {given!r}, but must be true or false.')
+        raise VLLMValidationError(f'The request\'s "{_TRACE_KEY}" is {given!r}, but must be true or false.')
     if given and not getattr(speculative_config, _TRACES, False):
-        raise ValueError(
+        raise VLLMValidationError(
             f'The request\'s "{_TRACE_KEY}" is true, but this server allows no traces; name a file as "trace" in its '
             f'gsd.json, or leave "{_TRACE_KEY}" out.'
         )
