@@ -21,7 +21,6 @@ def step(number: int, texts: list[str], request: str = "one") -> dict:
     """A step that accepted all ``texts`` but the last, which the target chose; two further nodes were not accepted."""
     depth = len(texts) - 1
     sources = [SOURCES[(number + place) % len(SOURCES)] for place in range(depth)]
-    nodes = depth + 3  # the root, the path, a verified sibling that is a merged edge, a cut one
     return {
         "event": "step",
         "request": request,
@@ -39,7 +38,7 @@ def step(number: int, texts: list[str], request: str = "one") -> dict:
             "parent": [-1, *range(depth), 0, 0, 0],
             "prob": [1.0, *[0.9] * depth, 0.05, 0.04, 0.001],
             "survival": [1.0, *(0.9**place for place in range(1, depth + 1)), 0.05, 0.04, 0.001],
-            "origin": ["root", *["draft"] * (nodes + 0 - 1), "draft"],
+            "origin": ["root", *["draft"] * (depth + 3)],
             "merged": [*[-1] * (depth + 1), 1 if depth else -1, -1, -1],
             "state": ["accepted", *["accepted"] * depth, "verified", "cut", "pruned"],
         },

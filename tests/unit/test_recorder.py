@@ -141,11 +141,9 @@ def test_the_answer_ends_at_max_tokens():
     assert traced.ended
 
 
-def test_the_file_is_private_and_bounded(tmp_path, monkeypatch, caplog):
+def test_the_file_is_private_and_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_file, "MOST_BYTES", 100)
     path = tmp_path / "trace.jsonl"
-    path.write_text("")
-    path.unlink()
     files = [TraceFile(str(path)) for _ in range(2)]  # of two engines
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for number in range(20):
