@@ -131,7 +131,7 @@ function sentence(step) {
   if (source[token.length - 1] !== "target") return first;
   const choice = choiceOf(step);
   const known = choice?.node >= 0 ? `, which the graph had (${step.graph.state[choice.node]})` : "";
-  return `${first} It then chose “${shown(text[token.length - 1])}” itself${known}.`;
+  return `${first} ${rows ? "It then" : "The target"} chose “${shown(text[token.length - 1])}” itself${known}.`;
 }
 
 function numbersOf(step) {
