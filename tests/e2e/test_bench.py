@@ -101,10 +101,6 @@ def test_all_methods(command, tmp_path):
         assert (ratios["gsd-tree"]["low"] is None) == (category != "")  # of two prompts nothing is known
     assert turns[""]["gsd-tree"]["low"] <= turns[""]["gsd-tree"]["mean"] <= turns[""]["gsd-tree"]["high"]
     page = Path(files["page"]).read_text()
-    names = ["speed-up-over-batch-size", "step-breakdown", "acceptance-by-depth", "speed-up-by-category"]
-    for name in [*names, "graph-over-tree-and-chain"]:
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert page.count("data:image/png") == 5
     assert "draft_model K=" in page
 
 
