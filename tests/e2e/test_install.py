@@ -1,4 +1,4 @@
-"""Installed by the documented command into an environment that has vLLM, the package has its kernels and serves."""
+"""Built and installed by the documented commands into an environment with vLLM, the package serves with its kernels."""
 
 import json
 import os
@@ -49,6 +49,13 @@ def clone(tmp_path, monkeypatch) -> Path:
     return shutil.copytree(ROOT, tmp_path / "vllm_gsd", symlinks=True, ignore=UNTRACKED)
 
 
+def run(*command) -> None:
+    path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"  # for ninja
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
 def test_a_failed_build_is_told(clone, tmp_path):
     """One sentence that says what to do, and no stamp that would pass the failure off as done."""
     make_environment(clone / ".venv", tmp_path / "others")
@@ -62,10 +69,13 @@ def test_a_failed_build_is_told(clone, tmp_path):
 
 
 def test_installs_and_serves(clone, tmp_path, built_in_pair):
+    """A source distribution, a wheel built from it, installed, with no checkout left; a server of it."""
     python = make_environment(tmp_path / "environment", tmp_path / "others")
-    install = [python, clone / "scripts/install", "--cpu"]
-    done = subprocess.run(install, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout[-5000:]
+    run(python, "-m", "pip", "install", "build", "setuptools>=77", "pybind11>=3", "ninja")
+    run(python, "-m", "build", "--no-isolation", clone, "--outdir", tmp_path / "dist")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
+    run(python, clone / "scripts/install", "--cpu", "--wheel", wheel)
     shutil.rmtree(clone)
 
     found = subprocess.run([python, "-c", LOOK], check=True, capture_output=True, text=True, timeout=SECONDS).stdout

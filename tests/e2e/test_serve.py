@@ -81,6 +81,13 @@ def test_opting_out_over_http(server, expected):
     assert server.counter("vllm:gsd_fallbacks") == 1
 
 
+def test_a_trace_is_refused(server, expected):
+    from openai import APIError
+
+    with pytest.raises(APIError, match="this server allows no traces"):
+        ask_all(server, QUESTIONS[:1], extra_body={"vllm_xargs": {"gsd_trace": True}})
+
+
 def test_clients_that_hang_up(server, expected):
     """Their requests are aborted; the others' answers do not change."""
     from openai import AsyncOpenAI

@@ -12,6 +12,9 @@ from patience import SECONDS
 from serve_process import serving
 from text_pair import FIRST
 
+from vllm_gsd.tools.inspect.summary import summarise
+from vllm_gsd.tools.inspect.trace import read_traces
+
 CITIES = ["Rome", "Oslo", "Paris"]
 WEATHER = {
     "type": "object",
@@ -66,6 +69,7 @@ COMPLETIONS = {
     "several prompts": {**SEEDED, "prompt": ["one, two", "three, four, five"], "n": 2},
     "eos ignored": {"ignore_eos": True},
 }
+TRACED = {"vllm_xargs": {"gsd_trace": True}}
 COMMON = {"model": "target", "temperature": 0, "max_tokens": 110}
 MESSAGES = {"messages": [{"role": "user", "content": "How is the weather?"}]}
 # Name: the endpoint and the request's keys.
@@ -83,7 +87,8 @@ CASES = [(name, stream) for name in REQUESTS for stream in (False, True) if name
 def servers(text_pair, tmp_path_factory):
     """Plain vLLM's and ours, started side by side."""
     folder = tmp_path_factory.mktemp("serve_features")
-    (folder / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(text_pair.draft), "budget": 16}))
+    config = {"method": "gsd", "model": str(text_pair.draft), "budget": 16, "trace": str(folder / "trace.jsonl")}
+    (folder / "gsd.json").write_text(json.dumps(config))
     options = {
         "tool_call_parser": "hermes",
         "reasoning_parser": "deepseek_v3",
@@ -213,3 +218,26 @@ def test_all_of_it_went_on_graphs(servers, answers):
     ours = servers[1]
     assert ours.counter("vllm:spec_decode_num_accepted_tokens") > 0.1 * ours.counter("vllm:gsd_target_steps")
     assert "vllm:gsd_fallbacks_total{" not in ours.get("/metrics")
+
+
+def test_traced_requests(servers, tmp_path_factory):
+    """Two of the requests so far, and nothing of the others."""
+    plain, gsd = servers
+    (trace,) = tmp_path_factory.getbasetemp().glob("serve_features[0-9]*/trace.jsonl")
+    assert trace.read_text() == ""
+    for name in ("chat", "json"):
+        endpoint, keys = REQUESTS[name]
+        answers = [post(server, endpoint, {**keys, **more}) for server, more in ((plain, {}), (gsd, TRACED))]
+        assert choices(answers[0]) == choices(answers[1])
+        last = list(read_traces(trace).values())[-1]
+        emitted = "".join(text for step in last.steps for text in step["tokens"]["text"])
+        assert emitted.removesuffix("<eos>") == answers[1][0]["choices"][0]["message"]["content"]
+        assert MESSAGES["messages"][0]["content"] in last.request["prompt"]
+        found = summarise(last.steps)
+        assert found["tokens_per_step"] > 1 and found["accepted"] > 0
+        assert found["kinds"].keys() >= ({"target", "grammar"} if name == "json" else {"target", "drafted"})
+        assert all(step["draft_ms"] > 0 and step["plan"] == "fixed" for step in last.steps[1:])
+    assert len(read_traces(trace)) == 2
+    refused = {**keys, "vllm_xargs": {"gsd_trace": "yes"}}
+    with pytest.raises(AssertionError, match="must be true or false"):
+        post(gsd, endpoint, refused)

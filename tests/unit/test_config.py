@@ -98,6 +98,9 @@ WRONG_KEYS = [
     (with_keys(preset="fast"), ['"preset" is "fast"', '"paper"']),
     (with_keys(preset=["paper"]), ['"preset" is ["paper"]', '"paper"']),
     (with_keys(tree_attention="flash"), ['"tree_attention" is "flash"', '"kernel", "flash_prefix" or "xformers"']),
+    (with_keys(trace=""), ['"trace" is ""', "the path of a file"]),
+    (with_keys(trace=True), ['"trace" is true', "the path of a file"]),
+    (without_draft(sources=[], trace="file"), ['"trace" is "file"', '"sources" is empty']),
     (with_keys(cpu_kernels="on"), ['"cpu_kernels" is "on"', '"auto" or "off"']),
     (with_keys(cpu_kernels=False), ['"cpu_kernels" is false', '"auto" or "off"']),
     (with_keys(cpu_kernels=None), ['"cpu_kernels" is null', '"auto" or "off"']),
@@ -243,6 +246,7 @@ def test_defaults():
         "preset": None,
         "tree_attention": "kernel",
         "cpu_kernels": "auto",
+        "trace": None,
     }
 
 
@@ -264,6 +268,7 @@ def test_every_key_can_be_set():
         "preset": "paper",
         "tree_attention": "kernel",
         "cpu_kernels": "auto",
+        "trace": "trace.jsonl",
     }
     config = GSDConfig.load(keys)
     assert {**config.model_dump(), "sources": list(config.sources)} == keys

@@ -72,6 +72,12 @@ def test_options(installed):
     assert told == [("--quiet", "--editable", *PACKAGE), ("--quiet", *MODELS)]
 
 
+def test_a_wheel(installed):
+    assert installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl"]) == [("dist/ours.whl",), MODELS]
+    with pytest.raises(SystemExit, match="--editable installs the checkout and --wheel a wheel; give one of them"):
+        installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl", "--editable"])
+
+
 @pytest.mark.parametrize("release", ["0.31.2", "0.34.0"])
 def test_another_vllm_is_refused(installed, release):
     told = rf"needs vLLM 0\.32 or 0\.33, but .* has {re.escape(release)}; choose another environment\.$"

@@ -120,6 +120,12 @@ class GSDConfig(BaseModel):
         description='On CPUs, "auto" takes our matrix products and our attention where they are faster than vLLM\'s; '
         '"off" leaves both to vLLM, but for the attention of rows that branch. GPUs have no such kernels.',
     )
+    trace: str | None = Field(
+        None,
+        min_length=1,
+        description='A file to which the engine appends steps and texts of requests that ask for it by "gsd_trace".',
+        json_schema_extra={"allowed": "the path of a file, or null to refuse such requests"},
+    )
 
     @property
     def speculates(self) -> bool:

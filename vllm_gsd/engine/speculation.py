@@ -14,6 +14,7 @@ from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.shared_suffixes import SharedSuffixes
+from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
@@ -102,6 +103,9 @@ class Speculation:
         self.drafter = None
         if self.config.model is not None:
             self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
+        self.recorder = recorder_of(vllm_config, self.stats)  # None unless the config allows traces
+        if self.drafter is not None:
+            self.drafter.recorder = self.recorder
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -174,6 +178,8 @@ class Speculation:
         for request_id in request_ids:
             self.known.pop(request_id, None)
             self.trust.forget(request_id)
+        if self.recorder is not None:
+            self.recorder.forget(request_ids)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the proposed trees of these requests, which will not be verified."""
@@ -192,6 +198,8 @@ class Speculation:
         has_tree = emitting & step.has_tree
         rows = step.trees.parent, step.trees.starts, places, has_tree, step.depth, step.source, step.survival
         seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
+        if self.recorder is not None:
+            self.recorder.verified(request_ids, step, places, has_tree)
         counts = self.stats.counts
         total = seen.tolist()
         counts["target_steps"] += int(np.count_nonzero(emitting))
@@ -216,6 +224,8 @@ class Speculation:
             tables += [self.draft_kv.blocks, self.draft_kv.length]
         if self.shared is not None:
             tables.append(self.shared.salts)
+        if self.recorder is not None:
+            tables.append(self.recorder.traced)
         return tables
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
@@ -242,6 +252,8 @@ class Speculation:
         self.drop(request_ids)
         self.grammar_trees = {}  # the scheduler takes them from one rank only
         speculates, grammar, max_depth = self._request_limits(batch)
+        if self.recorder is not None:
+            self.recorder.begin(batch)
         wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
@@ -263,6 +275,8 @@ class Speculation:
         for index in (wanted & grammar).nonzero()[0].tolist():
             if request_ids[index] not in self.grammar_trees:  # the grammar may still force nodes
                 self._offer_to_grammar(request_ids[index], NO_NODES, 0, int(max_depth[index]))
+        if self.recorder is not None:
+            self.recorder.proposed(self.planner, self.drafter is not None)
         return proposals
 
     def _graph_requests(
@@ -358,6 +372,8 @@ class Speculation:
             graphs = self.first_graphs[count] = GraphBatch(*[array[:count] for array in self.graphs])
         token_rows = batch.token_rows[requests.index]
         reset_all(graphs, batch.token_ids, token_rows, length)
+        if self.recorder is not None:
+            self.recorder.grows(requests)
         if self.drafter is not None and drafted is not None:
             assert hidden is not None
             self.drafter.grow(graphs, drafted, hidden, requests)
@@ -373,7 +389,10 @@ class Speculation:
                 self.shared.graft(graphs, row, *owner, tokens, self.num_nodes)
         if drafted is None and (graphs.size <= 1).all():
             return None
-        return flatten(graphs, requests.num_nodes, requests.max_depth, self.planner.calibration.factor, trust)
+        trees = flatten(graphs, requests.num_nodes, requests.max_depth, self.planner.calibration.factor, trust)
+        if self.recorder is not None:
+            self.recorder.drafted(graphs, trees, self.num_nodes)
+        return trees
 
     def take_grammar_trees(self) -> dict[str, ProposedTree]:
         """Return and clear the trees proposed for requests with structured output."""
@@ -398,11 +417,17 @@ class Speculation:
         max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
         return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
 
+    def traces(self, request: Any) -> bool:
+        """Whether the steps of a request, given as its runner's record, are recorded. All ranks agree."""
+        return self.config.trace is not None and wire.asks_for_trace(request.sampling_params)
+
     def _inspect(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
         """Store and return what is constant for a request: uses graphs, has a grammar, maximum output tokens."""
         reason = fallback_reason(request)
         if reason is not None:
             self.stats.fallbacks[reason] += 1
+        if self.recorder is not None:
+            self.recorder.admit(request_id, request)
         most = None if request.sampling_params is None else request.sampling_params.max_tokens
         grammar = reason is None and self.asks_grammar and has_grammar(request)
         self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most

@@ -74,6 +74,7 @@ class Planner:
         self.num_drafted = 0
         self.caught_up_rows = 0  # rows of forwards over committed text, including the first level
         self.probing = self.resting = False
+        self.rates: tuple[float, ...] = ()  # expected tokens per millisecond with drafts and without, if compared
         # Rows of the coming target forward, and its milliseconds by the table.
         self.planned = self.num_requests, 0.0
         if self.costs is not None:
@@ -112,7 +113,8 @@ class Planner:
         if self.costs is None:
             return True
         without = max(self._plain_rate(), self._rate(found))
-        self.drafting = self._drafts_rate(found, left, num_drafted) > without * self._hurdle
+        rate = self._drafts_rate(found, left, num_drafted)
+        self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
         if self.drafting:
             self._probe_after(PROBE_EVERY)
             self.resting = self.steps % PLAIN_EVERY == 0
@@ -135,6 +137,13 @@ class Planner:
         assert self.costs is not None
         spent = self.plain_ms + self.overhead.graph_ms
         return host.best_rate(self.tables, self.num_requests, self.context, spent, chances)
+
+    @property
+    def plan(self) -> str:
+        """The decision on drafting in this step, for traces."""
+        if self.costs is None:
+            return "fixed"
+        return "rests" if self.resting else "drafts" if self.drafting else "probes" if self.probing else "pauses"
 
     @property
     def as_usual(self) -> bool:

@@ -110,6 +110,8 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 setattr(self, name, value)
         # Without speculation, either model runner works, so vLLM's choice is taken.
         check_engine(vllm_config, config, v2 if config.speculates else vllm_config.use_v2_model_runner)
+        if config.speculates:
+            wire.allow_traces(vllm_config, config)
         if config.speculates and vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = wire.scheduler_class(asynchronous=True)
         parallel = vllm_config.parallel_config
@@ -189,11 +191,13 @@ def reserve_draft_slots(upstream: property) -> property:
 
 
 def accept_all_sampling_params(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``SamplingParams._validate_spec_decode``: gsd supports ``min_p`` and ``logit_bias``."""
+    """Wrap ``SamplingParams._validate_spec_decode``: gsd supports ``min_p`` and ``logit_bias``, and checks its own."""
 
     @functools.wraps(upstream)
     def _validate_spec_decode(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
-        if not wire.is_ours(speculative_config):
+        if wire.is_ours(speculative_config):
+            wire.check_trace(self, speculative_config)
+        else:
             upstream(self, speculative_config)
 
     return _validate_spec_decode

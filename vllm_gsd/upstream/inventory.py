@@ -94,8 +94,9 @@ PATCHES = (
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         by="hooks.accept_all_sampling_params",
         when="load",
-        delta="Accepts requests with min_p or logit_bias.",
-        reason="Upstream rejects both with any speculative method, because its rejection sampler does not apply them.",
+        delta="Accepts requests with min_p or logit_bias, and refuses gsd_trace where no trace is allowed.",
+        reason="Upstream rejects min_p and logit_bias with any speculative method, because its rejection sampler does "
+        "not apply them.",
         expiry="Upstream lets the speculative method decide.",
         contract="test_upstream.py::test_processors_are_built_by_the_name_that_is_wrapped",
         kind="method",

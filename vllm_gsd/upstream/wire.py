@@ -47,10 +47,12 @@ _OPTIONS_KEY = "gsd"
 _PACKED_KEY = "gsd_packed_weights"
 # Key of ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
 _REQUEST_KEY = "gsd"
+_TRACE_KEY = "gsd_trace"
 # Key of ``SchedulerStats.kv_connector_stats``, the only field on the way to the front end that holds an arbitrary dict.
 # gsd does not support KV connectors, so no connector uses the field at the same time.
 _METRICS_KEY = "gsd"
 # Attributes.
+_TRACES = "gsd_traces"  # of SpeculativeConfig
 _TREE_ROWS = "gsd_tree_rows"  # of AttentionMetadata
 _STATS = "gsd_stats"  # of ModelRunnerOutput
 _SALTS = "gsd_cache_salts"  # of SchedulerOutput
@@ -139,6 +141,36 @@ def opts_out(sampling_params: SamplingParams) -> bool:
     """Whether a request asks to be decoded without a graph: ``SamplingParams(extra_args={"gsd": False})``."""
     # Over HTTP, vLLM converts false to 0.
     return bool(sampling_params.extra_args) and sampling_params.extra_args.get(_REQUEST_KEY) == 0
+
+
+def allow_traces(vllm_config: VllmConfig, config: GSDConfig) -> None:
+    """Tell the front end, which sees an engine's ``SpeculativeConfig`` only, whether requests may be traced."""
+    if config.trace is not None:
+        setattr(vllm_config.speculative_config, _TRACES, True)
+
+
+def asks_for_trace(sampling_params: SamplingParams | None) -> bool:
+    """Whether a request asks to be traced: ``SamplingParams(extra_args={"gsd_trace": True})``."""
+    args = (sampling_params.extra_args if sampling_params is not None else None) or {}
+    return args.get(_TRACE_KEY) == 1  # over HTTP, vLLM converts true to 1
+
+
+def check_trace(sampling_params: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
+    """Check a request's wish for a trace.
+
+    Raises:
+        VLLMValidationError: the wish is neither true nor false, or the engine allows no traces. A server answers 400.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    given = (sampling_params.extra_args or {}).get(_TRACE_KEY, False)
+    if given not in (0, 1):
+        raise VLLMValidationError(f'The request\'s "{_TRACE_KEY}" is {given!r}, but must be true or false.')
+    if given and not getattr(speculative_config, _TRACES, False):
+        raise VLLMValidationError(
+            f'The request\'s "{_TRACE_KEY}" is true, but this server allows no traces; name a file as "trace" in its '
+            f'gsd.json, or leave "{_TRACE_KEY}" out.'
+        )
 
 
 def attach_tree_rows(metadata: Any, rows: TreeRows) -> None:

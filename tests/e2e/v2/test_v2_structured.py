@@ -6,8 +6,12 @@ import pytest
 from engine_process import Engine
 from v2_engine import V2Engine
 
+from vllm_gsd.tools.inspect.summary import summarise
+from vllm_gsd.tools.inspect.trace import read_traces
+
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 CHOICE = ["certainly yes", "certainly not", "maybe"]
+TRACED = {"extra_args": {"gsd_trace": True}}
 REPEATED = "(abc){5}"  # n-grams guess it
 PARAMS = [
     {"temperature": 0, "max_tokens": 14, "structured_outputs": {"regex": DATE}},
@@ -29,13 +33,22 @@ def requests(text_pair, random_prompts, v2_options):
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-def test_valid_and_equal(text_pair, requests, async_scheduling):
+def test_valid_and_equal(text_pair, requests, async_scheduling, tmp_path):
+    """And their steps are recorded as they ask for it, as are those of a request without a grammar."""
     prompts, expected = requests
-    config = {**GSD, "model": str(text_pair.draft)}
+    trace = tmp_path / "trace.jsonl"
+    config = {**GSD, "model": str(text_pair.draft), "trace": str(trace)}
     engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, skip_tokenizer_init=False)
-    answers = engine.generate(prompts, PARAMS)
+    answers = engine.generate(prompts, [{**params, **TRACED} for params in PARAMS])
     counts = engine.metrics()
+    (free,) = engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8, **TRACED})
     engine.close()
+    traced = [
+        [text for step in trace.steps for text in step["tokens"]["text"]] for trace in read_traces(trace).values()
+    ]
+    texts = sorted(answer.completions[0].text for answer in [*answers, free])
+    assert sorted("".join(text).removesuffix("<eos>") for text in traced) == texts
+    assert summarise(list(read_traces(trace).values())[-1].steps)["rows"] > 0
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     texts = [answer.completions[0].text for answer in answers]
     assert re.fullmatch(DATE, texts[0]) and texts[1] in CHOICE and re.fullmatch(DATE, texts[3])

@@ -35,6 +35,8 @@ from vllm_gsd.planner.planner import Planner
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gsd.engine.observe.recorder import Recorder
+
 
 class Drafter:
     """Grows token graphs for the requests of a batch with the draft model.
@@ -64,6 +66,7 @@ class Drafter:
         # For EAGLE drafts: the target's hidden states, and each node's row in the draft forward that ran it.
         self.features: Features | None = None
         self.node_rows = np.zeros((num_requests, capacity), np.int64)
+        self.recorder: Recorder | None = None  # set by ``Speculation``
 
     @property
     def feature_bytes(self) -> int:
@@ -212,6 +215,8 @@ class Drafter:
             self.config.theta_sib,
             merge_ngram,
         )
+        if self.recorder is not None:
+            self.recorder.level(frontier, frontier_len, tokens, probs)
         self.stats.counts["nodes_added"] += added
         self.stats.counts["nodes_merged"] += merged
         self.stats.counts["nodes_pruned"] += pruned

@@ -213,7 +213,10 @@ class GraphSpeculator(BaseSpeculator):
             self.proposals.drop(input_batch.idx_mapping_np)
             return nothing
         requests = [self.requests[request_id] for request_id in input_batch.req_ids]
-        grow = self._grow_on_host if self.host_only or any(map(has_grammar, requests)) else self._grow_on_device
+        on_host = self.host_only or any(
+            has_grammar(request) or self.speculation.traces(request) for request in requests
+        )
+        grow = self._grow_on_host if on_host else self._grow_on_device
         trees = grow(input_batch)
         self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
         return trees.token

@@ -68,10 +68,11 @@ def run(
         behind: chats that fill the context before a shorter chat.
 
     Returns:
-        ``seconds``; ``requests``, per chat ``tokens``, ``latency`` and ``ttft`` (seconds), and, with parts at
-        concurrency 1, its own ``counters``; ``counters`` of vLLM's metrics; ``decode``: the ``steps`` without a
-        prefill, their ``seconds`` and, with parts, ``parts`` (seconds by part) and ``draft_levels`` (our draft's
-        forward passes); ``peak_mb`` and ``cudagraphs_captured`` so far.
+        ``seconds``; ``requests``, per chat ``prompt`` and ``tokens`` (their numbers), ``latency`` and ``ttft``
+        (seconds), and, with parts at concurrency 1, its own ``counters``; ``counters`` of vLLM's metrics; ``decode``:
+        the ``steps`` without a prefill, their ``seconds``, the ``running`` requests summed over them and, with parts,
+        ``parts`` (seconds by part) and ``draft_levels`` (our draft's forward passes); ``planner``, see ``planner_of``;
+        ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
     from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
@@ -94,6 +95,7 @@ def run(
         "seconds": time.perf_counter() - start,
         "requests": timed_run.requests,
         "decode": timed_run.decode,
+        "planner": planner_of(runner_of(llm)),
         "peak_mb": peak_mb(),
         "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
         "counters": gained(before, counters_of(llm)),
@@ -113,11 +115,11 @@ class TimedRun:
         self.llm, self.params, self.clock, self.counters = llm, params, clock, counters
         self.begun: dict[str, float] = {}
         self.requests: list[dict[str, Any]] = []
-        self.decode: dict[str, Any] = {"steps": 0, "seconds": 0.0}
+        self.decode: dict[str, Any] = {"steps": 0, "seconds": 0.0, "running": 0}
 
     def answer(self, prompts: list[list[int]], concurrency: int) -> None:
         """Run all prompts (token ids), at most ``concurrency`` at a time."""
-        self.requests = [{"tokens": 0, "latency": 0.0, "ttft": 0.0} for _ in prompts]
+        self.requests = [{"prompt": len(ids), "tokens": 0, "latency": 0.0, "ttft": 0.0} for ids in prompts]
         if self.clock is not None:
             self.clock.restart()
         waiting = deque(enumerate(prompts))
@@ -136,6 +138,7 @@ class TimedRun:
         decodes = all(self.requests[int(request)]["tokens"] for request in self.begun)
         if self.clock is not None:
             self.clock.on = decodes
+        self.decode["running"] += decodes * len(self.begun)
         since = time.perf_counter()
         outputs = self.llm.llm_engine.step()
         now = time.perf_counter()
@@ -166,6 +169,21 @@ def forget_responses(runner: Any) -> None:
     ours = getattr(getattr(runner, "speculator", None), "speculation", drafter)  # Model Runner V2, else V1
     if (shared := getattr(ours, "shared", None)) is not None:
         shared.clear()
+
+
+def planner_of(runner: Any) -> dict[str, Any] | None:
+    """What our planner has measured and learned, in its own names, as ``vllm-gsd plan`` reads it; None without one."""
+    planner: Any = getattr(getattr(runner, "drafter", None), "planner", None)
+    if getattr(planner, "costs", None) is None:
+        return None
+    costs, overhead, calibration = planner.costs, planner.overhead, planner.calibration
+    return {
+        "costs": {name: getattr(costs, name).tolist() for name in ("rows", "target", "draft")}
+        | {"attention": costs.attention},
+        "overhead": {name: getattr(overhead, name).weights.tolist() for name in ("step", "draft")},
+        "first_level": calibration.first_level,
+        **{name: getattr(planner, name).tolist() for name in ("children", "worth", "levels", "level_share")},
+    }
 
 
 def counters_of(llm: Any) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from vllm_gsd.tools.bench import categories
@@ -46,8 +46,9 @@ def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str,
         ``tokens_per_second``, ``ttft_ms``, ``tpot_ms`` and ``tokens_per_step`` (of one request, including steps without
         drafts) as median, min and max over the turns; ``acceptance_by_depth``; ``step_ms`` and ``step_parts_ms``, means
         over the steps without a prefill in the turn with the clock; ``draft_levels`` of our drafts: levels
-        ``per_step``, ``forward_ms`` of one, and ``beside_ms``, the rest of drafting per level; ``peak_mb``; and
-        ``cudagraphs``, if there are any.
+        ``per_step``, ``forward_ms`` of one, and ``beside_ms``, the rest of drafting per level; ``decode``, the usual
+        step without a prefill and without the clock; ``answers``, mean tokens of a ``prompt`` and its answer
+        (``tokens``); ``planner``, see ``engine.planner_of``; ``peak_mb``; and ``cudagraphs``, if there are any.
     """
     speeds = [tokens_per_second(result) for result in results]
     decode = with_parts["decode"]
@@ -59,6 +60,12 @@ def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str,
         "tokens_per_step": spread([tokens_per_step(result) for result in results]),
         "acceptance_by_depth": _by_depth(results),
         "step_ms": 1e3 * decode["seconds"] / steps,
+        "decode": _decode(results),
+        "answers": {
+            name: mean(request[name] for result in results for request in result["requests"])
+            for name in ("prompt", "tokens")
+        },
+        "planner": results[-1]["planner"],
         "peak_mb": max(result["peak_mb"] for result in results),
     }
     if captured := results[-1].get("cudagraphs_captured"):
@@ -74,6 +81,24 @@ def _row(results: list[dict[str, Any]], with_parts: dict[str, Any]) -> dict[str,
             "beside_ms": 1e3 * parts["draft"] / levels,
         }
     return row
+
+
+def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
+    """A step without a prefill, medians over the turns.
+
+    Returns:
+        ``step_ms``; ``requests``; ``drafted`` requests; and ``nodes`` verified of a drafted request's graph.
+    """
+    rows = []
+    for result in results:
+        decode, counters = result["decode"], result["counters"]
+        steps = max(1, decode["steps"])
+        drafts = counters.get(DRAFTS, 0.0)
+        drafted = drafts / max(1.0, counters.get("vllm:gsd_target_steps", 0.0))
+        nodes = counters.get("vllm:gsd_nodes_verified", 0.0) / max(1.0, drafts)
+        rows.append((1e3 * decode["seconds"] / steps, decode["running"] / steps, drafted, nodes))
+    step_ms, requests, share, nodes = (median(values) for values in zip(*rows, strict=True))
+    return {"step_ms": step_ms, "requests": requests, "drafted": share * requests, "nodes": nodes}
 
 
 def _ratios(

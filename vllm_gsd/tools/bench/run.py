@@ -1,4 +1,4 @@
-"""The whole comparison: choose settings, take turns, analyse, and write JSON and plots."""
+"""The whole comparison: choose settings, take turns, analyse, and write JSON and a page."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.analyses import analyse, num_runs
 from vllm_gsd.tools.bench.methods import BenchError, Drafts, missing_for, settings_of
+from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import make_report
 from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
 
@@ -33,7 +34,7 @@ class Plan:
 
 
 def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Run the comparison and write ``bench.json``, the plots and ``index.html`` into ``out``. Returns the report.
+    """Run the comparison and write ``bench.json`` and ``index.html`` into ``out``. Returns the report.
 
     Args:
         settings: the options, written at the head of the report.
@@ -73,9 +74,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
             assert plan.drafts.own is not None
             report["analyses"] = analyse(plan.drafts.own, plan.gsd, plan.modes[-1] == "compiled", work, tick)
             _write(report, out)
-    from vllm_gsd.tools.bench.plots import draw
-
-    draw(report, out)
+    (out / "index.html").write_text(bench_page(report), "utf-8")
     return report
 
 

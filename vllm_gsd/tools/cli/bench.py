@@ -52,10 +52,10 @@ def _plan(options: Options, pair: Pair, modes: list[str]) -> Plan:
     return Plan(
         methods=options.methods.split(","),
         modes=modes,
-        lengths=_numbers(options.chain_lengths, "--chain-lengths"),
+        lengths=numbers(options.chain_lengths, "--chain-lengths"),
         drafts=Drafts.of(pair[1], pair[2]),
         gsd=json_object(options.gsd, "--gsd"),
-        contexts=_numbers(options.contexts, "--contexts") if options.contexts else [],
+        contexts=numbers(options.contexts, "--contexts") if options.contexts else [],
         forms=options.forms,
         analyses=options.analyses,
     )
@@ -67,7 +67,7 @@ def _work(options: Options, pair: Pair) -> Work:
 
     return Work(
         requests=thinned(read_requests(options.prompts), options.limit),
-        batch_sizes=_numbers(options.batch_sizes, "--batch-sizes"),
+        batch_sizes=numbers(options.batch_sizes, "--batch-sizes"),
         repeats=options.repeats,
         max_tokens=options.max_tokens,
         engine_args={
@@ -119,7 +119,8 @@ def _modes(text: str) -> list[str]:
     return modes
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def numbers(text: str, option: str) -> list[int]:
+    """The whole numbers of an option, ascending. The command fails if it has others."""
     try:
         numbers = sorted({int(number) for number in text.split(",")})
     except ValueError:

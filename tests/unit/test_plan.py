@@ -1,0 +1,267 @@
+"""``vllm-gsd plan`` without engines: its arithmetic against enumeration, and plans from a report made by hand."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from vllm_gsd.planner.costs import Costs
+from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.plan.acceptance import Acceptance, fitted, level_rows
+from vllm_gsd.tools.plan.fleet import BUSY, replicas
+from vllm_gsd.tools.plan.gpus import GPUS, machine_of
+from vllm_gsd.tools.plan.machine import Machine, PlanError, curve
+from vllm_gsd.tools.plan.model import Form, Model, Workload
+from vllm_gsd.tools.plan.shapes import read_shapes
+from vllm_gsd.tools.plan.trace import observed
+
+GUESSES = Acceptance(np.array([0.7, 0.6, 0.65]), np.array([1.0, 0.3, 0.1]))
+FORM = Form(top_k=3, max_depth=3, num_speculative_tokens=8)
+WORK = Workload(prompt=100, answer=50)
+ROWS = np.array([1, 8, 64, 512])
+
+
+def machine(**changes) -> Machine:
+    """Steps of 10 ms for few rows and of 0.2 ms a row for many."""
+    values = {
+        "costs": Costs(ROWS, np.maximum(10.0, 0.2 * ROWS), np.maximum(1.0, 0.02 * ROWS), attention=1e-5),
+        "plain": curve([(1, 12), (50, 15), (512, 110)]),
+        "off": curve([(1, 11), (50, 12), (512, 105)]),
+        "graph_ms": 0.5,
+        "node_ms": 0.01,
+        "draft_ms": 0.2,
+        "level_ms": 0.1,
+        "prompt_ms": {name: curve([(1, 30)]) for name in ("plain", "off", "gsd")},
+        "most": None,
+        "assumptions": [],
+    }
+    return Machine(**{**values, **changes})
+
+
+@pytest.mark.parametrize(("top_k", "depth", "nodes"), [(3, 3, 8), (1, 3, 8), (2, 2, 100), (3, 1, 2)])
+def test_the_best_graph_is_that_of_all_paths(top_k, depth, nodes):
+    paths = [path for length in range(1, depth + 1) for path in itertools.product(range(top_k), repeat=length)]
+    value = {
+        path: math.prod(GUESSES.depth[place] * GUESSES.sibling[rank] for place, rank in enumerate(path))
+        for path in paths
+    }
+    best = sorted(paths, key=value.get, reverse=True)[:nodes]
+    chances, depths = GUESSES.graph(top_k, depth, nodes)
+    assert chances == pytest.approx([value[path] for path in best])
+    assert np.bincount(depths).tolist() == np.bincount([len(path) - 1 for path in best]).tolist()
+
+
+def test_levels_run_the_nodes_that_may_have_children():
+    _, depths = GUESSES.graph(1, 3, 8)
+    assert level_rows(depths, 3).tolist() == [1, 1, 1]
+    assert level_rows(np.array([0, 0, 0, 1, 1, 2]), 3).tolist() == [1, 2, 1]
+
+
+def test_the_fitted_acceptance_gives_what_was_measured():
+    chances, depths = GUESSES.graph(3, 3, 8)
+    measured = np.bincount(depths, chances)
+    found = fitted(measured.tolist(), 0.5 * GUESSES.sibling, 3, 8)
+    again, places = found.graph(3, 3, 8)
+    assert np.bincount(places, again) == pytest.approx(measured, rel=1e-3)
+    assert found.depth == pytest.approx(GUESSES.depth, rel=0.02)
+
+
+def test_the_rate_is_the_best_over_levels_and_nodes():
+    """Every number of levels and nodes, counted one by one."""
+    one, requests = Model(machine(), GUESSES, WORK), 4
+    best = 0.0
+    for levels in (1, 2, 3):
+        chances, depths = GUESSES.graph(3, levels, 8)
+        rows = requests * level_rows(depths, levels)
+        drafting = sum(np.interp(rows, ROWS, np.maximum(1.0, 0.02 * ROWS)) + 0.1)
+        for count in range(1, requests * len(chances) + 1):
+            taken = np.sort(np.repeat(chances, requests))[::-1][:count].sum()
+            target = np.interp(requests + count, ROWS, np.maximum(10.0, 0.2 * ROWS))
+            attention = 1e-5 * WORK.context * count
+            took = curve([(1, 11), (50, 12)])(4) - 10 + target + attention + 0.5 + 0.2 + drafting + 0.01 * count
+            best = max(best, (requests + taken) / took)
+    assert one.speculating(requests, FORM) == pytest.approx(best, rel=1e-9)
+    assert one.decoding(requests, FORM) == one.speculating(requests, FORM) > requests / one.machine.off(requests)
+
+
+def test_speculation_turns_off_where_rows_cost():
+    one = Model(machine(), GUESSES, WORK)
+    last = one.turns_off(FORM, 512)
+    assert 2 < last < 512
+    assert one.pays(last - 1, FORM) and not one.pays(last, FORM)
+    assert one.tokens_per_second(512, FORM) == pytest.approx(one.tokens_per_second(512, FORM, off=True))
+    free = machine(costs=Costs(ROWS, np.full(4, 10.0), np.full(4, 0.01), attention=0.0))
+    assert Model(free, GUESSES, WORK).turns_off(FORM, 512) is None
+
+
+def test_the_best_form_is_smaller_where_rows_cost():
+    one = Model(machine(), GUESSES, WORK)
+    few, many = one.best_form(1, FORM), one.best_form(60, FORM)
+    assert one.speculating(1, few) > 0.99 * one.speculating(1, FORM)
+    assert (many.num_speculative_tokens, many.max_depth) < (few.num_speculative_tokens, few.max_depth)
+
+
+def test_replicas_follow_littles_law():
+    one = Model(machine(), GUESSES, WORK)
+    found = replicas(one, FORM, 40.0, 2.0, 512)
+    assert found["seconds_per_request"] * found["requests_per_second"] == pytest.approx(found["requests_at_once"])
+    assert found["seconds_per_request"] <= 2.0
+    assert (found["replicas"] - 1) * found["requests_per_second"] * BUSY < 40.0
+    assert found["replicas"] * found["requests_per_second"] * BUSY >= 40.0
+    assert replicas(one, None, 40.0, 2.0, 512)["replicas"] >= found["replicas"]
+    with pytest.raises(PlanError, match="one request alone takes"):
+        replicas(one, FORM, 40.0, 0.01, 512)
+
+
+def test_shapes_count_the_weights_of_the_built_in_models():
+    from safetensors import safe_open
+
+    from vllm_gsd.tools.models import built_in_pair
+
+    pair = built_in_pair()
+    for folder in (pair.target, pair.draft_model):
+        with safe_open(folder / "model.safetensors", "np") as file:
+            sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        matrices = sum(size for name, size in sizes.items() if "norm" not in name and "lm_head" not in name)
+        config = json.loads((folder / "config.json").read_text())
+        vocab = config["vocab_size"]
+        if (trimmed := folder / "draft_vocab.json").exists():
+            vocab = len(json.loads(trimmed.read_text())["token_ids"])
+        embedding = (config["vocab_size"] - vocab) * config["hidden_size"]  # rows that the LM head does not compute
+        assert read_shapes(folder).parameters == matrices - embedding
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_gpus(name):
+    """A 3B target with a small draft: speculation pays for one request, and less where arithmetic is the bound."""
+    from vllm_gsd.tools.plan.shapes import Shapes
+
+    one = machine_of(name, Shapes(3e9, 1e5), Shapes(1e8, 1e4), WORK)
+    model = Model(one, GUESSES, WORK)
+    assert model.pays(1, FORM)
+    assert 1.3 < model.tokens_per_second(1, FORM) / model.tokens_per_second(1, None) < 3
+    gains = [model.decoding(count, FORM) / model.decoding(count, None) for count in (1, 64, 1024)]
+    assert gains == sorted(gains, reverse=True) and gains[-1] < 1.3
+    assert one.most > 100
+
+
+def report(tmp_path, batches=(1, 4, 16, 64)):
+    """A report of ``machine()`` as bench would write it."""
+    one = Model(machine(), GUESSES, WORK)
+    chances, depths = GUESSES.graph(3, 3, 8)
+    costs = one.machine.costs
+    planner = {
+        "costs": {name: getattr(costs, name).tolist() for name in ("rows", "target", "draft")}
+        | {"attention": costs.attention},
+        "overhead": {"step": [1.0, 0.1, 0.0, 0.5, 0.01], "draft": [0.2, 0.1]},
+        "children": GUESSES.sibling.tolist(),
+    }
+    rows = {}
+    for batch in batches:
+        rows[batch] = {}
+        for method, form, off in (("plain", None, False), ("gsd-off", FORM, True), ("gsd", FORM, False)):
+            speed = one.tokens_per_second(batch, form, off)
+            rate = batch / one.machine.off(batch) if off else one.decoding(batch, form)
+            rows[batch][method] = {
+                "tokens_per_second": {"median": speed},
+                "tokens_per_step": {"median": 1.0},
+                "decode": {"step_ms": batch / rate, "requests": batch, "nodes": 8.0},
+                "answers": {"prompt": WORK.prompt, "tokens": WORK.answer},
+                "planner": planner,
+                "acceptance_by_depth": np.bincount(depths, chances).tolist(),
+            }
+        ours = rows[batch]["gsd"]["tokens_per_second"]["median"]
+        for name, method in (("plain", "plain"), ("off", "gsd-off")):
+            gain = ours / rows[batch][method]["tokens_per_second"]["median"]
+            rows[batch]["gsd"][f"ratio_to_{name}"] = {"median": gain}
+    gsd = json.dumps({"top_k": 3, "max_depth": 3, "num_speculative_tokens": 8})
+    settings = {"gsd": gsd, "target": "big", "draft": "small"}
+    (tmp_path / "bench.json").write_text(json.dumps({"settings": settings, "batches": rows}))
+    return str(tmp_path / "bench.json")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_what_the_report_says_is_predicted(tmp_path):
+    """Learned at three batch sizes, the gain at the fourth is right, too; a wrong measurement is noticed."""
+    path = report(tmp_path)
+    done = run(path, "--validate", "1,16,64")
+    rows = json.loads(done.stdout)["rows"]
+    assert done.exit_code == 0, done.output
+    assert [row["learned"] for row in rows] == [True, False, True, True]
+    assert all(abs(row[over]["error"]) < 0.03 for row in rows for over in ("plain", "off"))
+    written = json.loads((tmp_path / "bench.json").read_text())
+    written["batches"]["4"]["gsd"]["ratio_to_plain"]["median"] *= 1.2
+    (tmp_path / "bench.json").write_text(json.dumps(written))
+    assert run(path, "--validate", "1,16,64").exit_code == 1
+
+
+def test_a_plan(tmp_path):
+    options = ["--rate", "30", "--latency", "3", "--out", str(tmp_path / "out")]
+    done = run(report(tmp_path), *options)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "out/plan.json").read_text())
+    assert list(found["batches"]) == [str(2**power) for power in range(10)]
+    assert found["batches"]["1"]["graph_over_plain"] > found["batches"]["1"]["chain_over_plain"] > 1
+    assert found["gsd_json"]["method"] == "gsd" and found["gsd_json"]["model"] == "small"
+    assert found["fleet"]["graph"]["replicas"] <= found["fleet"]["plain"]["replicas"]
+    assert len(found["assumptions"]) >= 4
+    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_acceptance_of_a_trace(tmp_path):
+    """Two graphs: one accepted two levels deep, one not at all; and a line that is being written."""
+    deep = {"parent": [-1, -1, 0, 1], "accepted": [False, True, False, True]}
+    steps = [deep, {"parent": [-1], "accepted": [False]}, {"parent": [], "accepted": []}]
+    lines = [json.dumps({"event": "request", "request": "a"})]
+    lines += [json.dumps({"event": "step", "request": "a", "verified": step}) for step in steps]
+    (tmp_path / "trace.jsonl").write_text("\n".join([*lines, '{"event": "st']))
+    assert observed(tmp_path / "trace.jsonl") == ([0.5, 0.5], 2.5)
+    options = ["--trace", str(tmp_path / "trace.jsonl"), "--out", str(tmp_path / "out")]
+    assert run(report(tmp_path), *options).exit_code == 0
+    planned = json.loads((tmp_path / "out/plan.json").read_text())["batches"]["1"]
+    assert planned["graph"] < Model(machine(), GUESSES, WORK).tokens_per_second(1, FORM)
+    (tmp_path / "trace.jsonl").write_text(lines[0] + "\n")
+    assert "no accepted node" in run(report(tmp_path), *options).stderr
+
+
+def test_a_plan_for_a_gpu(tmp_path):
+    from vllm_gsd.tools.models import built_in_pair
+
+    pair = built_in_pair()
+    models = ["--target", str(pair.target), "--draft", str(pair.draft), "--out", str(tmp_path / "out")]
+    done = run(report(tmp_path), "--machine", "h100", *models, "--answer-tokens", "400")
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "out/plan.json").read_text())
+    assert found["workload"] == {"prompt": WORK.prompt, "answer": 400}
+    assert "compared with a GPU" in " ".join(found["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--machine", "h100"], "needs --target"),
+        (["--machine", "tpu", "--target", "TARGET"], '--machine is "tpu"'),
+        (["--machine", "h100", "--target", "nowhere"], "has no config.json"),
+        (["--validate", "1,2"], 'has no "plain" at batch size 2'),
+        (["--validate", "x"], '--validate is "x"'),
+        (["--rate", "3", "--latency", "0.001"], "one request alone takes"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path, extra, sentence):
+    from vllm_gsd.tools.models import built_in_pair
+
+    extra = [str(built_in_pair().target) if word == "TARGET" else word for word in extra]
+    done = run(report(tmp_path), *extra, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1
+    assert sentence in " ".join(done.stderr.split())
+
+
+def test_other_files_are_no_reports(tmp_path):
+    (tmp_path / "other.json").write_text("[]")
+    assert "cannot be read" in run(str(tmp_path / "other.json")).stderr

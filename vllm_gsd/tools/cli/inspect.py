@@ -1,0 +1,83 @@
+"""``vllm-gsd inspect``."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_gsd.tools.cli.console import err, fail, json_object
+
+
+def inspect(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help='A trace that an engine wrote (the "trace" of its gsd.json); or give --prompt.'),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Answer this prompt and show how.")] = None,
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
+    request: Annotated[
+        str | None, typer.Option(help="The request of the trace, by its id or the id's beginning; by default the last.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --prompt: folder or hub id of the target; by default the built-in pair.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help='With --prompt: the draft instead of the "model" of --gsd.')] = None,
+    gsd: Annotated[str | None, typer.Option(help="With --prompt: path of a gsd.json, or its keys as JSON.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: most tokens of the answer.")] = 200,
+    engine_args: Annotated[str, typer.Option(help="With --prompt: more arguments of vLLM's LLM, as JSON.")] = "{}",
+    trace_to: Annotated[
+        Path | None, typer.Option("--trace", help="With --prompt: a file to which the trace is appended, to keep it.")
+    ] = None,
+) -> None:
+    """Show what token graphs did for a request, as one HTML page: for a prompt, or from an engine's trace."""
+    from vllm_gsd.config import GSDConfigError
+    from vllm_gsd.tools.inspect.trace import TraceError, choose, read_traces
+
+    if (trace is None) == (prompt is None):
+        fail("Give either a trace or --prompt.")
+    try:
+        from vllm_gsd.tools.inspect.page import inspect_page
+        from vllm_gsd.tools.inspect.run import record
+
+        if trace is not None:
+            traces = read_traces(trace)
+            shown = choose(traces, request, trace)
+            if len(traces) > 1:
+                err.print(f"The trace has {len(traces)} requests; this is {shown.request['request']}.", highlight=False)
+        else:
+            assert prompt is not None
+            with tempfile.TemporaryDirectory() as folder:
+                pair = _pair(target, draft, gsd, trace_to or Path(folder, "trace.jsonl"))
+                shown = record(prompt, *pair, max_tokens, json_object(engine_args, "--engine-args"))
+        out.write_text(inspect_page(shown), "utf-8")
+    except (GSDConfigError, TraceError) as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(f"The inspector needs the package {error.name}, which comes with vLLM.")
+    except OSError as error:
+        fail(f'--out is "{out}", but that file cannot be written ({error.strerror}).')
+    typer.echo(json.dumps({"page": str(out), "request": shown.request["request"], "steps": len(shown.steps)}))
+
+
+def _pair(target: str | None, draft: str | None, gsd: str | None, trace: Path) -> tuple[str, dict[str, Any]]:
+    """The target, and the keys of the gsd config."""
+    from vllm_gsd.config import GSDConfig
+    from vllm_gsd.config.source import read
+    from vllm_gsd.tools.models import ModelsError, built_in_pair
+
+    keys: dict[str, Any] = {"method": "gsd", "model": None} if gsd is None else read(gsd)
+    if target is None:
+        try:
+            pair = built_in_pair()
+        except ModelsError as error:
+            fail(str(error))
+        target, draft = str(pair.target), draft or keys.get("model") or str(pair.draft)
+    if draft is not None:
+        keys = {**keys, "model": draft}
+    keys = {**keys, "trace": str(trace.absolute())}
+    GSDConfig.load(keys)
+    return target, keys

@@ -1,0 +1,65 @@
+"""``vllm-gsd plan``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import typer
+from rich.table import Table
+
+from vllm_gsd.tools.cli.bench import numbers
+from vllm_gsd.tools.cli.console import err, fail
+from vllm_gsd.tools.cli.options import takes
+from vllm_gsd.tools.plan.options import Options
+
+
+@takes(Options)
+def plan(**given: Any) -> None:
+    """Predict from a bench report what speculation gives by batch size, and how many replicas a load needs."""
+    from vllm_gsd.tools.plan.machine import PlanError
+    from vllm_gsd.tools.plan.run import plan as run
+
+    options = Options(**given)
+    try:
+        if options.validate:
+            _validate(options)
+        found = run(options)
+    except PlanError as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(f"The plan's plot needs the package {error.name} (pip install 'vllm-gsd[bench]').")
+    table = Table("requests at once", "plain", "our engine", "chain", "graph", "over plain", "speculate")
+    for batch, row in found["batches"].items():
+        speeds = [f"{row[name]:.0f}" for name in ("plain", "off", "chain", "graph")]
+        table.add_row(batch, *speeds, f"{row['graph_over_plain']:.2f}", "yes" if row["pays"] else "no")
+    err.print(table)
+    last = found["speculation_off_from"]
+    err.print(f"Speculation does not pay from {last} requests on." if last else "Speculation pays at every batch size.")
+    for name, row in (found["fleet"] or {}).items():
+        if isinstance(row, dict):
+            err.print(
+                f"{name}: {row['replicas']} replicas with {row['requests_at_once']} requests at once, "
+                f"{row['seconds_per_request']:.1f} s per request."
+            )
+    for sentence in found["assumptions"]:
+        err.print(f"Assumed: {sentence}", highlight=False)
+    typer.echo(json.dumps({"plan": str(options.out / "plan.json"), "gsd_json": found["gsd_json"]}))
+
+
+def _validate(options: Options) -> NoReturn:
+    """Compare predictions with the report."""
+    from vllm_gsd.tools.plan.run import validate
+
+    rows = validate(options.report, numbers(options.validate, "--validate"))
+    table = Table("batch", "learned", *(f"{what} {over}" for over in ("over plain", "over gsd-off") for what in SHOWN))
+    for row in rows:
+        shown = [f"{row[over][name]:.2f}" for over in ("plain", "off") for name in SHOWN]
+        table.add_row(str(row["batch"]), "yes" if row["learned"] else "", *shown)
+    err.print(table)
+    worst = max(abs(row[over]["error"]) for row in rows for over in ("plain", "off"))
+    typer.echo(json.dumps({"rows": rows, "worst_error": worst}))
+    raise typer.Exit(0 if worst <= options.within else 1)
+
+
+SHOWN = ("predicted", "measured", "error")

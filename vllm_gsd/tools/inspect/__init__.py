@@ -1,0 +1,1 @@
+"""``vllm-gsd inspect``: a page that shows what token graphs did for a request."""

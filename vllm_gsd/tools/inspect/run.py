@@ -1,0 +1,39 @@
+"""Answers a prompt with an engine in this process and records what its token graphs did."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from vllm_gsd.tools.inspect.trace import Trace, TraceError, read_traces
+from vllm_gsd.tools.prompt_file import token_ids_of
+
+
+def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engine_args: dict[str, Any]) -> Trace:
+    """Answer ``prompt`` greedily, as a chat where the target has a template for it, and return the trace.
+
+    Args:
+        target: folder or hub id.
+        gsd: keys of a gsd.json; its "trace" is the file to write.
+        max_tokens: most tokens of the answer.
+        engine_args: more arguments of vLLM's ``LLM``.
+
+    Raises:
+        TraceError: the engine's steps were not recorded.
+    """
+    from vllm import LLM, SamplingParams
+
+    path = Path(gsd["trace"])
+    before = read_traces(path).keys() if path.exists() and path.stat().st_size else set()
+    # Compiling takes longer than an answer.
+    defaults = {"max_num_seqs": 1, "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+    llm = LLM(target, speculative_config=gsd, **{**defaults, **engine_args})
+    ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"gsd_trace": True})
+    (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    logging.info("%s", answer.outputs[0].text)
+    new = [trace for name, trace in read_traces(path).items() if name not in before]
+    if not new or not new[-1].steps:
+        raise TraceError(f'The engine recorded no step in "{path}"; the file may be full.')
+    return new[-1]

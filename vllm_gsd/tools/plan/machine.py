@@ -1,0 +1,49 @@
+"""What a step takes on a machine, in milliseconds, as the planner counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_gsd.planner.costs import Costs
+
+Curve = Callable[[float], float]
+
+
+class PlanError(ValueError):
+    """The plan cannot be made as asked. The message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a target and a draft.
+
+    Args:
+        costs: forwards of both models.
+        plain, off: a step that verifies nothing, by running requests: in plain vLLM, and in our engine.
+        graph_ms, node_ms, draft_ms, level_ms: what verifying graphs at all, each node, drafting at all and each draft
+            level add to a step, beside the forwards.
+        prompt_ms: everything of a request that is no decoding, by method ("plain", "off", "gsd") and running requests.
+        most: most requests whose context fits into memory; None if unknown.
+        assumptions: sentences that tell where the numbers are from.
+    """
+
+    costs: Costs
+    plain: Curve
+    off: Curve
+    graph_ms: float
+    node_ms: float
+    draft_ms: float
+    level_ms: float
+    prompt_ms: dict[str, Curve]
+    most: int | None
+    assumptions: list[str]
+
+
+def curve(points: list[tuple[float, float]]) -> Curve:
+    """Linear between the points, level before the first, and with the last slope (not below 0) after the last."""
+    at, values = (np.array(side, np.float64) for side in zip(*sorted(points), strict=True))
+    slope = max(0.0, (values[-1] - values[-2]) / (at[-1] - at[-2])) if len(at) > 1 else 0.0
+    return lambda x: float(np.interp(x, at, values) + slope * max(0.0, x - at[-1]))

@@ -1,0 +1,35 @@
+"""The options of ``vllm-gsd plan``, each with its type, default and help."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan was asked for. The command takes its options from these fields."""
+
+    report: Annotated[
+        Path,
+        Argument(help="bench.json of vllm-gsd bench --methods plain,gsd-off,gsd with the batch sizes of interest."),
+    ]
+    out: Annotated[Path, Option(help="Folder for plan.json and plan.png.")] = Path("out/plan")
+    trace: Annotated[
+        Path | None, Option(help="Trace of real requests, whose acceptance counts instead of the report's.")
+    ] = None
+    machine: Annotated[
+        str, Option(help='"report" for the machine that was measured, or a GPU: a10, l4, l40s, a100, h100, h200, b200.')
+    ] = "report"
+    target: Annotated[Path | None, Option(help="Folder with the target's config.json, for a GPU.")] = None
+    draft: Annotated[Path | None, Option(help="Folder with the draft's config.json, for a GPU.")] = None
+    prompt_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of a prompt, if not the report's.")] = None
+    answer_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of an answer, if not the report's.")] = None
+    rate: Annotated[float | None, Option(min=0, help="Requests per second of a fleet, to count its replicas.")] = None
+    latency: Annotated[float | None, Option(min=0, help="Most seconds of an average request, for the fleet.")] = None
+    validate: Annotated[
+        str,
+        Option(help="Batch sizes of the report to learn from, comma-separated: predict all and compare with measured."),
+    ] = ""
+    within: Annotated[float, Option(min=0, help="Most error of a validated gain; beyond it the exit code is 1.")] = 0.1

@@ -1,0 +1,110 @@
+"""Reads a report of ``vllm-gsd bench``: the machine that it measured, the draft's acceptance, the workload."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.planner.costs import Costs
+from vllm_gsd.tools.plan.acceptance import Acceptance, fitted
+from vllm_gsd.tools.plan.machine import Curve, Machine, PlanError, curve
+from vllm_gsd.tools.plan.model import Form, Workload
+from vllm_gsd.tools.plan.trace import Observed
+
+METHODS = {"plain": "plain", "off": "gsd-off", "gsd": "gsd"}
+
+
+class Report:
+    """A report, of which only some batch sizes may be looked at.
+
+    Args:
+        path: ``bench.json``.
+        batches: the batch sizes to learn from; all of the report's by default.
+
+    Raises:
+        PlanError: the file is no report, or lacks a method or a batch size.
+    """
+
+    def __init__(self, path: Path, batches: list[int] | None = None):
+        try:
+            report: dict[str, Any] = json.loads(path.read_text())
+            self.all: dict[int, dict[str, Any]] = {int(batch): rows for batch, rows in report["batches"].items()}
+            self.settings: dict[str, Any] = report["settings"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{path} cannot be read as the bench.json of vllm-gsd bench ({error!r}).") from error
+        self.batches = sorted(batches or self.all)
+        for batch in self.batches:
+            rows = self.all.get(batch, {})
+            for method in METHODS.values():
+                if "planner" not in rows.get(method, {}):
+                    raise PlanError(
+                        f'{path} has no "{method}" at batch size {batch}; run vllm-gsd bench --methods '
+                        f"{','.join(METHODS.values())} --batch-sizes {','.join(map(str, self.batches))}."
+                    )
+        self.first = self.all[self.batches[0]]["gsd"]
+        if not self.first["planner"]:
+            raise PlanError(f'In {path}, gsd measured no costs; run vllm-gsd bench with "budget": "auto" on CPUs.')
+        if not self.first["acceptance_by_depth"]:
+            raise PlanError(f"In {path}, gsd did not draft at batch size {self.batches[0]}, so nothing tells its gain.")
+
+    @property
+    def form(self) -> Form:
+        """The limits of the graphs that were measured."""
+        keys = {name: field.default for name, field in GSDConfig.model_fields.items()} | json.loads(
+            self.settings["gsd"]
+        )
+        return Form(*(keys[name] for name in ("top_k", "max_depth", "num_speculative_tokens")))
+
+    def acceptance(self, observed: Observed | None = None) -> Acceptance:
+        """From what was observed; by default at the smallest batch size, where the planner cuts the least."""
+        form, children = self.form, np.array(self.first["planner"]["children"])
+        by_depth, nodes = observed or (self.first["acceptance_by_depth"], self.first["decode"]["nodes"])
+        return fitted(by_depth[: form.max_depth], children, form.top_k, max(1, round(nodes)))
+
+    def workload(self) -> Workload:
+        answers = self.first["answers"]
+        return Workload(answers["prompt"], answers["tokens"])
+
+    def running(self, batch: int) -> float:
+        """Mean requests that really ran, since answers end at different times."""
+        return float(self.all[batch]["plain"]["decode"]["requests"])
+
+    def machine(self) -> Machine:
+        """The machine of the report."""
+        planner = self.first["planner"]
+        rows, target, draft = (np.array(planner["costs"][name]) for name in ("rows", "target", "draft"))
+        step, drafting = planner["overhead"]["step"], planner["overhead"]["draft"]
+        return Machine(
+            costs=Costs(rows, target, draft, planner["costs"]["attention"]),
+            plain=self._steps("plain"),
+            off=self._steps("gsd-off"),
+            graph_ms=step[3],
+            node_ms=step[4],
+            draft_ms=drafting[0],
+            level_ms=drafting[1],
+            prompt_ms={name: self._prompts(method) for name, method in METHODS.items()},
+            most=None,
+            assumptions=[
+                f"Machine, models and texts are those of the report, learned at batch sizes {self.batches}.",
+                "Times are linear between measured batch sizes; beyond the last one they grow as between the last two.",
+            ],
+        )
+
+    def _steps(self, method: str) -> Curve:
+        rows = [self.all[batch][method]["decode"] for batch in self.batches]
+        return curve([(row["requests"], row["step_ms"]) for row in rows])
+
+    def _prompts(self, method: str) -> Curve:
+        """What of a request's time is no decoding step: chiefly its prompt."""
+        points = []
+        for batch in self.batches:
+            row = self.all[batch][method]
+            decode, tokens = row["decode"], row["answers"]["tokens"]
+            rate = decode["requests"] * row["tokens_per_step"]["median"] / decode["step_ms"]
+            whole = 1e3 * tokens / row["tokens_per_second"]["median"]
+            points.append((self.running(batch), max(0.0, whole - tokens / rate)))
+        return curve([*points, (1e9, points[-1][1])])

@@ -1,0 +1,41 @@
+"""What a forward of a model reads and computes, from its config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_gsd.tools.plan.machine import PlanError
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Parameters that a forward multiplies by, and bytes of keys and values per token, both at two bytes a number."""
+
+    parameters: float
+    kv_bytes: float
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """The shapes of a Llama-like dense model, or of an EAGLE head.
+
+    Raises:
+        PlanError: there is no config.json, or it is not of that kind.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        hidden, layers, heads = (config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        inner, vocab = config["intermediate_size"], config["vocab_size"]
+    except (OSError, ValueError, KeyError) as error:
+        raise PlanError(f"{folder} has no config.json of a Llama-like model ({error!r}).") from error
+    if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise PlanError(f"{folder} is a mixture of experts, but plans from data sheets are for dense models only.")
+    size = config.get("head_dim") or hidden // heads
+    kv = 2 * size * (config.get("num_key_value_heads") or heads)
+    layer = hidden * (2 * size * heads + kv) + 3 * hidden * inner
+    if (trimmed := folder / "draft_vocab.json").exists():
+        vocab = len(json.loads(trimmed.read_text())["token_ids"])
+    joins = 2 * hidden * hidden if str(config.get("architectures", [""])[0]).startswith("Eagle") else 0
+    return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv))
