@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import test_upstream
+import vllm
 
+import vllm_gsd
 from vllm_gsd.upstream.inventory import PATCHES
 from vllm_gsd.upstream.symbols import problem_in
 
@@ -63,6 +65,39 @@ def test_fields(next_sources, cls, needed):
 @pytest.mark.parametrize("patch", READABLE, ids=lambda patch: patch.symbol)
 def test_what_is_changed_is_there(next_sources, patch):
     assert problem_in(patch, Path(next_sources)) is None
+
+
+def read_from_vllm() -> set[str]:
+    """Every symbol that our code imports from vLLM's modules, or reads off modules of vLLM that it imports.
+
+    They are looked for where they are defined or imported by name: ours are not taken from a module's ``import *``.
+    """
+    symbols = set()
+    for file in Path(vllm_gsd.__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("vllm.")]
+        names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+        modules = {name for name, path in names.items() if is_module(path)}
+        symbols |= {names[name] for name in names.keys() - modules}
+        symbols |= {
+            f"{names[node.value.id]}.{node.attr}"
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+        }
+    return symbols
+
+
+def is_module(path: str) -> bool:
+    """Whether the installed vLLM has such a module, which need not be imported: some must be by their worker."""
+    file = Path(vllm.__file__).parents[1].joinpath(*path.split("."))
+    return file.is_dir() or file.with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize("symbol", sorted(read_from_vllm()))
+def test_what_is_read_is_there(next_sources, symbol):
+    module, _, name = symbol.rpartition(".")
+    row = PATCHES[0]._replace(symbol=f"{module}:{name}", kind="attribute", parameters=())
+    assert problem_in(row, Path(next_sources)) is None
 
 
 def test_grammar_masks_are_filled_as_one_of_two_versions_does(next_sources):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import vllm
 from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -284,10 +285,10 @@ def test_dummy_runs_with_lora():
 
 
 def test_lora_on_the_cpu_gives_rows_without_adapter_the_last_slots():
-    """Upstream's bug, not ours: when this fails, the README's advice to leave a slot free can go."""
+    """A bug of vLLM 0.32, not ours, and mended in 0.33: the advice to leave a slot free goes with 0.32."""
     slots, result = torch.tensor([[[[0.0]]], [[[5.0]]]]), torch.zeros(2, 1)
     bgmv_expand(torch.ones(2, 1), slots, result, torch.tensor([0, -1]))
-    assert result.tolist() == [[0.0], [5.0]]
+    assert result.tolist() == [[0.0], [5.0 if vllm.__version__.startswith("0.32.") else 0.0]]
 
 
 def test_metric_hooks():
@@ -365,6 +366,8 @@ def test_block_table_attributes():
     source = inspect.getsource(BlockTable.__init__)
     for name in ("self.block_table", "self.num_blocks_per_row", "self.slot_mapping", "self.block_size"):
         assert f"{name} = " in source
+    # Slots are computed into the tensor; the buffer's array need not be the same memory.
+    assert "self.slot_mapping.gpu," in inspect.getsource(BlockTable.compute_slot_mapping)
 
 
 def test_cpu_backend_can_be_overridden():

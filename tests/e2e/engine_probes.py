@@ -109,3 +109,21 @@ def hidden_states_kept(llm, prompt: list[int], max_tokens: int) -> tuple[list[in
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
     return tokens, states
+
+
+def choose_the_block_size_late() -> None:
+    """Choose the size of KV blocks after the models are loaded, as vLLM 0.33 does on CPUs; called before vLLM starts.
+
+    The model runner then replaces its batch, which it made for the size known before.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    def update_block_size_for_backend(cls, vllm_config):
+        vllm_config.cache_config.block_size = 64
+
+    CpuPlatform.update_block_size_for_backend = classmethod(update_block_size_for_backend)
+
+
+def block_size(llm) -> int:
+    """Tokens per KV block of the V1 model runner's batch."""
+    return model_runner(llm).input_batch.block_table[0].block_size

@@ -1,8 +1,8 @@
 """Output with the graph equals plain vLLM's, token for token, in float32 on a tiny pair."""
 
 import pytest
-from engine_probes import attention_groups, split_attention_groups
-from engine_process import model_runner, run
+from engine_probes import attention_groups, block_size, choose_the_block_size_late, split_attention_groups
+from engine_process import Engine, draft_every_level, model_runner, run
 
 SAMPLING = [
     {"temperature": 0.7},
@@ -99,6 +99,15 @@ def test_equals_plain_vllm_when_all_rows_are_masked(start_engine, workloads, pla
     engine = start_engine(CONFIGS[config], setup=(mask_float32,))
     batches, params = workloads[workload]
     assert [run(engine, batch, params) for batch in batches] == plain[workload]
+
+
+def test_equals_plain_vllm_when_the_block_size_is_chosen_late(tiny_pair, workloads, plain):
+    config, before = {"method": "gsd", "model": str(tiny_pair.draft)}, [choose_the_block_size_late]
+    engine = Engine(tiny_pair.target, config, [draft_every_level], before, skip_tokenizer_init=True)
+    batches, params = workloads["greedy-8"]
+    answers, size = [run(engine, batch, params) for batch in batches], engine.call(block_size)
+    engine.close()
+    assert size == 64 and answers == plain["greedy-8"]
 
 
 def counters_of_a_run(start_engine, config, prompts, params):

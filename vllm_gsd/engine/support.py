@@ -2,13 +2,13 @@
 
 from importlib.util import find_spec
 
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
 from vllm_gsd.config.draft_check import reads_features
 from vllm_gsd.engine.refusals import REFUSALS, Engine
+from vllm_gsd.upstream import ray_ranks
 
 
 def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
@@ -34,7 +34,7 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
             '--distributed-executor-backend is "ray", but Ray is not installed here; pip install "vllm-gsd[ray]" or '
             'choose "mp".'
         )
-    if args.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    if args.distributed_executor_backend == "ray" and not ray_ranks.second_executor():
         raise GSDConfigError(
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, but gsd supports vLLM's second Ray executor only; leave it unset."
         )

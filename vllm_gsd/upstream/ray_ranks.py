@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_gsd.upstream.patching import replace, replaced
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 
@@ -26,6 +28,28 @@ def devices_are_cpus() -> Iterator[None]:
         yield
     finally:
         current_platform.ray_device_key = before
+
+
+def reserve_nodes(parallel_config: ParallelConfig) -> None:
+    """Make the placement group of an engine's ranks.
+
+    vLLM 0.32 asks for a device on the engine's own node unless told otherwise, and 0.33 never does. The distinction can
+    be removed with the support for 0.32.
+    """
+    from vllm.v1.executor.ray_utils import initialize_ray_cluster
+
+    asks = "require_gpu_on_driver" in inspect.signature(initialize_ray_cluster).parameters
+    initialize_ray_cluster(parallel_config, **({"require_gpu_on_driver": False} if asks else {}))
+
+
+def second_executor() -> bool:
+    """Whether vLLM takes the executor that we build on.
+
+    vLLM 0.32 has an older one, too, which an environment variable chooses. Remove this with the support for 0.32.
+    """
+    from vllm import envs
+
+    return getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -25,6 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
 from vllm_gsd.ops.attention.merge import merge_attention

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.distributed import get_tp_group, model_parallel_is_initialized
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tokenizers.detokenizer_utils import detokenize_incrementally
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
 
 def from_first_rank(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.executor import ray_executor_v2
-from vllm.v1.executor.ray_utils import initialize_ray_cluster
 
 import vllm_gsd
 from vllm_gsd.engine.parallel.ray_nodes import check_nodes
@@ -59,7 +58,7 @@ class CPURayExecutor(ray_executor_v2.RayExecutorV2):
 
     def _init_executor(self) -> None:
         with ray_ranks.devices_are_cpus():
-            initialize_ray_cluster(self.parallel_config, require_gpu_on_driver=False)
+            ray_ranks.reserve_nodes(self.parallel_config)
             check_nodes(self.parallel_config.placement_group)
             with ray_ranks.ranks_on_cpus(CPURayWorkerProc):
                 super()._init_executor()

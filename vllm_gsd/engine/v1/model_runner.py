@@ -163,8 +163,7 @@ class GraphModelRunner(CPUModelRunner):
         state, features = self.execute_model_state, self.drafter.features
         if state is not None and features is not None:
             count = state.scheduler_output.total_num_scheduled_tokens
-            slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
-            features.write(slots.long(), state.hidden_states[:count])
+            features.write(self._slot_mapping()[:count].long(), state.hidden_states[:count])
         with self._generators_of_unfinished_prompts_set_aside():
             output = super().sample_tokens(grammar_output)
         wire.attach_stats(output, self.drafter.take_stats())
@@ -231,11 +230,19 @@ class GraphModelRunner(CPUModelRunner):
         rows = kv_moves(step.trees.parent, step.trees.starts, places, step.first_rows)
         if len(rows[0]) == 0:
             return
-        slots = self.input_batch.block_table[0].slot_mapping.np
+        slots = self._slot_mapping().numpy()
         sources, destinations = (torch.from_numpy(slots[those].astype(np.int64)) for those in rows)
         self.target_kv.move(sources, destinations)
         if self.drafter.features is not None:
             self.drafter.features.move(sources, destinations)
+
+    def _slot_mapping(self) -> torch.Tensor:
+        """The KV slots of the step's rows, int64 [>= num_rows].
+
+        Upstream computes them into this tensor only. The buffer's array is the same memory in the batch that a CPU
+        runner makes at first, but not in the one that replaces it when the block size is chosen after loading.
+        """
+        return self.input_batch.block_table[0].slot_mapping.gpu
 
     def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
         # Upstream stops drafting for the whole batch when one request nears max_model_len. The proposer limits that
