@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from vllm_gsd.config.draft_kind import is_eagle
 from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab
-from vllm_gsd.config.eagle_folder import is_eagle
 from vllm_gsd.config.source import fail, shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -131,7 +131,7 @@ class Speculation:
     def prepare(self, kv_cache_config: KVCacheConfig, attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
         """Set up drafting for the KV cache, once the cache and the attention groups exist."""
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size)
+        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.shift)
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
             self.drafter.prepare(kv_cache_config.num_blocks, block_size)
@@ -154,12 +154,39 @@ class Speculation:
         if self.shared is not None:
             self.shared.clear()
         if self.draft_kv is not None:
-            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size)
+            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.shift)
 
     @property
     def features(self) -> Features | None:
         """The store of the target's hidden states; None if the draft does not read them."""
         return None if self.drafter is None else self.drafter.features
+
+    @property
+    def shift(self) -> int:
+        """See ``DraftModel.shift``; 0 without a draft."""
+        return 0 if self.drafter is None else self.drafter.model.shift
+
+    @property
+    def reads_aux(self) -> bool:
+        """Whether the target must return the hidden states of inner layers, too."""
+        return self.drafter is not None and self.drafter.model.reads_aux
+
+    @property
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """These layers; None for the choice of the target's model class."""
+        return None if self.drafter is None else self.drafter.model.aux_layers
+
+    def keep_features(self, slots: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
+        """Store what the draft reads of a step's hidden states.
+
+        Args:
+            slots: int64 [n], the KV slots of the step's tokens.
+            hidden: [>= n, hidden], the target's.
+            aux: of each layer in ``aux_layers``, [>= n, hidden]; None if there are none.
+        """
+        if self.features is not None:
+            assert self.drafter is not None
+            self.features.write(slots, self.drafter.model.features_of(hidden[: len(slots)], aux))
 
     @property
     def feature_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,6 +95,7 @@ class Drafter:
             bool [num_requests], the wanted requests that can be drafted for, and the hidden states of their last
             tokens, [number of these requests, hidden], or None if there are no such requests.
         """
+        batch, known = self._shifted(batch), np.maximum(known - self.model.shift, 0)
         room = np.minimum(batch.capacity, self.max_positions)
         done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
         # A request whose draft KV is already complete runs no row, so it has no hidden state to draft from.
@@ -118,6 +120,10 @@ class Drafter:
             run = np.flatnonzero(counts[chosen])
             last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_rows[run])]
         return drafted, last_hidden
+
+    def _shifted(self, batch: DraftBatch) -> DraftBatch:
+        """The batch as the draft sees it: an EAGLE-3 head's row j holds token j + 1 (see ``DraftModel.shift``)."""
+        return replace(batch, token_ids=batch.token_ids[:, self.model.shift :])
 
     def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
         """Run the draft over each request's next ``counts`` tokens after ``done``; returns [num_rows, hidden]."""
@@ -146,8 +152,9 @@ class Drafter:
         """The target's hidden states of the preceding tokens; None if the draft reads none."""
         if self.features is None:
             return None
-        before = slots_of(batch.block_table, requests, positions - 1, batch.block_size)
-        return self.features.read(before, self.model.to_device(positions == 0))
+        places = positions - 1 + self.model.shift
+        before = slots_of(batch.block_table, requests, places, batch.block_size)
+        return self.features.read(before, self.model.to_device(places < 0))
 
     def grow(self, graphs: GraphBatch, drafted: np.ndarray, root_hidden: torch.Tensor, requests: GraphRequests) -> None:
         """Grow the token graphs of a batch, level by level, while another level is expected to pay.
@@ -158,7 +165,7 @@ class Drafter:
             root_hidden: [sum(drafted), hidden], the draft's hidden states of the roots.
             requests: the requests and their limits.
         """
-        batch, length = requests.batch, requests.length
+        batch, length = requests.batch, requests.length - self.model.shift
         count = len(length)
         frontier = self.frontier[:count]
         frontier[:, 0] = 0
@@ -233,7 +240,7 @@ class Drafter:
         if self.features is None:
             return None
         rows = parent_lines(graphs, frontier, frontier_len, self.node_rows)
-        return read_rows(hidden, self.model.to_device(rows))
+        return self.model.next_features(read_rows(hidden, self.model.to_device(rows)))
 
     def _run_level(
         self,
