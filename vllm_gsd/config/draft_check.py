@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from vllm_gsd.config.draft_kind import is_eagle
+from vllm_gsd.config.block_check import refused_block
+from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, is_eagle, kind_of
 from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab
 from vllm_gsd.config.source import fail, shown
 
@@ -49,7 +50,15 @@ def check_draft(
             _refuse(model, f"reads hidden states of {own} numbers, but must read the target's of {wanted}")
     if target_folder is not None and _tokenizers_differ(model, draft, target_folder):
         _refuse(model, "gives tokens other ids than the target does, but must have the same tokenizer")
+    if (clause := refused_block(draft, target_folder, draft_vocab_size)) is not None:
+        _refuse(model, clause)
     choose_draft_vocab(read_draft_vocab(draft), size, draft_vocab_size)
+
+
+def kind_of_model(model: str) -> str:
+    """The kind of a draft, by path or hub id; a language model if its folder is not on this machine."""
+    folder = local_folder(model)
+    return LANGUAGE_MODEL if folder is None else kind_of(folder)
 
 
 def reads_features(model: str) -> bool:

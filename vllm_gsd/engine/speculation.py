@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.config.draft_check import kind_of_model
+from vllm_gsd.config.draft_kind import BLOCK_KINDS
 from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layers, check_target_layers
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.engine.draft.context_kv import ContextKV
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
@@ -99,9 +103,11 @@ class Speculation:
         self.shared = None
         if "shared" in self.config.sources:
             self.shared = SharedSuffixes(self.config.shared_responses)
-        self.drafter = None
+        self.drafter: Drafter | BlockDrafter | None = None
         if self.config.model is not None:
-            self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
+            common = vllm_config, self.config, self.stats, self.planner
+            block = kind_of_model(self.config.model) in BLOCK_KINDS
+            self.drafter = BlockDrafter(*common) if block else Drafter(*common, capacity)
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -116,7 +122,9 @@ class Speculation:
         if self.drafter is not None:
             self.drafter.model.load(target_model)
             layers = attention_layers(self.vllm_config)
-            check_draft_layers({name: layers[name] for name in self.layer_names})
+            layers = {name: layers[name] for name in self.layer_names}
+            check_draft_layers(layers)
+            self.drafter.check_layers(layers)
 
     @property
     def layer_names(self) -> list[str]:
@@ -157,8 +165,8 @@ class Speculation:
             self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.shift)
 
     @property
-    def features(self) -> Features | None:
-        """The store of the target's hidden states; None if the draft does not read them."""
+    def features(self) -> Features | ContextKV | None:
+        """What is kept of the target's hidden states; None if the draft does not read them."""
         return None if self.drafter is None else self.drafter.features
 
     @property
@@ -176,17 +184,19 @@ class Speculation:
         """These layers; None for the choice of the target's model class."""
         return None if self.drafter is None else self.drafter.model.aux_layers
 
-    def keep_features(self, slots: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
+    def keep_features(
+        self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
+    ) -> None:
         """Store what the draft reads of a step's hidden states.
 
         Args:
             slots: int64 [n], the KV slots of the step's tokens.
+            positions: int64 [>= n], their positions.
             hidden: [>= n, hidden], the target's.
             aux: of each layer in ``aux_layers``, [>= n, hidden]; None if there are none.
         """
-        if self.features is not None:
-            assert self.drafter is not None
-            self.features.write(slots, self.drafter.model.features_of(hidden[: len(slots)], aux))
+        if self.drafter is not None and self.features is not None:
+            self.drafter.keep(slots, positions, hidden, aux)
 
     @property
     def feature_bytes(self) -> int:

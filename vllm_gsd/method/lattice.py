@@ -83,7 +83,7 @@ def add_lattices(
             floor = survival_floor(graphs, row, num_nodes[row])
             parents = [
                 (place, node)
-                for place, node in enumerate(above)
+                for place, node in enumerate(above.tolist())
                 if node != NONE and graphs.survival[row, node] >= max(floor, np.float32(theta_prob))
             ]
             edges, dropped = _edges(graphs, row, parents, level, probs[line, depth], floor, theta_sib)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -79,6 +80,20 @@ class Drafter:
             model = self.model
             slots = num_blocks * block_size
             self.features = Features(slots, model.hidden_size, model.model_config.dtype, model.device)
+
+    def check_layers(self, layers: dict[str, Any]) -> None:
+        """Check what only this kind of draft needs of its attention layers: nothing."""
+
+    def keep(
+        self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Store what the draft reads of the target's hidden states; arguments as for ``Speculation.keep_features``."""
+        assert self.features is not None
+        self.features.write(slots, self.model.features_of(hidden[: len(slots)], aux))
+
+    def idle_level(self, num_rows: int) -> None:
+        """Do the work of a draft level over ``num_rows`` rows, to measure its cost."""
+        self.model.candidates(self.model.run_idle(num_rows), self.config.top_k)
 
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray

@@ -21,7 +21,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.config import draft_vocab
-from vllm_gsd.config.draft_kind import AUX_KINDS, EAGLE, EAGLE3, kind_of_config
+from vllm_gsd.config.draft_kind import AUX_KINDS, BLOCK_KINDS, EAGLE, EAGLE3, kind_of_config
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.engine.draft.aux_states import aux_layers, uses_aux_states
@@ -66,6 +66,8 @@ class DraftModel:
         self.aux_layers = aux_layers(hf_config) if self.reads_aux else None
         # Row j of an EAGLE-3 head holds token j + 1 and the target's state of token j, so a text's first token has none.
         self.shift = int(self.kind == EAGLE3)
+        # Tokens that a draft of whole blocks predicts at once; None for other kinds. ``BlockDrafter`` sets it.
+        self.block_depth: int | None = None
         self.head: TrimmedHead | None = None
         self.target_ids: torch.Tensor | None = None  # of the tokens of an EAGLE-3 head's own vocabulary, int64
         self.model: Any = None
@@ -116,12 +118,13 @@ class DraftModel:
             model_config=self.model_config,
             parallel_config=replace(parallel, rank=target.rank),
         )
-        if self.reads_features:
-            drafts.with_draft_config(config, self.model_config)
+        is_head = self.kind in (EAGLE, EAGLE3, *BLOCK_KINDS)  # not a language model of its own
+        if is_head:
+            drafts.with_draft_config(config, self.model_config, self.block_depth)
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
-        if self.reads_features:
+        if is_head:
             drafts.share_ends(self.model, target_model)
             # The replaced embedding and LM head are in reference cycles. Free them before vLLM freezes the collector.
             gc.collect()
@@ -402,8 +405,10 @@ def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfi
     architecture of a language model.
     """
     kind = kind_of_config(config.to_dict())
-    if kind in (EAGLE, EAGLE3):
+    if kind in (EAGLE, EAGLE3, *BLOCK_KINDS):
         SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
     if kind == EAGLE3:
         config.architectures = [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]
+    if kind == "dspark":  # the name that some checkpoints of this shape have is another model class in vLLM
+        config.architectures = ["Qwen3DSparkModel"]
     return config

@@ -169,7 +169,7 @@ class GraphModelRunner(CPUModelRunner):
         if state is not None and self.drafter.features is not None:
             count = state.scheduler_output.total_num_scheduled_tokens
             slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
-            self.drafter.keep_features(slots.long(), state.hidden_states, state.aux_hidden_states)
+            self.drafter.keep_features(slots.long(), self.positions, state.hidden_states, state.aux_hidden_states)
         output = super().sample_tokens(grammar_output)
         wire.attach_stats(output, self.drafter.take_stats())
         return output

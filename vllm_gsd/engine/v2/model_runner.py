@@ -223,7 +223,7 @@ class GraphModelRunner(GPUModelRunner):
         """
         if self.speculation.features is not None:
             slots = self.slot_mapping[: input_batch.num_tokens].long()
-            self.speculation.keep_features(slots, hidden_states, self.aux_hidden_states)
+            self.speculation.keep_features(slots, input_batch.positions, hidden_states, self.aux_hidden_states)
         with self.speculation.stats.timed("walk_seconds"):
             result = super().sample(hidden_states, input_batch, grammar_output)
         step, paths = self.step, self.rejection_sampler.paths
