@@ -75,7 +75,7 @@ def check_draft(
     choose_draft_vocab(read_draft_vocab(draft), size, draft_vocab_size)
 
 
-def kind_of_draft(model: str) -> str:
+def kind_of_model(model: str) -> str:
     """The kind of a draft, by path or hub id; a language model if it is not on this machine."""
     folder = local_folder(model)
     return LANGUAGE_MODEL if folder is None else kind_of(folder)
@@ -83,7 +83,7 @@ def kind_of_draft(model: str) -> str:
 
 def reads_features(model: str) -> bool:
     """Whether a draft, by path or hub id, reads the target's hidden states."""
-    return kind_of_draft(model) in (EAGLE, *AUX_KINDS)
+    return kind_of_model(model) in (EAGLE, *AUX_KINDS)
 
 
 def _speculators_problem(kind: str, config: dict, name: str | None, target: dict) -> str | None:
