@@ -79,6 +79,15 @@ def test_a_draft_that_reads_hidden_states(run, expected, tiny_eagle):
     assert first == second
 
 
+def test_an_eagle3_head(run, expected, tiny_eagle3):
+    """Its own LM head lies spread over the ranks, and its states are combined on each."""
+    two = run({"budget": 16, "model": str(tiny_eagle3 / "llama"), "sources": ["draft"]}, 2)
+    assert two["tokens"] == expected
+    assert two["accepted"] > 0
+    first, second = two["hashes"]
+    assert first == second
+
+
 @pytest.mark.parametrize("draft_size", [1, 2])
 def test_same_tokens_and_graphs(run, expected, one_rank, draft_size):
     two = run({**GRAPH, "draft_tensor_parallel_size": draft_size}, 2)

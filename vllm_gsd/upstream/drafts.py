@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_gsd.upstream.patching import replaced
 
 if TYPE_CHECKING:
@@ -37,13 +39,17 @@ def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig, 
 def share_ends(draft: Any, target: Any) -> None:
     """Give an EAGLE or DFlash draft the target's embedding and LM head where it has none of its own.
 
+    A copy of the embedding is replaced by it, too.
+
     Args:
         draft: an EAGLE or DFlash model of vLLM.
         target: the target's causal language model.
     """
-    if not getattr(draft, "has_own_embed_tokens", False):
-        embedding = target.model.embed_tokens
-        draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
+    embedding = target.model.embed_tokens
+    embedding = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
+    own = draft.model.embed_tokens.weight
+    if not getattr(draft, "has_own_embed_tokens", False) or torch.equal(own, embedding.weight):
+        draft.model.embed_tokens = embedding
     if not getattr(draft, "has_own_lm_head", False):
         draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from transformers import PretrainedConfig
-from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 
 def aux_layers(draft: PretrainedConfig) -> tuple[int, ...] | None:
@@ -12,6 +11,9 @@ def aux_layers(draft: PretrainedConfig) -> tuple[int, ...] | None:
 
     Layer n is the state that layer n of the target reads; the number of layers stands for the last one's output.
     """
+    # On CPUs, modules of V2 must not be imported before its worker has prepared them.
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
     speculative: Any = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=draft))
     eagle = getattr(draft, "eagle_config", None) or {}
     # vLLM's own function for V2 leaves out this place, where several public checkpoints have them.

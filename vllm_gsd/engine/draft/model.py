@@ -64,7 +64,7 @@ class DraftModel:
         # Whether the target must also return hidden states of inner layers, and of which; None for its own choice.
         self.reads_aux = self.kind in AUX_KINDS and uses_aux_states(hf_config)
         self.aux_layers = aux_layers(hf_config) if self.reads_aux else None
-        # Row j of an EAGLE-3 head holds token j + 1 and the target's state of token j, so a text's first token has none.
+        # Row j of an EAGLE-3 head holds token j + 1 and the target's state of token j. A text's first token has no row.
         self.shift = int(self.kind == EAGLE3)
         # Tokens that a draft of whole blocks predicts at once; None for other kinds. ``BlockDrafter`` sets it.
         self.block_depth: int | None = None
@@ -328,11 +328,11 @@ class DraftModel:
     def _most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.kind == EAGLE3:
             hidden = hidden[:, : self.hidden_size]
-        if self.head is None and self.target_ids is None:
-            return topk_softmax(self.model.compute_logits(hidden), k)
-        if self.head is None:  # the model would spread these logits over the target's vocabulary
+        if self.target_ids is not None:  # the model would spread these logits over the target's vocabulary
             probs, places = topk_softmax(self.model.logits_processor(self.model.lm_head, hidden), k)
             return probs, self.target_ids[places]
+        if self.head is None:
+            return topk_softmax(self.model.compute_logits(hidden), k)
         logits = self.head.hide(self.model.logits_processor(None, self.head(hidden)))
         probs, places = topk_softmax(logits, k)
         return probs, self.head.tokens_of(places)
