@@ -17,6 +17,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention, DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash2 import (
+    CandidateSelector,
+    DFlash2Qwen3DecoderLayer,
+    DFlash2Qwen3ForCausalLM,
+)
+from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,6 +32,7 @@ from vllm.v1.request import Request
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from vllm_gsd.engine.draft.aux_states import aux_layers
@@ -165,6 +173,26 @@ def test_eagle3_heads():
     assert aux_layers(SimpleNamespace(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]})) == (1, 2)
     assert aux_layers(SimpleNamespace(dflash_config={"target_layer_ids": [1, 3]})) == (2, 4)
     assert aux_layers(SimpleNamespace()) is None
+
+
+def test_block_drafts():
+    """What ``BlockDrafter``, ``ContextKV`` and the heads call of vLLM's models."""
+    for draft in (DFlashQwen3ForCausalLM, DFlash2Qwen3ForCausalLM, Qwen3DSparkForCausalLM):
+        assert list(inspect.signature(draft.combine_hidden_states).parameters) == ["self", "hidden_states"]
+        assert list(inspect.signature(draft.get_draft_attn_causal).parameters) == ["self"]
+    methods = "compute_draft_logits", "map_draft_to_target", "markov_embed", "markov_bias", "compute_confidence"
+    assert all(hasattr(Qwen3DSparkForCausalLM, name) for name in methods)
+    arguments = ["self", "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"]
+    assert list(inspect.signature(CandidateSelector.forward).parameters) == arguments
+    assert "self.lm_head, hidden_states, self.model.candidate_selector.top_k" in inspect.getsource(
+        DFlash2Qwen3ForCausalLM.compute_candidates
+    )
+    attention = inspect.getsource(DFlashQwen3Attention)
+    for name in ("q_size", "kv_size", "head_dim", "num_kv_heads", "qkv_proj", "k_norm", "rotary_emb", "v_scale"):
+        assert f"self.{name} = " in attention
+    assert "block_size=1 + speculative_config.num_speculative_tokens" in inspect.getsource(DFlash2Qwen3DecoderLayer)
+    config = SimpleNamespace(dflash_config={"mask_token_id": 7})
+    assert get_parallel_drafting_token_id(config) == 7
 
 
 def test_queues_remove_their_memory_by_its_name():
