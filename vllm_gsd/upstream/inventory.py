@@ -334,7 +334,7 @@ PATCHES = (
         "vllm.model_executor.models.interfaces:SupportsEagleBase",
         by="drafts.share_ends",
         when="engine",
-        delta="Gives an EAGLE or DFlash draft the target's embedding and LM head where it has none of its own or a copy.",
+        delta="Gives an EAGLE or DFlash draft the target's embedding and LM head if it has none of its own or a copy.",
         reason="Each of upstream's proposers does this in its own code.",
         expiry="Upstream provides a function that shares them.",
         contract="test_inventory.py::test_drafts_say_what_they_have_of_their_own",
