@@ -409,5 +409,5 @@ def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfi
     if kind in (EAGLE, EAGLE3):
         SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
     if kind == EAGLE3:
-        config.architectures = [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]
+        config.update({"architectures": [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]})
     return config
