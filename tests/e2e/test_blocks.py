@@ -12,9 +12,9 @@ ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
 SEEDED = [{**GREEDY, "temperature": 0.7 + 0.3 * i, "top_p": 0.9, "seed": i} for i in range(4)]
 KINDS = {
     "dspark": ("dspark", {}),
-    "trimmed dspark": ("dspark", {"trimmed": True, "sample_from_anchor": False}),
+    "trimmed dspark": ("dspark", {"trimmed": True, "sample_from_anchor": False, "speculators": True}),
     "dflash2": ("dflash2", {}),
-    "dflash": ("dflash", {}),
+    "dflash": ("dflash", {"speculators": True}),
 }
 
 

@@ -13,11 +13,14 @@ from safetensors.torch import load_file, save_file
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
 
 
-def build_tiny_block(kind: str, target: Path, folder: Path, trimmed: bool = False, **keys) -> Path:
+def build_tiny_block(
+    kind: str, target: Path, folder: Path, trimmed: bool = False, speculators: bool = False, **keys
+) -> Path:
     """Write a draft of ``kind`` ("dflash", "dflash2" or "dspark") to ``folder``.
 
     Args:
         trimmed: a DSpark draft of every second token of the vocabulary, with an LM head of its own.
+        speculators: in the format of the speculators package; else as its authors publish it.
         keys: of its config.json, beside or instead of the usual ones.
     """
     torch.manual_seed(11)
@@ -58,9 +61,36 @@ def build_tiny_block(kind: str, target: Path, folder: Path, trimmed: bool = Fals
         own |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 6}
         weights |= _convolutions_and_selector(vocab)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+    config |= keys
+    if speculators:
+        config = as_speculators(kind, config, target)
+    (folder / "config.json").write_text(json.dumps(config))
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
     return folder
+
+
+def as_speculators(kind: str, config: dict, target: Path) -> dict:
+    """The config.json that speculators 0.9.0 writes for a draft with this one of its authors."""
+    inner = {**config, **config.pop("dflash_config", {})}
+    layer = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    layer += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+    kept = {key: inner[key] for key in inner if key not in (*layer, "target_layer_ids", "tie_word_embeddings")}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config["block_size"] - 1}
+    return {
+        **kept,
+        "architectures": [{"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator"}.get(kind, "DFlash2DraftModel")],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
+        "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
+        "transformer_layer_config": {key: inner[key] for key in layer},
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]},
+        },
+    }
 
 
 def _backbone() -> dict[str, torch.Tensor]:

@@ -187,14 +187,8 @@ def test_normalised():
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "shape"),
-    [
-        ("dspark", {"block_size": 4}, (4, 0)),
-        ("dspark", {"block_size": 4, "sample_from_anchor": False}, (3, 1)),
-        ("dspark", {}, (6, 0)),
-        ("dflash", {"block_size": 16}, (6, 1)),
-        ("dflash2", {"block_size": 5}, (4, 1)),
-    ],
+    ("anchored", "size", "shape"),
+    [(True, 4, (4, 0)), (False, 4, (3, 1)), (True, None, (6, 0)), (False, 16, (6, 1))],
 )
-def test_shapes_of_blocks(kind, keys, shape):
-    assert block_shape(kind, SimpleNamespace(**keys), 6) == shape
+def test_shapes_of_blocks(anchored, size, shape):
+    assert block_shape(anchored, size, 6) == shape

@@ -30,6 +30,7 @@ _ALLOWED = "a language model, an EAGLE or EAGLE-3 head, or a DFlash, DFlash2 or 
 _REFUSED_KINDS = ("peagle", "mtp")
 # How the config.json of a model with MTP modules counts them.
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_UNREADABLE = "has a config.json that is not readable or lacks vocab_size, but must be a whole model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -169,7 +170,7 @@ def _from_hub(model: str) -> Path:
 def _config(model: str, folder: Path) -> dict:
     config = _config_or_nothing(folder)
     if not config:
-        _refuse(model, "has a config.json that is not readable, but must be a whole model")
+        _refuse(model, _UNREADABLE)
     return config
 
 
@@ -178,7 +179,7 @@ def _vocab_size(model: str, config: dict) -> int:
         text = config.get("text_config") or config.get("transformer_layer_config") or {}
         return int(config.get("vocab_size") or text["vocab_size"])
     except (ValueError, AttributeError, LookupError, TypeError):
-        _refuse(model, "has a config.json that lacks vocab_size, but must be a whole model")
+        _refuse(model, _UNREADABLE)
 
 
 def _tokenizers_differ(model: str, one: Path, other: Path) -> bool:

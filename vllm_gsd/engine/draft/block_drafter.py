@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
@@ -28,16 +29,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def block_shape(kind: str, config: Any, most: int) -> tuple[int, int]:
+def block_shape(anchored: bool, size: int | None, most: int) -> tuple[int, int]:
     """The depth of a drafted block, at most ``most``, and the first of its rows that predicts.
 
     Args:
-        kind: one of ``BLOCK_KINDS``.
-        config: the draft's configuration. DSpark drafts say whether the root's row predicts; in others it never does.
+        anchored: whether the root's row predicts, as in most DSpark drafts.
+        size: rows of the blocks that the draft was trained on, if known.
         most: the greatest depth that is of use.
     """
-    first = int(kind != "dspark" or not getattr(config, "sample_from_anchor", True))
-    size = getattr(config, "block_size", None) or getattr(config, "dspark_block_size", None)
+    first = int(not anchored)
     return (most if size is None else min(most, size - first)), first
 
 
@@ -61,7 +61,11 @@ class BlockDrafter:
         self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, None)
         hf_config = self.model.model_config.hf_config
         most = min(config.max_depth, config.num_speculative_tokens)
-        self.depth, self.first_row = block_shape(self.model.kind, hf_config, most)
+        # vLLM's translation of speculators folders leaves the size of a block out.
+        stored = get_hf_file_to_dict("config.json", config.model, self.model.model_config.revision) or {}
+        size = stored.get("block_size") or stored.get("dspark_block_size")
+        anchored = self.model.kind == "dspark" and getattr(hf_config, "sample_from_anchor", True)
+        self.depth, self.first_row = block_shape(anchored, size, most)
         self.mask_token = get_parallel_drafting_token_id(hf_config)
         self.model.block_depth = self.depth
         self.num_rows = self.first_row + self.depth

@@ -21,7 +21,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.config import draft_vocab
-from vllm_gsd.config.draft_kind import AUX_KINDS, BLOCK_KINDS, EAGLE, EAGLE3, kind_of_config
+from vllm_gsd.config.draft_kind import AUX_KINDS, BLOCK_KINDS, EAGLE, EAGLE3, LANGUAGE_MODEL, kind_of_config
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.engine.draft.aux_states import aux_layers, uses_aux_states
@@ -51,6 +51,12 @@ class DraftModel:
     """
 
     has_kv_cache = True
+    kind = LANGUAGE_MODEL
+    # 1 if row j of the draft holds token j + 1, beside the target's state of token j, as in EAGLE-3 heads: the first
+    # token of a text has no row.
+    shift = 0
+    # The tokens of a draft's own vocabulary, int64; None if it has the target's.
+    target_ids: torch.Tensor | None = None
 
     def __init__(self, vllm_config: VllmConfig, model: str, tensor_parallel_size: int | None, vocab_size: int | None):
         self.vllm_config = vllm_config
@@ -64,12 +70,10 @@ class DraftModel:
         # Whether the target must also return hidden states of inner layers, and of which; None for its own choice.
         self.reads_aux = self.kind in AUX_KINDS and uses_aux_states(hf_config)
         self.aux_layers = aux_layers(hf_config) if self.reads_aux else None
-        # Row j of an EAGLE-3 head holds token j + 1 and the target's state of token j. A text's first token has no row.
         self.shift = int(self.kind == EAGLE3)
         # Tokens that a draft of whole blocks predicts at once; None for other kinds. ``BlockDrafter`` sets it.
         self.block_depth: int | None = None
         self.head: TrimmedHead | None = None
-        self.target_ids: torch.Tensor | None = None  # of the tokens of an EAGLE-3 head's own vocabulary, int64
         self.model: Any = None
         self.layer_names: list[str] = []
         self.builders: list[tuple[Any, list[str]]] = []  # metadata builders and their draft layers
@@ -408,7 +412,7 @@ def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfi
     if kind in (EAGLE, EAGLE3, *BLOCK_KINDS):
         SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
     if kind == EAGLE3:
-        config.architectures = [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]
+        config.update({"architectures": [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]})
     if kind == "dspark":  # the name that some checkpoints of this shape have is another model class in vLLM
         config.architectures = ["Qwen3DSparkModel"]
     return config
