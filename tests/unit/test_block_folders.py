@@ -123,3 +123,38 @@ def test_damaged_folders_are_refused(write, target, case):
 def test_blocks_are_never_trimmed(write, target):
     with pytest.raises(GSDConfigError, match='"draft_vocab_size" must be left out, not 40'):
         check_draft(str(write("dflash")), 96, target, draft_vocab_size=40)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_folders_of_the_package(tmp_path, target, kind):
+    """What speculators writes passes, with the tensors that are looked for."""
+    pytest.importorskip("speculators", reason="speculators, which the set-up installs, is not installed")
+    from importlib import import_module
+
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import Qwen3Config
+
+    name = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}[kind]
+    of_kind = import_module(f"speculators.models.{kind}")
+    proposal = GreedyTokenProposalConfig(speculative_tokens=3)
+    config = getattr(of_kind, f"{name}SpeculatorConfig")(
+        transformer_layer_config=Qwen3Config(**SHAPE, attn_implementation="eager"),
+        draft_vocab_size=96 if kind == "dflash2" else 64,
+        block_size=4,
+        aux_hidden_state_layer_ids=[1, 3, 4],
+        mask_token_id=3,
+        speculators_config=SpeculatorsConfig(
+            algorithm=kind,
+            proposal_methods=[proposal],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=str(target), architectures=["LlamaForCausalLM"]),
+        ),
+        **{"dspark": {"markov_rank": 4}, "dflash2": {**SELECTOR}}.get(kind, {}),
+    )
+    getattr(of_kind, f"{name}DraftModel")(config).save_pretrained(tmp_path / "draft")
+    check_draft(str(tmp_path / "draft"), 96, target)
+    stored = load_file(tmp_path / "draft" / "model.safetensors").keys()
+    assert whole_weights(kind).keys() <= stored
+    more = "d2t", "t2d", "embed_tokens", "lm_head", "confidence_head", "kernel_projection"
+    assert all(any(part in name for part in more) for name in stored - whole_weights(kind).keys())
