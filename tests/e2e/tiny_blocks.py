@@ -97,6 +97,7 @@ def _backbone() -> dict[str, torch.Tensor]:
     def random(rows, columns):
         return 0.1 * torch.randn(rows, columns)
 
+    keys_norm = 1 + 0.5 * torch.rand(HEAD_DIM)
     weights = {
         "fc.weight": random(HIDDEN, 2 * HIDDEN),
         "hidden_norm.weight": torch.ones(HIDDEN),
@@ -116,6 +117,8 @@ def _backbone() -> dict[str, torch.Tensor]:
         norms |= {"input_layernorm": HIDDEN, "post_attention_layernorm": HIDDEN}
         weights |= {f"layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()}
         weights |= {f"layers.{layer}.{name}.weight": torch.ones(size) for name, size in norms.items()}
+        # The same in all layers, as vLLM's own method takes the first layer's for all on CPUs.
+        weights[f"layers.{layer}.self_attn.k_norm.weight"] = keys_norm.clone()
     return weights
 
 

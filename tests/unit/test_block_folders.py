@@ -91,6 +91,7 @@ DAMAGE = {
     "another model's shape": ("dspark", keys(model_type="deepseek_v4"), ["Qwen3-shaped", "Qwen3DSparkModel"]),
     "gemma": ("dspark", keys(architectures=["Gemma4DSparkModel"]), ["Gemma4DSparkModel", "Qwen3-shaped"]),
     "laguna": ("dflash", keys(architectures=["DFlashLagunaForCausalLM"]), ["DFlashLagunaForCausalLM"]),
+    "windows": ("dflash", keys(layer_types=["sliding_attention"]), ["sliding-window attention"]),
     "no mask token": ("dspark", keys(mask_token_id=None), ["mask_token_id"]),
     "anchor": ("dflash", keys(sample_from_anchor=True), ["sample_from_anchor", "dspark"]),
     "Markov head": ("dspark", keys(markov_head_type="rnn"), ["rnn", "vanilla"]),

@@ -42,6 +42,8 @@ def _shape_problem(kind: str, config: dict[str, Any], keys: dict[str, Any]) -> s
         foreign = config["transformer_layer_config"].get("model_type", "qwen3") != "qwen3"
     if foreign:
         return f"is a {kind} draft of architecture {shown(names)}, but must be Qwen3-shaped ({_ARCHITECTURES[kind][0]})"
+    if "sliding_attention" in (keys.get("layer_types") or ()) or keys.get("use_swa"):
+        return f"is a {kind} draft with sliding-window attention, but must have full attention"
     if all(keys.get(key) is None for key in _MASK_KEYS):
         return f'lacks "mask_token_id" in its config.json, which a {kind} draft must have'
     if kind != "dspark" and keys.get("sample_from_anchor"):

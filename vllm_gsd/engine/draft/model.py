@@ -414,5 +414,5 @@ def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfi
     if kind == EAGLE3:
         config.update({"architectures": [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]})
     if kind == "dspark":  # the name that some checkpoints of this shape have is another model class in vLLM
-        config.architectures = ["Qwen3DSparkModel"]
+        config.update({"architectures": ["Qwen3DSparkModel"]})
     return config
