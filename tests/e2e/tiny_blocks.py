@@ -5,6 +5,7 @@ of what it drafts is accepted. Its other weights are random and weak.
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -71,6 +72,8 @@ def build_tiny_block(
 
 def as_speculators(kind: str, config: dict, target: Path) -> dict:
     """The config.json that speculators 0.9.0 writes for a draft with this one of its authors."""
+    from transformers import Qwen3Config
+
     inner = {**config, **config.pop("dflash_config", {})}
     layer = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
     layer += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
@@ -83,7 +86,7 @@ def as_speculators(kind: str, config: dict, target: Path) -> dict:
         "speculators_version": "0.9.0",
         "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
         "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
-        "transformer_layer_config": {key: inner[key] for key in layer},
+        "transformer_layer_config": Qwen3Config(**{key: inner[key] for key in layer if key in inner}).to_dict(),
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
@@ -135,14 +138,15 @@ def _convolutions_and_selector(vocab: int) -> dict[str, torch.Tensor]:
     return weights
 
 
+@cache
 def following(target: Path, vocab: int) -> torch.Tensor:
     """Logits [vocab, vocab] of the token after each token, from the target's greedy text."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():
-        prompts = torch.randint(3, vocab, (192, 6))
-        texts = model.generate(prompts, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+        prompts = torch.randint(3, vocab, (128, 6))
+        texts = model.generate(prompts, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
         logits = model(texts).logits
     total, count = torch.zeros(vocab, vocab), torch.zeros(vocab, 1)
     before = texts.flatten()
