@@ -29,30 +29,27 @@ def four_prompts(random_prompts):
 
 
 def drafted(engine, prompts):
-    """Tokens of the first prompt alone, what was drafted for it, and the accepted drafts."""
+    """Tokens of the first prompt alone, and what was drafted for it at each step."""
     engine.call(record_drafts)
-    before = engine.metrics()["spec_decode_num_accepted_tokens"]
-    (tokens,) = run(engine, prompts[:1], GREEDY)
-    return tokens, engine.call(recorded_drafts), engine.metrics()["spec_decode_num_accepted_tokens"] - before
+    (tokens,) = run(engine, prompts[:1], {**GREEDY, "max_tokens": 20})
+    return tokens, engine.call(recorded_drafts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_head_same_chain(tiny_pair, start_v2, engine_pool, drafts, four_prompts, kind):
-    """With one candidate, vLLM's drafts; with more, at least as many accepted. The last steps draft less here."""
+    """With one candidate, vLLM's drafts and steps; with more, no more steps. The last drafts are shorter here."""
     method = "dspark" if kind == "bonus anchor" else kind.rstrip("2")
     own = {"method": method, "model": str(drafts[kind]), "num_speculative_tokens": DEPTH}
     upstream = engine_pool.engine(f"vLLM's {kind}", lambda: V2Engine(tiny_pair.target, own, **ENGINE))
-    tokens, theirs, accepted = drafted(upstream, four_prompts)
+    tokens, theirs = drafted(upstream, four_prompts)
     chain, graph = (start_v2({**config, "model": str(drafts[kind])}, **ENGINE) for config in (CHAIN, GRAPH))
-    found, ours, as_chain = drafted(chain, four_prompts)
+    found, ours = drafted(chain, four_prompts)
     assert found == tokens
-    assert [draft[:DEPTH] for draft in ours][:-2] == theirs[: len(ours) - 2]
-    assert len(ours) > 3
-    assert as_chain == accepted
-    assert kind.startswith("dflash") or accepted > 0
-    found, _, as_graph = drafted(graph, four_prompts)
+    assert len(ours) == len(theirs)
+    assert ours[: -DEPTH - 1] == theirs[: -DEPTH - 1] and len(ours) > DEPTH + 1
+    found, more = drafted(graph, four_prompts)
     assert found == tokens
-    assert as_graph >= as_chain
+    assert len(more) <= len(ours)
 
 
 def test_equals_plain_v2(start_v2, drafts, four_prompts):
