@@ -65,7 +65,8 @@ def tiny_eagle(tiny_pair, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_eagle3(tiny_pair, random_prompts, tmp_path_factory):
     """A folder with an EAGLE-3 head for the tiny target for each of ``tiny_eagle3.HEADS``."""
-    prompts = random_prompts(12, 5, 150, seed=31)[:4]  # of those of test_eagle.py
+    # Some of test_eagle.py, and of v2/test_v2.py.
+    prompts = [*random_prompts(12, 5, 150, seed=31)[:4], *random_prompts(4, 5, 20, seed=3)[:2]]
     return build_tiny_eagle3(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle3"), prompts)
 
 
