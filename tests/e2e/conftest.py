@@ -63,9 +63,11 @@ def tiny_eagle(tiny_pair, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_eagle3(tiny_pair, tmp_path_factory):
+def tiny_eagle3(tiny_pair, random_prompts, tmp_path_factory):
     """A folder with an EAGLE-3 head for the tiny target for each of ``tiny_eagle3.HEADS``."""
-    return build_tiny_eagle3(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle3"))
+    # Some of test_eagle.py, and of v2/test_v2.py.
+    prompts = [*random_prompts(12, 5, 150, seed=31)[:4], *random_prompts(4, 5, 20, seed=3)[:2]]
+    return build_tiny_eagle3(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle3"), prompts)
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def test_equals_plain_vllm(start_engine, tiny_eagle, prompts, short, expected, c
 def test_eagle3_equals_plain_vllm(start_engine, tiny_eagle3, prompts, short, expected, head):
     engine = start_engine({"model": str(tiny_eagle3 / head), **EAGLE3[head]}, **ENGINE)
     equals_plain(engine, prompts, short, expected)
-    assert engine.metrics()["gsd_nodes_accepted_native"] > 100
+    assert engine.metrics()["gsd_nodes_accepted_native"] > 50
 
 
 def equals_plain(engine, prompts, short, expected):

@@ -16,7 +16,7 @@ ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
 
 @pytest.fixture(scope="module")
 def prompts(random_prompts):
-    return random_prompts(4, 40, 100, seed=3)  # some in pieces, and longer than the heads' own positions
+    return random_prompts(12, 5, 150, seed=31)[:5]  # some in pieces, and longer than the heads' own positions
 
 
 @pytest.fixture(scope="module", params=HEADS)

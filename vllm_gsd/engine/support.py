@@ -68,8 +68,13 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
         )
     target = vllm_config.model_config
     check_draft_model(config, target.get_vocab_size(), target.model)
-    tp = config.draft_tensor_parallel_size
-    kind = LANGUAGE_MODEL if config.model is None else kind_of_model(config.model)
+    if config.model is not None:
+        _check_kind(kind_of_model(config.model), config, vllm_config)
+
+
+def _check_kind(kind: str, config: GSDConfig, vllm_config: VllmConfig) -> None:
+    """Reject what a kind of draft, see ``config.draft_kind``, cannot be used with."""
+    target, tp = vllm_config.model_config, config.draft_tensor_parallel_size
     if kind in AUX_KINDS and not supports_eagle3(target.registry.resolve_model_cls(target.architectures, target)[0]):
         raise GSDConfigError(
             f'gsd does not support a draft of the kind "{kind}" with this target, as vLLM\'s class for '
