@@ -12,7 +12,7 @@ DEPTH = 3
 CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": DEPTH, "num_speculative_tokens": DEPTH, "theta_prob": 0.0}
 GRAPH = {**CHAIN, "top_k": 3, "num_speculative_tokens": 39, "theta_sib": 0.0}
 ENGINE = {"max_num_batched_tokens": 512}
-KINDS = {"dspark": {}, "dflash2": {}, "dflash": {}, "bonus anchor": {"trimmed": True, "sample_from_anchor": False}}
+KINDS = {"dflash2": {}, "dflash": {}, "bonus anchor": {"trimmed": True, "sample_from_anchor": False}, "dspark": {}}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def four_prompts(random_prompts):
 def drafted(engine, prompts):
     """Tokens of the first prompt alone, and what was drafted for it at each step."""
     engine.call(record_drafts)
-    (tokens,) = run(engine, prompts[:1], {**GREEDY, "max_tokens": 20})
+    (tokens,) = run(engine, prompts[:1], {**GREEDY, "max_tokens": 16})
     return tokens, engine.call(recorded_drafts)
 
 
@@ -42,14 +42,14 @@ def test_same_head_same_chain(tiny_pair, start_v2, engine_pool, drafts, four_pro
     own = {"method": method, "model": str(drafts[kind]), "num_speculative_tokens": DEPTH}
     upstream = engine_pool.engine(f"vLLM's {kind}", lambda: V2Engine(tiny_pair.target, own, **ENGINE))
     tokens, theirs = drafted(upstream, four_prompts)
-    chain, graph = (start_v2({**config, "model": str(drafts[kind])}, **ENGINE) for config in (CHAIN, GRAPH))
-    found, ours = drafted(chain, four_prompts)
+    found, ours = drafted(start_v2({**CHAIN, "model": str(drafts[kind])}, **ENGINE), four_prompts)
     assert found == tokens
     assert len(ours) == len(theirs)
     assert ours[: -DEPTH - 1] == theirs[: -DEPTH - 1] and len(ours) > DEPTH + 1
-    found, more = drafted(graph, four_prompts)
-    assert found == tokens
-    assert len(more) <= len(ours)
+    if kind == "dspark":  # the only one of these drafts that guesses well; the next test uses the same engine
+        found, more = drafted(start_v2({**GRAPH, "model": str(drafts[kind])}, **ENGINE), four_prompts)
+        assert found == tokens
+        assert len(more) <= len(ours)
 
 
 def test_equals_plain_v2(start_v2, drafts, four_prompts):
