@@ -2,7 +2,7 @@
 
 import pytest
 from engine_probes import forget_prefixes
-from engine_process import run
+from engine_process import Engine, run
 from tiny_blocks import build_tiny_block
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -79,3 +79,19 @@ def test_preempted_requests(start_engine, drafts, prompts, expected):
     assert tokens == expected[0]
     assert engine.metrics()["num_preemptions"] > 0
     assert counts["nodes_accepted_native"] > 40
+
+
+def test_grammars(text_pair, random_prompts, tmp_path):
+    """Some requests have structured output, so that a grammar chooses among the nodes of their lattices."""
+    prompts = random_prompts(4, 10, 60, seed=6)
+    grammar = {"temperature": 0, "max_tokens": 24, "structured_outputs": {"regex": "(19|20)[0-9]{2}-[01][0-9](abc){4}"}}
+    params = [grammar if i % 2 else {**GREEDY, "max_tokens": 24} for i in range(4)]
+    draft = build_tiny_block("dspark", text_pair.target, tmp_path / "draft")
+    found = []
+    for config in (None, {"method": "gsd", "model": str(draft), "top_k": 4, "budget": 16}):
+        engine = Engine(text_pair.target, config, skip_tokenizer_init=False, max_model_len=128)
+        found.append(([answer.tokens for answer in engine.generate(prompts, params)], engine.metrics()))
+        engine.close()
+    (expected, _), (tokens, counts) = found
+    assert tokens == expected
+    assert counts["gsd_draft_forwards"] > 0 and not any(name.startswith("gsd_fallbacks") for name in counts)
