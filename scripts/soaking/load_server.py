@@ -18,6 +18,8 @@ from .watch import memory_mib, not_idle, read_metrics
 CLOSING = {"Connection": "close"}
 # The soak stops after this many server errors.
 MOST_SERVER_ERRORS = 100
+# A request hangs if it takes this many times as long as the others of late.
+HANGS = 30
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Soak:
 
     Args:
         seconds: how long to send new requests.
-        patience: seconds after which an unanswered request counts as hung.
+        patience: least seconds after which an unanswered request counts as hung.
         longest: maximum tokens of an answer.
         words: maximum words of a prompt.
         adapters, ends: see ``server.soaked_server``.
@@ -54,7 +56,7 @@ class Soak:
     adapters: list[str]
     ends: set[int]
     outcomes: list[Outcome] = field(default_factory=list)
-    series: list[dict[str, float]] = field(default_factory=list)
+    series: list[dict[str, Any]] = field(default_factory=list)
     numbers: int = 0  # requests sent so far
     server_errors: int = 0
     usual: float = 1.0  # recent mean of the seconds of an answer
@@ -101,7 +103,7 @@ class Soak:
             if load.fate == "vanished":
                 await vanish(self.url, load, gives_up)
                 return Outcome(load, "vanished", 0)
-            wait = gives_up if load.fate == "aborted" else self.patience
+            wait = gives_up if load.fate == "aborted" else self._patience()
             answer = await asyncio.wait_for(ask(client, load), wait)
         except TimeoutError:
             hung = load.fate != "aborted"
@@ -113,6 +115,10 @@ class Soak:
             return Outcome(load, "server error", 0, faults=[f"{type(error).__name__}: {error}"])
         return Outcome(load, "answered", 0, answer, faults(load, answer, self.ends))
 
+    def _patience(self) -> float:
+        """Seconds to wait for an answer. Where all answers are slow, a slow one is no hang."""
+        return max(self.patience, HANGS * self.usual)
+
     async def _watch(self, http: httpx.AsyncClient, start: float, progress: Any) -> None:
         every = min(10.0, max(0.5, self.seconds / 60))
         while True:
@@ -121,7 +127,9 @@ class Soak:
             names = {"running": "vllm:num_requests_running", "kv_usage": "vllm:kv_cache_usage_perc"}
             names["tracked"] = "vllm:gsd_tracked_requests"
             seen = {name: metrics.get(metric, 0.0) for name, metric in names.items()}
-            self.series.append({"seconds": round(now, 1), "mib": round(memory_mib(self.pid), 1), **seen})
+            processes = memory_mib(self.pid)
+            reading = {"seconds": round(now, 1), "requests": len(self.outcomes), **seen}
+            self.series.append({**reading, "mib": round(sum(processes.values()), 1), "processes": processes})
             progress(self, now)
             await asyncio.sleep(every)
 

@@ -93,7 +93,7 @@ def kinds(lora: bool) -> list[str]:
 
 
 def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: int, words: int = 64) -> Load:
-    """Request ``number`` of a soak.
+    """Request ``number`` of a soak, from 1. The kinds take turns, and the first of each waits for its answer.
 
     Args:
         adapters: names of LoRA adapters, possibly none.
@@ -101,7 +101,8 @@ def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: 
         words: maximum words of a prompt.
     """
     rng = random.Random(f"{seed}/{number}")
-    kind = rng.choice(kinds(bool(adapters)))
+    drawn = kinds(bool(adapters))
+    kind = drawn[number % len(drawn)]
     keys_of, chat = KINDS[kind]
     keys = {"max_tokens": rng.randint(1, longest), "stream": rng.random() < 0.6, **keys_of(rng, longest)}
     chat = rng.random() < 0.5 if chat is None else chat
@@ -110,7 +111,7 @@ def draw_load(seed: int, number: int, model: str, adapters: list[str], longest: 
     prompt = _prompt(rng, words)
     keys |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     keys |= {"model": rng.choice(adapters) if kind == "LoRA" else model, "return_token_ids": True}
-    fate = rng.choices(list(FATES), list(FATES.values()))[0]
+    fate = rng.choices(list(FATES), list(FATES.values()))[0] if number > len(drawn) else "answered"
     return Load(kind, fate, chat, {**_sampling(rng), **keys}, rng.random())
 
 

@@ -17,7 +17,7 @@ MOST_FAILURES = 50
 def make_report(
     settings: dict[str, Any],
     outcomes: Sequence[Outcome],
-    series: list[dict[str, float]],
+    series: list[dict[str, Any]],
     metrics: dict[str, float],
     verdicts: list[Verdict],
 ) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from .server import Setting, soaked_server
 from .verdicts import judge
 from .watch import read_metrics
 
-# Maximum tokens of an answer, maximum words of a prompt, and seconds after which a request counts as hung.
+# Maximum tokens of an answer, maximum words of a prompt, and least seconds after which a request counts as hung.
 LONGEST = {"v1": 96, "v2": 10}
 WORDS = {"v1": 64, "v2": 24}  # about five tokens each
 PATIENCE = {"v1": 180.0, "v2": 1200.0}

@@ -1,15 +1,19 @@
 """The checks after a soak, one verdict each."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from .load_server import Outcome
 from .loads import kinds
 
-# Growth of memory in the last quarter that allocators and caches explain: a constant and a share of the total.
-SLACK_MIB = 8.0
-SLACK_SHARE = 0.01
+# The least bytes of a leak per request. A forgotten request keeps the tokens of its prompt, about 200 here with 8 bytes
+# each in a list, and the object that holds them.
+LEAK_BYTES = 2048
+# What readings vary by without any leak: one large temporary buffer more or less.
+NOISE_MIB = 4.0
 # Shorter soaks consist only of warm-up.
 LEAST_SECONDS = 180
 
@@ -25,7 +29,7 @@ class Verdict:
 
 def judge(
     outcomes: Sequence[Outcome],
-    series: list[dict[str, float]],
+    series: list[dict[str, Any]],
     metrics: dict[str, float],
     busy: dict[str, float | None],
     lost: str | None,
@@ -34,7 +38,7 @@ def judge(
     """All verdicts.
 
     Args:
-        series: readings in order of time, with the memory in "mib".
+        series: readings in order of time, with the memory in "mib" and the finished "requests".
         metrics: the last metrics.
         busy: those of them that should be 0 and are not.
         lost: how the server died, or None.
@@ -64,15 +68,32 @@ def judge(
     ]
 
 
-def _memory(series: list[dict[str, float]]) -> Verdict:
+def _memory(series: list[dict[str, Any]]) -> Verdict:
+    """Tells a leak from caches that fill and buffers that grow: a leak grows alike in both quarters of the second half.
+
+    A cache grows less in the last quarter than in the one before, and a buffer grows in one of them only. So the lesser
+    of the two rates counts.
+    """
     name = "memory does not grow in the second half"
     took = series[-1]["seconds"] - series[0]["seconds"] if series else 0
     if took < LEAST_SECONDS:
         return Verdict(name, None, f"{took:.0f} seconds are too few to tell")
     quarter = len(series) // 4
-    third, last = (
-        statistics.median(one["mib"] for one in part) for part in (series[-2 * quarter : -quarter], series[-quarter:])
+    half = series[-2 * quarter :]
+    rates = [_bytes_per_request(part) for part in (half[:quarter], half[quarter:])]
+    requests = half[-1]["requests"] - half[0]["requests"]
+    allowed = max(LEAK_BYTES, NOISE_MIB * 2**20 / max(1, requests))
+    detail = (
+        f"{half[0]['mib']:.0f} MiB, and {half[-1]['mib']:.0f} MiB after {requests} requests more: "
+        f"{rates[0]:.0f} bytes per request in the third quarter, {rates[1]:.0f} in the last; "
+        f"a leak has more than {allowed:.0f} in both"
     )
-    slack = SLACK_MIB + SLACK_SHARE * third
-    detail = f"{third:.0f} MiB in the third quarter, {last:.0f} MiB in the last; {slack:.0f} MiB more are allowed"
-    return Verdict(name, last - third <= slack, detail)
+    return Verdict(name, min(rates) <= allowed, detail)
+
+
+def _bytes_per_request(part: list[dict[str, Any]]) -> float:
+    """How memory grows: the median of the slopes between all pairs of readings (Theil and Sen's estimate)."""
+    requests, mib = (np.array([one[name] for one in part], float) for name in ("requests", "mib"))
+    more = requests[None, :] - requests[:, None]
+    slopes = (mib[None, :] - mib[:, None])[more > 0] / more[more > 0]
+    return float(np.median(slopes)) * 2**20 if slopes.size else 0.0

@@ -1,5 +1,7 @@
 """Reads a server's metrics and the memory of its processes."""
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,19 +32,16 @@ def not_idle(metrics: dict[str, float]) -> dict[str, float | None]:
     return {name: metrics.get(name) for name in IDLE if metrics.get(name) != 0}
 
 
-def memory_mib(pid: int) -> float:
-    """Memory of a process and all its children. Shared pages count once."""
-    total = 0
+def memory_mib(pid: int) -> dict[str, float]:
+    """Anonymous and shared memory of a process and all its children, by name and id. Pages they share count once.
+
+    Files are left out: their pages are split with all programs of the machine that map the same libraries.
+    """
+    took = {}
     for process in _family(pid):
-        try:
-            total += process.memory_full_info().pss
-        except (
-            psutil.NoSuchProcess,
-            psutil.AccessDenied,
-            AttributeError,
-        ):  # the process has just ended, or this is not Linux
-            total += _resident(process)
-    return total / 2**20
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # it has just ended
+            took[f"{process.name()} {process.pid}"] = round(_anonymous(process) / 2**20, 1)
+    return took
 
 
 def _family(pid: int) -> list[Any]:
@@ -53,8 +52,8 @@ def _family(pid: int) -> list[Any]:
         return []
 
 
-def _resident(process: Any) -> int:
-    try:
+def _anonymous(process: Any) -> int:
+    if not psutil.LINUX:
         return process.memory_info().rss
-    except psutil.NoSuchProcess:
-        return 0
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text("utf-8").splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

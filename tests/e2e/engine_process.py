@@ -123,7 +123,7 @@ class Engine:
         try:
             self._receive()
         except BaseException:
-            self._end()
+            self.kill()
             raise
 
     def call(self, function, *args):
@@ -152,7 +152,7 @@ class Engine:
             self.connection.send(None)
         self.process.join(SECONDS)
         exit_code = self.process.exitcode
-        self._end()
+        self.kill()
         assert exit_code == 0, f"the engine's process did not end properly (exit code {exit_code})"
 
     def _receive(self):
@@ -178,7 +178,8 @@ class Engine:
             return f"it took {times.user:.0f} + {times.system:.0f} s of a processor; load {load}, {free} MiB free"
         return "its process is gone"
 
-    def _end(self) -> None:
+    def kill(self) -> None:
+        """End the engine's process at once."""
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

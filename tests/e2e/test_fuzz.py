@@ -7,16 +7,19 @@ or steep probabilities) and the limits of graphs drawn anew, so that trees branc
 """
 
 import contextlib
+from functools import partial
 
 import numpy as np
 import pytest
-from engine_process import Engine, Params, draft_every_level, model_runner
+from engine_process import Engine, EngineError, Params, draft_every_level, model_runner
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tiny_pair import VOCAB_SIZE
 
 GSD = {"num_speculative_tokens": 16, "max_depth": 6, "top_k": 4}
-OPTIONS = {"max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+OPTIONS = {"max_model_len": 96, "max_num_seqs": 8}
+# Prompts are cut into chunks with gsd only: vLLM's own CPU runner ends where a seeded request's prompt is.
+CHUNKED = {"max_num_batched_tokens": 64}
 LOGPROB_TOLERANCE = 2e-3
 
 # --- what is asked for --------------------------------------------------------------------------------
@@ -130,14 +133,30 @@ def assert_same(ours, theirs):
         assert_same_logprobs(our.prompt_logprobs, their.prompt_logprobs)
 
 
+class Restarted:
+    """An engine that is replaced after an error, which may have left requests in it that never end."""
+
+    def __init__(self, *args, **options):
+        self.start = partial(Engine, *args, **options)
+        self.engine = self.start()
+
+    def call(self, method: str, *args):
+        try:
+            return getattr(self.engine, method)(*args)
+        except EngineError:
+            self.engine.kill()
+            self.engine = self.start()
+            raise
+
+
 @pytest.fixture(scope="module")
 def engines(text_pair):
+    config = {"method": "gsd", "model": str(text_pair.draft), **GSD}
     with contextlib.ExitStack() as stack:
-        config = {"method": "gsd", "model": str(text_pair.draft), **GSD}
-        plain = Engine(text_pair.target, None, **OPTIONS)
-        stack.callback(plain.close)
-        gsd = Engine(text_pair.target, config, [draft_every_level], **OPTIONS)
-        stack.callback(gsd.close)
+        plain = Restarted(text_pair.target, None, **OPTIONS)
+        stack.callback(lambda: plain.engine.close())
+        gsd = Restarted(text_pair.target, config, [draft_every_level], **OPTIONS, **CHUNKED)
+        stack.callback(lambda: gsd.engine.close())
         yield plain, gsd
 
 
@@ -158,11 +177,13 @@ def test_fuzz(engines, pytestconfig):
     @given(batch=st.lists(requests(), min_size=1, max_size=5), shape=shapes())
     def check(batch, shape):
         prompts, params = map(list, zip(*batch, strict=True))
-        gsd.call(draft, shape)
-        assert_same(gsd.generate(prompts, params), plain.generate(prompts, params))
+        gsd.call("call", draft, shape)
+        assert_same(gsd.call("generate", prompts, params), plain.call("generate", prompts, params))
 
     check()
-    counts = gsd.metrics()
+    counts = gsd.call("metrics")
     examples = pytestconfig.getoption("examples")
     assert counts["spec_decode_num_accepted_tokens"] > examples
+    if examples < 200:
+        return  # too few for merges to be certain: the first examples are simple
     assert min(counts["gsd_nodes_merged"], counts["gsd_kv_rows_moved"], counts["gsd_fallbacks:opt_out"]) > examples / 10

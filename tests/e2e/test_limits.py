@@ -176,14 +176,15 @@ class TestScheduling:
     def test_chunked_prefill(self, start_engine, plain, random_prompts, rows):
         """Prompts of several chunks beside requests that decode.
 
-        Greedy only: vLLM 0.32 itself breaks on the CPU where a seeded request's prompt is chunked ("CPU Generator does
-        not use offset"), so there is nothing to compare with.
+        The reference reads its prompts whole: vLLM 0.32 itself breaks on the CPU where a seeded request's prompt is
+        chunked ("CPU Generator does not use offset").
         """
         gsd = start_engine({}, max_num_batched_tokens=rows, enable_chunked_prefill=True, max_num_seqs=8)
         prompts = [*random_prompts(6, 150, 400, seed=13), *random_prompts(10, 5, 20, seed=14)]
         mixed = [prompts[i * 7 % 16] for i in range(16)]
         assert_same(plain, gsd, mixed, [{**GREEDY, "max_tokens": 8 + 5 * i % 40} for i in range(16)])
         assert_same(plain, gsd, mixed, {**GREEDY, "presence_penalty": 0.6})
+        assert_same(plain, gsd, mixed, seeded(16))
 
     @pytest.mark.parametrize(("block_size", "nodes"), [(32, 5), (32, 23), (64, 23), (128, 5)])
     def test_block_sizes(self, start_engine, plain, random_prompts, block_size, nodes):

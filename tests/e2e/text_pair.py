@@ -30,7 +30,8 @@ def _write_tokenizer(folder: Path, words: list[str]) -> None:
     # A byte-level tokenizer writes spaces and line breaks so.
     vocab = {word.replace(" ", "Ġ").replace("\n", "Ċ"): index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # Split into words, texts fill the tokenizer's cache with a few hundred words and not with 10,000 whole prompts.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in SPECIAL])

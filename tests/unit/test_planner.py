@@ -11,7 +11,15 @@ from vllm_gsd.method.graph import add_child, new_graphs, reset
 from vllm_gsd.planner.calibration import Calibration, SourceTrust
 from vllm_gsd.planner.costs import Costs, convex
 from vllm_gsd.planner.overhead import Overhead
-from vllm_gsd.planner.planner import DECAY, FIRST_CHANCE, PLAIN_EVERY, PROBE_EVERY, PROBE_REQUESTS, Planner
+from vllm_gsd.planner.planner import (
+    DECAY,
+    FIRST_CHANCE,
+    PLAIN_EVERY,
+    PROBE_AT_MOST,
+    PROBE_EVERY,
+    PROBE_REQUESTS,
+    Planner,
+)
 
 # Up to 8 rows cost little more than one, beyond them each adds a millisecond; as measured on a CPU.
 ROWS = np.array([1, 8, 16, 64, 256])
@@ -28,6 +36,7 @@ def test_costs_between_and_beyond_the_table():
 
 
 NOTHING_FOUND = np.zeros(0)
+GOOD = np.array([0.7, 0.5, 0.35, 0.2, 0.1, 0.1])
 
 
 def new_planner(costs=COSTS):
@@ -136,9 +145,10 @@ def test_long_contexts_get_fewer_nodes():
 
 def test_stops_drafting_what_is_worth_nothing_and_tries_again_now_and_then():
     planner = new_planner()
-    steps = [step(planner, 1, np.full(6, 0.01)) for _ in range(600)]
+    steps = [step(planner, 1, np.full(6, 0.01)) for _ in range(8 * PROBE_AT_MOST)]
     late = steps[200:]
-    assert sum(drafted for drafted, _ in late) == len(late) // PROBE_EVERY
+    pauses = np.diff(np.flatnonzero([drafted for drafted, _ in late]))
+    assert len(pauses) >= 5 and set(pauses[1:] / pauses[:-1]) == {1, 2} and set(pauses[-3:]) == {PROBE_AT_MOST}
     # What is drafted to see is verified too, one node of each graph: calibration would never hear of it otherwise.
     assert all(sizes.tolist() == [1] for drafted, sizes in late if drafted)
 
@@ -147,8 +157,21 @@ def test_comes_back_when_drafts_become_good():
     planner = new_planner()
     for _ in range(300):
         step(planner, 1, np.full(6, 0.01))
-    drafted = [step(planner, 1, np.array([0.7, 0.5, 0.35, 0.2, 0.1, 0.1]))[0] for _ in range(400)]
+    while not step(planner, 1, GOOD)[0]:  # the probe that shows it may be long in coming
+        pass
+    drafted = [step(planner, 1, GOOD)[0] for _ in range(400)]
     assert np.mean(drafted[-100:]) > 0.95
+
+
+def test_probes_of_a_full_batch_verify_few_of_the_found_nodes():
+    """Nodes found in the texts that do not pay either, for all 64 requests in every step."""
+    planner, verified = new_planner(), []
+    for _ in range(4 * PROBE_AT_MOST):
+        planner.begin(64, 6400)
+        verified.append(int(choose(planner, np.full((64, 3), 0.2)).sum()))
+    assert set(verified) == {0, PROBE_REQUESTS} and np.count_nonzero(verified) <= 4 + np.log2(
+        PROBE_AT_MOST / PROBE_EVERY
+    )
 
 
 def worth_so_that(ratio):
@@ -201,9 +224,9 @@ def test_prompts_go_through_the_draft_where_drafts_would_pay():
 
 def test_a_full_batch_is_tried_with_few_requests():
     planner = new_planner()
-    steps = [step(planner, 64, np.full(3, 0.3)) for _ in range(4 * PROBE_EVERY)]
+    steps = [step(planner, 64, np.full(3, 0.3)) for _ in range(8 * PROBE_EVERY)]
     tried = [len(sizes) for drafted, sizes in steps if drafted]
-    assert tried == [PROBE_REQUESTS] * 4
+    assert tried == [PROBE_REQUESTS] * 3  # after 40, 120 and 280 steps
 
 
 def observe_steps(overhead, steps, true_ms, seed=0):

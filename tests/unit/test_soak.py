@@ -3,12 +3,13 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from soaking.answers import Answer, Choice, faults
-from soaking.load_server import Outcome
+from soaking.load_server import Outcome, Soak
 from soaking.loads import KINDS, WEATHER, Load, draw_load, kinds
 from soaking.report import make_report
 from soaking.verdicts import judge
@@ -81,7 +82,19 @@ def test_faults_are_found(name):
 
 
 METRICS = {"vllm:num_preemptions_total": 3.0, "vllm:spec_decode_num_accepted_tokens_total": 9.0}
-STEADY = [{"seconds": 5.0 * t, "mib": 500.0} for t in range(60)]
+GROWS = "memory does not grow in the second half"
+
+
+def readings(mib, seconds=1800, requests=6000) -> list[dict]:
+    """180 readings; ``mib`` is a function of the requests, with a MiB or so of noise."""
+    noise, done = np.random.default_rng(0), np.linspace(0, requests, 180)
+    return [
+        {"seconds": seconds * share, "requests": int(count), "mib": mib(count) + noise.normal()}
+        for share, count in zip(np.linspace(0, 1, 180), done, strict=True)
+    ]
+
+
+STEADY = readings(lambda done: 500.0)
 
 
 def outcomes(**changes) -> list[Outcome]:
@@ -112,10 +125,7 @@ def test_everything_held():
         ({"busy": {"vllm:gsd_tracked_requests": 1.0}}, "tables by request empty"),
         ({"busy": {"vllm:gsd_tracked_requests": None}}, "tables by request empty"),
         ({"busy": {"vllm:num_requests_running": 1.0}}, "no request left"),
-        (
-            {"series": [{**one, "mib": 500.0 + t} for t, one in enumerate(STEADY)]},
-            "memory does not grow in the second half",
-        ),
+        ({"series": readings(lambda done: 500 + 4 * done / 1024)}, GROWS),
         ({"metrics": {**METRICS, "vllm:num_preemptions_total": 0.0}}, "some requests were preempted"),
         ({"metrics": {"vllm:num_preemptions_total": 1.0}}, "drafts were accepted"),
     ],
@@ -124,13 +134,51 @@ def test_each_verdict(found, check):
     assert broken(**found) == [check]
 
 
+@pytest.mark.parametrize("requests", [3000, 6000, 20000])
+@pytest.mark.parametrize("kib", [4, 40])
+def test_leaks(kib, requests):
+    assert broken(series=readings(lambda done: 500 + kib * done / 1024, requests=requests)) == [GROWS]
+    # A cache that settles meanwhile does not hide it.
+    both = readings(lambda done: 900 - 300 * np.exp(-8 * done / requests) + kib * done / 1024, requests=requests)
+    assert broken(series=both) == [GROWS]
+
+
+@pytest.mark.parametrize(
+    "mib",
+    [
+        pytest.param(lambda done: 900 - 400 * np.exp(-done / 600), id="a cache fills"),
+        pytest.param(lambda done: 500 + 10 * min(done, 4000) / 1024, id="a cache is full after two thirds"),
+        pytest.param(lambda done: 500 + 30 * (done > 4000), id="a buffer grows in the third quarter"),
+        pytest.param(lambda done: 500 + 30 * (done > 5500), id="a buffer grows at the end"),
+        pytest.param(lambda done: 500 + 10 * np.sin(done / 150), id="memory comes and goes"),
+        pytest.param(lambda done: 500 - done / 100, id="memory shrinks"),
+    ],
+)
+def test_no_leaks(mib):
+    assert broken(series=readings(mib)) == []
+
+
+def test_few_requests_show_only_large_leaks():
+    assert broken(series=readings(lambda done: 500 + 4 * done / 1024, 600, 200)) == []
+    assert broken(series=readings(lambda done: 500 + 200 * done / 1024, 600, 200)) == [GROWS]
+
+
 def test_short_soaks_do_not_judge_memory():
-    assert broken(series=[{"seconds": t, "mib": 100.0 * t} for t in range(30)]) == []
+    assert broken(series=readings(lambda done: 100 + done, seconds=30)) == []
+
+
+def test_slow_is_no_hang():
+    soak = Soak("", 0, 60, 32, patience=180, longest=96, words=64, seed=0, adapters=[], ends=set())
+    assert soak._patience() == 180
+    soak.usual = 20.0
+    assert soak._patience() == 600
 
 
 def test_loads_are_drawn_alike_and_of_all_kinds():
-    drawn = [draw_load(1, number, "target", ["one"], 16) for number in range(400)]
-    assert drawn == [draw_load(1, number, "target", ["one"], 16) for number in range(400)]
+    drawn = [draw_load(1, number, "target", ["one"], 16) for number in range(1, 400)]
+    assert drawn == [draw_load(1, number, "target", ["one"], 16) for number in range(1, 400)]
+    first = drawn[: len(kinds(lora=True))]
+    assert {one.kind for one in first if one.fate == "answered"} == set(kinds(lora=True))
     assert {one.kind for one in drawn} == set(kinds(lora=True))
     assert {one.fate for one in drawn} == {"answered", "aborted", "vanished"}
     assert "LoRA" not in kinds(lora=False) and set(kinds(lora=False)) | set(kinds(lora=True)) == set(KINDS)

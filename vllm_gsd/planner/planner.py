@@ -17,9 +17,12 @@ from vllm_gsd.planner.overhead import Overhead
 NEWEST = 0.04
 # Weight of graphs that were drafted as a probe, which are the only evidence while drafting is off.
 NEWEST_TRIED = 0.25
-# Steps between probes while speculation does not pay, since texts change.
-PROBE_EVERY = 40
-# Requests that a probe drafts for. It is few because the draft model has missed much of every text by then.
+# Steps until the first probe while speculation does not pay, since texts change. Each further probe waits twice as
+# long, up to the maximum, unless the graphs of the last one were worth PROMISING times the average.
+PROBE_EVERY, PROBE_AT_MOST = 40, 640
+PROMISING = 1.1
+# Requests that a probe drafts or verifies for. It is few because the draft model has missed much of every text by then,
+# and because every row costs time in a full batch.
 PROBE_REQUESTS = 2
 # Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more. Estimates
 # are noisy, and a draft model that resumes must first run the text that it has missed.
@@ -56,6 +59,7 @@ class Planner:
         self.level_share = 1.0 * (np.arange(max_depth) == 0)  # share of drafting steps that run the level
         self.drafting = True  # whether drafting pays at present
         self.steps = 0
+        self._probe_after(PROBE_EVERY)
         self.begin(1, 0)
 
     def begin(self, num_requests: int, context: int) -> None:
@@ -63,6 +67,9 @@ class Planner:
         self.num_requests = max(1, num_requests)
         self.context = context
         self.steps += 1
+        self.due = self.steps >= self.next_probe  # whether to probe in this step if speculation does not pay
+        if self.due:
+            self._probe_after(2 * self.pause)
         self.rows: list[int] = []  # rows of the draft levels run so far
         self.num_drafted = 0
         self.caught_up_rows = 0  # rows of forwards over committed text, including the first level
@@ -73,6 +80,11 @@ class Planner:
             self.tables = *self.costs.tables, self.overhead.node_ms, self.overhead.level_ms
             self.plain_ms = self.overhead.plain_ms(num_requests, context)
             self.planned = self.num_requests, self.costs.target_ms(self.num_requests, context)
+
+    def _probe_after(self, steps: int) -> None:
+        """Probe next in ``steps`` steps, or in the maximum."""
+        self.pause = min(steps, PROBE_AT_MOST)
+        self.next_probe = self.steps + self.pause
 
     # --- before drafting --------------------------------------------------------------------------
 
@@ -102,9 +114,10 @@ class Planner:
         without = max(self._plain_rate(), self._rate(found))
         self.drafting = self._drafts_rate(found, left, num_drafted) > without * self._hurdle
         if self.drafting:
+            self._probe_after(PROBE_EVERY)
             self.resting = self.steps % PLAIN_EVERY == 0
             return not self.resting
-        self.probing = self.steps % PROBE_EVERY == 0
+        self.probing = self.due
         return self.probing
 
     @property
@@ -186,15 +199,19 @@ class Planner:
             return size
         if pure.any() and self.num_drafted:
             weight = NEWEST_TRIED if self.probing else NEWEST
-            known = self.worth, self.levels, self.level_share
+            known, before = (self.worth, self.levels, self.level_share), self.worth.sum()
             host.follow_graphs(*known, values, size, pure, np.array(self.rows), self.num_drafted, weight)
+            if self.probing and self.worth.sum() > before * (1.0 + (PROMISING - 1.0) * weight):
+                self._probe_after(PROBE_EVERY)
         if self.resting:
             return np.zeros_like(size)
         spent = self.plain_ms + self.drafting_ms()
         batch = self.tables, self.num_requests, self.context
         chosen = host.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
-        if not chosen.any() and self.steps % PROBE_EVERY == 0:
-            return np.minimum(size, 1)  # to learn whether they are accepted
+        if not chosen.any() and self.due:  # verify the best nodes to learn whether they are accepted
+            best = np.argsort(np.where(size > 0, -values[:, 0], 0.0), kind="stable")[:PROBE_REQUESTS]
+            chosen[best] = np.minimum(size[best], 1)
+            return chosen
         rows = self.num_requests + int(chosen.sum())
         self.planned = rows, costs.target_ms(rows, self.context + float((chosen * context).sum()))
         return chosen

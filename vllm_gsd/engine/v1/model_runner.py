@@ -8,6 +8,7 @@ accepted paths and moves their KV to contiguous slots. Then the proposer drafts 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from vllm_gsd.host import kv_moves
 from vllm_gsd.upstream import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
     from vllm.sequence import IntermediateTensors
@@ -170,9 +171,25 @@ class GraphModelRunner(CPUModelRunner):
             count = state.scheduler_output.total_num_scheduled_tokens
             slots = torch.from_numpy(self.input_batch.block_table[0].slot_mapping.np[:count])
             self.drafter.keep_features(slots.long(), state.hidden_states, state.aux_hidden_states)
-        output = super().sample_tokens(grammar_output)
+        with self._generators_of_unfinished_prompts_set_aside():
+            output = super().sample_tokens(grammar_output)
         wire.attach_stats(output, self.drafter.take_stats())
         return output
+
+    @contextmanager
+    def _generators_of_unfinished_prompts_set_aside(self) -> Iterator[None]:
+        """Draw nothing from the generators of requests whose sampled token is discarded.
+
+        Upstream takes the draw back by an offset, which generators on CPUs do not have: a seeded request whose prompt
+        is cut into chunks would end the engine.
+        """
+        generators = self.input_batch.generators
+        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
+        kept = {place: generators.pop(place) for place in discarded if place in generators}
+        try:
+            yield
+        finally:
+            generators.update(kept)
 
     def propose_draft_token_ids(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
