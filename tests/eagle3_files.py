@@ -10,9 +10,9 @@ LAYERS = [0, 1, 2]  # for a target of two layers: its embedding and the outputs 
 
 
 def layer_config(target: dict, model_type: str) -> dict:
-    """The config of a head's layer: of the target's shape, but for the positions, of which public heads have fewer."""
+    """The config of a head's layer, of the target's shape."""
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    other = {"model_type": model_type, "num_hidden_layers": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    other = {"model_type": model_type, "num_hidden_layers": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
     return {**{key: target[key] for key in keys}, **other, "hidden_act": "silu", "attention_bias": False}
 
 

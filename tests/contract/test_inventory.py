@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import test_upstream_v2
 import torch
+from transformers import LlamaConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
@@ -36,6 +37,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from vllm_gsd.engine.draft.aux_states import aux_layers
+from vllm_gsd.engine.draft.model import _as_in_vllm
 from vllm_gsd.upstream import inventory, parts, patching, symbols, wire
 from vllm_gsd.upstream.inventory import PATCHES
 
@@ -169,6 +171,9 @@ def test_eagle3_heads():
         assert "targets = base + self.draft_id_to_target_id" in inspect.getsource(head.compute_logits)
     override = SpeculativeConfig._maybe_override_draft_max_position_embeddings
     assert list(inspect.signature(override).parameters) == ["draft_hf_config", "target_max_model_len"]
+    named = LlamaConfig(max_position_embeddings=64, architectures=["LlamaForCausalLM"], draft_vocab_size=40)
+    found = _as_in_vllm(512, named)
+    assert (found.max_position_embeddings, found.architectures) == (512, ["Eagle3LlamaForCausalLM"])
     assert aux_layers(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 5, 7])) == (0, 5, 7)
     assert aux_layers(SimpleNamespace(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]})) == (1, 2)
     assert aux_layers(SimpleNamespace(dflash_config={"target_layer_ids": [1, 3]})) == (2, 4)

@@ -16,7 +16,7 @@ ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
 
 @pytest.fixture(scope="module")
 def prompts(random_prompts):
-    return random_prompts(12, 5, 150, seed=31)[:5]  # some in pieces, and longer than the heads' own positions
+    return random_prompts(12, 5, 150, seed=31)[:5]  # some in pieces
 
 
 @pytest.fixture(scope="module", params=HEADS)
@@ -37,9 +37,10 @@ def test_chains_are_those_of_vllm(start_engine, tiny_pair, prompts, head):
     for prompt, (tokens, steps) in zip(prompts, expected, strict=True):
         got, chains = engine.call(drafts_of_steps, prompt, 40)
         assert got == tokens
-        ends = len(steps) - 1  # its drafts are never verified, and ours are no longer than what is left
-        assert [(count, drafts[: 40 - count - 1]) for count, drafts in steps[:ends]] == chains[:ends]
-        accepted += len(tokens) - len(steps)
+        # The pieces of a prompt have no drafts of ours, and its last drafts are no longer than what is left.
+        theirs_cut = [(count, drafts[: 40 - count - 1]) for count, drafts in steps if 0 < count < 40]
+        assert theirs_cut == [(count, drafts) for count, drafts in chains if 0 < count < 40]
+        accepted += len(tokens) - 1 - len(theirs_cut)
     assert accepted > 10
 
 
@@ -58,7 +59,7 @@ def test_more_candidates_accept_no_less(start_engine, prompts, head):
 
 def test_preempted_requests_and_grammars(text_pair, random_prompts, tiny_eagle3):
     """Eight requests, of which some lose their blocks and some have structured output: the output of plain vLLM."""
-    prompts = random_prompts(8, 10, 60, seed=6)
+    prompts = [*random_prompts(12, 5, 150, seed=31)[:4], *random_prompts(4, 10, 60, seed=6)]
     greedy = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     grammar = {"temperature": 0, "max_tokens": 24, "structured_outputs": {"regex": "(19|20)[0-9]{2}-[01][0-9](abc){4}"}}
     params = [grammar if i % 4 == 1 else {**greedy, "temperature": 0.8 * (i % 2), "seed": i} for i in range(8)]
@@ -71,5 +72,5 @@ def test_preempted_requests_and_grammars(text_pair, random_prompts, tiny_eagle3)
         engine.close()
     (expected, _), (tokens, counts) = engines
     assert tokens == expected
-    assert counts["num_preemptions"] > 0 and counts["gsd_nodes_accepted_native"] > 10
+    assert counts["num_preemptions"] > 0 and counts["gsd_nodes_accepted_native"] > 5
     assert not any(name.startswith("gsd_fallbacks") for name in counts)
