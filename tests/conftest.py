@@ -1,8 +1,12 @@
 """Which files of tests come first, and the threads of all their processes."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the files of drafts that unit and e2e both write
 
 # One thread each, unless a test says otherwise: threads of OpenMP wait for one another on a processor, and with as many
 # busy processes as processors that is most of what they would do.

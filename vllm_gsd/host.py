@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_gsd.method import cells, constants, draft_level, graph, growth, lay_out, ngram, outcome, verify
+from vllm_gsd.method import cells, constants, draft_level, graph, growth, lattice, lay_out, ngram, outcome, verify
 from vllm_gsd.method import flatten as flattening
 from vllm_gsd.method import text_rows as texts
 from vllm_gsd.method.flatten import FlatTrees
@@ -73,6 +73,7 @@ def _operation(specification: Operation) -> Operation:
 reset_all = _operation(graph.reset_all)
 add_candidates = _operation(growth.add_candidates)
 next_frontier = _operation(growth.next_frontier)
+add_lattices = _operation(lattice.add_lattices)
 graft_all_ngrams = _operation(ngram.graft_all_ngrams)
 graft_tree = _operation(ngram.graft_tree)
 

@@ -5,23 +5,39 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_upstream_v2
 import torch
+from transformers import LlamaConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.models.interfaces import SupportsEagleBase
+from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention, DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash2 import (
+    CandidateSelector,
+    DFlash2Qwen3DecoderLayer,
+    DFlash2Qwen3ForCausalLM,
+)
+from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.request import Request
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
+from vllm_gsd.engine.draft.aux_states import aux_layers
+from vllm_gsd.engine.draft.model import _as_in_vllm
 from vllm_gsd.upstream import inventory, parts, patching, symbols, wire
 from vllm_gsd.upstream.inventory import PATCHES
 
@@ -138,6 +154,50 @@ def test_layers_ask_for_the_group_that_is_replaced():
 
 def test_drafts_say_what_they_have_of_their_own():
     assert {"has_own_embed_tokens", "has_own_lm_head"} <= SupportsEagleBase.__annotations__.keys()
+
+
+def test_targets_return_the_hidden_states_of_their_inner_layers():
+    assert "hidden_states, aux_hidden_states = model_output" in inspect.getsource(GPUModelRunner.execute_model)
+    setup = inspect.getsource(GPUModelRunner._setup_eagle3_aux_hidden_state_outputs)
+    assert "self._get_eagle3_aux_layers_from_config()" in setup
+    assert "self._setup_eagle3_aux_hidden_state_outputs()" in inspect.getsource(CPUModelRunner.load_model)
+    assert list(inspect.signature(SupportsEagle3.set_aux_hidden_state_layers).parameters) == ["self", "layers"]
+    assert {"hidden_states", "aux_hidden_states"} <= set(ExecuteModelState._fields)
+
+
+def test_eagle3_heads():
+    for head in (Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
+        assert list(inspect.signature(head.combine_hidden_states).parameters) == ["self", "hidden_states"]
+        assert "targets = base + self.draft_id_to_target_id" in inspect.getsource(head.compute_logits)
+    override = SpeculativeConfig._maybe_override_draft_max_position_embeddings
+    assert list(inspect.signature(override).parameters) == ["draft_hf_config", "target_max_model_len"]
+    named = LlamaConfig(max_position_embeddings=64, architectures=["LlamaForCausalLM"], draft_vocab_size=40)
+    found = _as_in_vllm(512, named)
+    assert (found.max_position_embeddings, found.architectures) == (512, ["Eagle3LlamaForCausalLM"])
+    assert aux_layers(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 5, 7])) == (0, 5, 7)
+    assert aux_layers(SimpleNamespace(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]})) == (1, 2)
+    assert aux_layers(SimpleNamespace(dflash_config={"target_layer_ids": [1, 3]})) == (2, 4)
+    assert aux_layers(SimpleNamespace()) is None
+
+
+def test_block_drafts():
+    """What ``BlockDrafter``, ``ContextKV`` and the heads call of vLLM's models."""
+    for draft in (DFlashQwen3ForCausalLM, DFlash2Qwen3ForCausalLM, Qwen3DSparkForCausalLM):
+        assert list(inspect.signature(draft.combine_hidden_states).parameters) == ["self", "hidden_states"]
+        assert list(inspect.signature(draft.get_draft_attn_causal).parameters) == ["self"]
+    methods = "compute_draft_logits", "map_draft_to_target", "markov_embed", "markov_bias", "compute_confidence"
+    assert all(hasattr(Qwen3DSparkForCausalLM, name) for name in methods)
+    arguments = ["self", "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"]
+    assert list(inspect.signature(CandidateSelector.forward).parameters) == arguments
+    assert "self.lm_head, hidden_states, self.model.candidate_selector.top_k" in inspect.getsource(
+        DFlash2Qwen3ForCausalLM.compute_candidates
+    )
+    attention = inspect.getsource(DFlashQwen3Attention)
+    for name in ("q_size", "kv_size", "head_dim", "num_kv_heads", "qkv_proj", "k_norm", "rotary_emb", "v_scale"):
+        assert f"self.{name} = " in attention
+    assert "block_size=1 + speculative_config.num_speculative_tokens" in inspect.getsource(DFlash2Qwen3DecoderLayer)
+    config = SimpleNamespace(dflash_config={"mask_token_id": 7})
+    assert get_parallel_drafting_token_id(config) == 7
 
 
 def test_queues_remove_their_memory_by_its_name():

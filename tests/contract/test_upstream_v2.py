@@ -320,3 +320,11 @@ def test_async_scheduling_has_a_scheduler_of_its_own():
 def test_statistics_ride_on_the_output_of_a_step():
     assert "self.model_runner_output = model_runner_output" in source(f"{GPU}/async_utils.py", "AsyncOutput.__init__")
     assert "return self.model_runner_output" in source(f"{GPU}/async_utils.py", "AsyncOutput.get_output")
+
+
+def test_hidden_states_of_inner_layers():
+    """The runner returns them if this is set before the target is loaded, for the layers that the target is told."""
+    text = source(f"{GPU}/model_runner.py", "GPUModelRunner.load_model")
+    assert "if self.use_aux_hidden_state_outputs:" in text and "set_eagle3_aux_hidden_state_layers(" in text
+    assert "self.use_aux_hidden_state_outputs = False" in source(f"{GPU}/model_runner.py", "GPUModelRunner.__init__")
+    assert "aux_hidden_states=aux_hidden_states" in source(f"{GPU}/model_runner.py", "GPUModelRunner.execute_model")

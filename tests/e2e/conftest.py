@@ -14,6 +14,7 @@ from engine_pool import Kept, Pool
 from engine_process import ENVIRONMENT, Engine, draft_every_level
 from text_pair import build_text_pair
 from tiny_eagle import build_tiny_eagle
+from tiny_eagle3 import build_tiny_eagle3
 from tiny_pair import VOCAB_SIZE, build_tiny_pair
 from unlike_pair import build_unlike_pair
 
@@ -59,6 +60,14 @@ def tiny_pair(tmp_path_factory):
 def tiny_eagle(tiny_pair, tmp_path_factory):
     """A draft of EAGLE's kind for the tiny target."""
     return build_tiny_eagle(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle") / "work", VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle3(tiny_pair, random_prompts, tmp_path_factory):
+    """A folder with an EAGLE-3 head for the tiny target for each of ``tiny_eagle3.HEADS``."""
+    # Some of test_eagle.py, and of v2/test_v2.py.
+    prompts = [*random_prompts(12, 5, 150, seed=31)[:4], *random_prompts(4, 5, 20, seed=3)[:2]]
+    return build_tiny_eagle3(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle3"), prompts)
 
 
 @pytest.fixture(scope="session")

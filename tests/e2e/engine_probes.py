@@ -127,3 +127,27 @@ def choose_the_block_size_late() -> None:
 def block_size(llm) -> int:
     """Tokens per KV block of the V1 model runner's batch."""
     return model_runner(llm).input_batch.block_table[0].block_size
+
+
+def drafts_of_steps(llm, prompt: list[int], max_tokens: int) -> tuple[list[int], list[tuple[int, list[int]]]]:
+    """A greedy answer, and the drafts of each step with the number of tokens generated before them."""
+    engine, runner, drafted = llm.llm_engine, model_runner(llm), []
+    propose = runner.propose_draft_token_ids
+
+    def proposed(*args, **kwargs):
+        drafts = propose(*args, **kwargs)
+        drafted.extend(drafts if isinstance(drafts, list) else drafts.tolist())
+        return drafts
+
+    runner.propose_draft_token_ids = proposed
+    params = Params({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}).build()
+    engine.add_request("drafts", {"prompt_token_ids": prompt}, params)
+    tokens: list[int] = []
+    steps: list[tuple[int, list[int]]] = []
+    while engine.has_unfinished_requests():
+        drafted.clear()
+        for output in engine.step():
+            tokens = list(output.outputs[0].token_ids)
+        steps += [(len(tokens), list(drafts)) for drafts in drafted]
+    del runner.propose_draft_token_ids
+    return tokens, steps

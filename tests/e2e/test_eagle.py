@@ -1,4 +1,4 @@
-"""Drafts of EAGLE's kind: plain vLLM's output, and graphs that are grown from the target's own hidden states."""
+"""EAGLE and EAGLE-3 heads: plain vLLM's output, and graphs that are grown from the target's own hidden states."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ CONFIGS = {
     "chain": {"sources": ["draft"], "top_k": 1, "max_depth": 2, "num_speculative_tokens": 2},
     "trimmed": {"draft_vocab_size": 200, "max_depth": 4},
 }
+EAGLE3 = {"llama": {}, "qwen3": {"theta_prob": 0.0, "theta_sib": 0.0}, "midlayer": {"draft_vocab_size": 200}}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,17 @@ def expected(plain, prompts, short):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_equals_plain_vllm(start_engine, tiny_eagle, prompts, short, expected, config):
-    engine = start_engine({"model": str(tiny_eagle), **CONFIGS[config]}, **ENGINE)
+    equals_plain(start_engine({"model": str(tiny_eagle), **CONFIGS[config]}, **ENGINE), prompts, short, expected)
+
+
+@pytest.mark.parametrize("head", EAGLE3)
+def test_eagle3_equals_plain_vllm(start_engine, tiny_eagle3, prompts, short, expected, head):
+    engine = start_engine({"model": str(tiny_eagle3 / head), **EAGLE3[head]}, **ENGINE)
+    equals_plain(engine, prompts, short, expected)
+    assert engine.metrics()["gsd_nodes_accepted_native"] > 50
+
+
+def equals_plain(engine, prompts, short, expected):
     assert run(engine, prompts, GREEDY) == expected[0]
     assert run(engine, short, SEEDED) == expected[1]
     assert [run(engine, [prompt], GREEDY)[0] for prompt in prompts[:3]] == expected[0][:3]
@@ -82,8 +93,10 @@ def test_chains_are_those_of_the_student(start_engine, tiny_eagle, tiny_pair, pr
     assert found == pytest.approx((steps, accepted), rel=0.02)  # a near tie may fall either way
 
 
-def test_cached_prefixes_keep_their_hidden_states(start_engine, tiny_eagle, prompts):
-    engine = start_engine({"model": str(tiny_eagle), **CONFIGS["chain"]}, **ENGINE)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_cached_prefixes_keep_their_hidden_states(start_engine, tiny_eagle, tiny_eagle3, prompts, kind):
+    draft = tiny_eagle if kind == "eagle" else tiny_eagle3 / "llama"
+    engine = start_engine({"model": str(draft), **CONFIGS["chain"]}, **ENGINE)
     engine.call(forget_prefixes)
     _, cold = accepted_by(engine, prompts)
     _, warm = accepted_by(engine, prompts)  # the draft's own too

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from patience import SECONDS
 from ray_cluster import ray_cluster
+from tiny_blocks import build_tiny_block
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # Every node verified; a trimmed LM head is gathered from where the ranks hold its rows.
@@ -75,6 +76,25 @@ def test_a_draft_that_reads_hidden_states(run, expected, tiny_eagle):
     one, two = run(config, 1), run(config, 2)
     assert one["tokens"] == two["tokens"] == expected
     assert one["accepted"] == two["accepted"] > 0
+    first, second = two["hashes"]
+    assert first == second
+
+
+def test_an_eagle3_head(run, expected, tiny_eagle3):
+    """Its own LM head lies spread over the ranks, and its states are combined on each."""
+    two = run({"budget": 16, "model": str(tiny_eagle3 / "llama"), "sources": ["draft"]}, 2)
+    assert two["tokens"] == expected
+    assert two["accepted"] > 0
+    first, second = two["hashes"]
+    assert first == second
+
+
+def test_a_draft_of_whole_blocks(run, expected, tiny_pair, tmp_path):
+    """Its own LM head and its context's keys and values lie spread over the ranks."""
+    draft = build_tiny_block("dspark", tiny_pair.target, tmp_path / "draft", trimmed=True)
+    two = run({"budget": 16, "model": str(draft), "sources": ["draft"]}, 2)
+    assert two["tokens"] == expected
+    assert two["accepted"] > 0
     first, second = two["hashes"]
     assert first == second
 

@@ -159,6 +159,35 @@ def test_growth(seed):
     told_to_both(grow, seed)
 
 
+def add_blocks(core, random):
+    """Lattices of drafted blocks, then copies from texts: ties, missing candidates, NaN and full graphs among them."""
+    told = []
+    count, depth, k = int(random.integers(0, 4)), int(random.integers(1, 7)), int(random.choice([1, 2, 4, 8]))
+    graphs = new_graphs(count, int(random.choice([1, 4, 30, 600])))
+    texts, length = random.integers(0, 9, (count, 40)).astype(np.int32), random.integers(1, 41, count)
+    core.reset_all(graphs, texts, np.arange(count), length)
+    drafted = random.random(count) < 0.8
+    shape = int(drafted.sum()), depth, k
+    tokens = random.permuted(np.broadcast_to(np.arange(9), (*shape[:2], 9)), axis=2)[:, :, :k]
+    tokens[random.random(shape) < 0.05] = -1
+    probs = random.dirichlet(np.full(k + 1, 0.5), (*shape,)).astype(np.float32)[..., :k]
+    if random.random() < 0.4:
+        probs = random.choice([0.0, 0.25, 0.5, 1.0, np.nan], probs.shape).astype(np.float32)
+    num_nodes, deepest = (random.integers(low, 40, count).astype(np.int32) for low in (1, 0))
+    thetas = float(random.choice([0.0, 0.1, 0.5])), float(random.choice([0.0, 0.02, 0.3]))
+    told.append(core.add_lattices(graphs, drafted, np.ascontiguousarray(tokens), probs, num_nodes, deepest, *thetas))
+    told.append(copies(*graphs))
+    core.graft_all_ngrams(graphs, texts, np.arange(count), length, drafted, 4, deepest, 1)
+    trust = random.uniform(0.2, 1.5, (count, NUM_SOURCES)).astype(np.float32)
+    told.append(tuple(core.flatten(graphs, num_nodes, deepest, random_calibration(random), trust)))
+    return told
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_lattices(seed):
+    told_to_both(add_blocks, seed)
+
+
 def copy_texts(core, random):
     """Texts that repeat themselves, copied into graphs with little room."""
     told = []
@@ -412,6 +441,29 @@ def test_arrays_that_do_not_fit(graphs, place, given, error, told):
     arguments[place] = given
     with pytest.raises(error, match=told):
         COMPILED.add_candidates(graphs, *arguments, 0.1, ONES)
+
+
+BLOCK, CHANCES = np.zeros((2, 3, 2), np.int64), np.zeros((2, 3, 2, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "error", "told"),
+    [
+        (0, ONES, TypeError, "drafted must be .* bool"),
+        (1, BLOCK[:1], ValueError, "tokens has 1 entries where 2"),
+        (1, BLOCK[0], TypeError, "tokens must be an array of 3 dimensions"),
+        (2, CHANCES[:1], ValueError, "probs has 1 entries where 2"),
+        (2, CHANCES[:, :2], ValueError, "a block of probs has 2"),
+        (2, CHANCES[:, :, :1], ValueError, "a depth of probs has 1"),
+        (3, ONES[:1], ValueError, "num_nodes has 1"),
+        (4, ONES[:1], ValueError, "max_depth has 1"),
+    ],
+)
+def test_blocks_that_do_not_fit(graphs, place, given, error, told):
+    arguments = [np.ones(2, np.bool_), BLOCK, CHANCES, ONES, ONES]
+    arguments[place] = given
+    with pytest.raises(error, match=told):
+        COMPILED.add_lattices(graphs, *arguments, 0.1, 0.0)
 
 
 def test_graphs_that_do_not_fit(graphs):

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.config.eagle_folder import is_eagle
+from vllm_gsd.config.draft_kind import is_eagle
 from vllm_gsd.tools.distill import eagle, hidden_states
 from vllm_gsd.tools.distill.generate import TOP
 from vllm_gsd.tools.distill.run import DistillError, Options, distill

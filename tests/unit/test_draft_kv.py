@@ -38,6 +38,17 @@ def test_what_was_drafted_is_there():
     assert tracker.length["a"] == 9
 
 
+def test_a_row_that_read_the_token_after_a_hit_is_computed_again():
+    """Where rows read a token ahead (EAGLE-3), the last row of a hit was made for another text."""
+    tracker = DraftKVTracker(16, 4, shift=1)
+    tracker.admit([("a", [3, 5, 6], 0)])
+    tracker.advance("a", 11)
+    tracker.admit([("b", [3, 5, 8], 8), ("c", [7], 0)])
+    assert (tracker.length["b"], tracker.length["c"]) == (7, 0)
+    tracker.admit([("d", [3, 5, 6, 9], 12)])
+    assert tracker.length["d"] == 11
+
+
 def test_a_prefix_hit_takes_over_whole_blocks():
     tracker = tracker_with()
     tracker.admit([("a", [3, 5, 6], 0)])

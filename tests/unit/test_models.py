@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_gsd.config.eagle_folder import is_eagle
+from vllm_gsd.config.draft_kind import is_eagle
 from vllm_gsd.tools import models
 from vllm_gsd.tools.models import (
     DRAFT,

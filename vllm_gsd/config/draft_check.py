@@ -8,10 +8,29 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from vllm_gsd.config.block_check import block_problem
+from vllm_gsd.config.draft_kind import (
+    AUX_KINDS,
+    BLOCK_KINDS,
+    EAGLE,
+    EAGLE3,
+    LANGUAGE_MODEL,
+    kind_of,
+    kind_of_config,
+)
 from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab
-from vllm_gsd.config.eagle_folder import is_eagle
+from vllm_gsd.config.eagle3_folder import eagle3_problem, flattened
 from vllm_gsd.config.source import fail, shown
+from vllm_gsd.config.speculators_folder import is_speculators, speculators_problem
 
+# The kinds of drafts that gsd runs.
+KINDS = (LANGUAGE_MODEL, EAGLE, EAGLE3, *BLOCK_KINDS)
+_ALLOWED = "a language model, an EAGLE or EAGLE-3 head, or a DFlash, DFlash2 or DSpark draft"
+# Kinds of the speculators package beside AUX_KINDS.
+_REFUSED_KINDS = ("peagle", "mtp")
+# How the config.json of a model with MTP modules counts them.
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_UNREADABLE = "has a config.json that is not readable or lacks vocab_size, but must be a whole model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -39,30 +58,78 @@ def check_draft(
     if not (draft / "config.json").is_file():
         what = "is a folder without config.json" if draft.is_dir() else "is no folder"
         _refuse(model, f"{what}, but must be the folder of a Hugging Face model")
-    size = _vocab_size(model, draft)
+    config = _config(model, draft)
+    target_folder = local_folder(target) if target is not None else None
+    target_config = {} if target_folder is None else _config_or_nothing(target_folder)
+    kind = kind_of_config(config)
+    name = None if target is None else os.fspath(target)
+    if is_speculators(config) and (problem := _speculators_problem(kind, config, name, target_config)):
+        _refuse(model, problem)
+    if kind not in KINDS:
+        _refuse(model, f"is a draft of the kind {shown(kind)}, but must be {_ALLOWED}")
+    if target_folder is not None and target_folder.samefile(draft) and any(map(target_config.get, _MTP_KEYS)):
+        _refuse(model, "is the target, whose MTP modules gsd cannot run, but must be another model")
+    size = _vocab_size(model, config)
     if size != target_vocab_size:
         _refuse(model, f"has {size} tokens in its vocabulary, but must have the target's {target_vocab_size}")
-    target_folder = local_folder(target) if target is not None else None
-    if target_folder is not None and is_eagle(draft):
-        own, wanted = _hidden_size(draft), _hidden_size(target_folder)
-        if own != wanted:
-            _refuse(model, f"reads hidden states of {own} numbers, but must read the target's of {wanted}")
+    text_config = target_config.get("text_config") or target_config
+    if kind == EAGLE3 and (problem := _eagle3_problem(draft, config, text_config, draft_vocab_size)):
+        _refuse(model, problem)
+    if kind in BLOCK_KINDS and (problem := _block_problem(draft, config, text_config, draft_vocab_size)):
+        _refuse(model, problem)
+    own, wanted = config.get("hidden_size"), text_config.get("hidden_size")
+    if kind == EAGLE and target_folder is not None and own != wanted:
+        _refuse(model, f"reads hidden states of {own} numbers, but must read the target's of {wanted}")
     if target_folder is not None and _tokenizers_differ(model, draft, target_folder):
         _refuse(model, "gives tokens other ids than the target does, but must have the same tokenizer")
     choose_draft_vocab(read_draft_vocab(draft), size, draft_vocab_size)
 
 
-def reads_features(model: str) -> bool:
-    """Whether a draft, by path or hub id, is an EAGLE head, which reads the target's hidden states."""
+def kind_of_model(model: str) -> str:
+    """The kind of a draft, by path or hub id; a language model if it is not on this machine."""
     folder = local_folder(model)
-    return folder is not None and is_eagle(folder)
+    return LANGUAGE_MODEL if folder is None else kind_of(folder)
 
 
-def _hidden_size(folder: Path) -> int | None:
+def reads_features(model: str) -> bool:
+    """Whether a draft, by path or hub id, reads the target's hidden states."""
+    return kind_of_model(model) in (EAGLE, *AUX_KINDS)
+
+
+def _speculators_problem(kind: str, config: dict, name: str | None, target: dict) -> str | None:
+    if kind not in (*AUX_KINDS, *_REFUSED_KINDS):
+        return f"is of the speculators kind {shown(kind)}, but must be of one that gsd knows, such as {shown(EAGLE3)}"
+    return speculators_problem(config, name, target)
+
+
+def _eagle3_problem(draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:
     try:
-        return json.loads((folder / "config.json").read_text("utf-8")).get("hidden_size")
-    except (OSError, ValueError, AttributeError):
-        return None
+        keys = flattened(config)
+        if problem := eagle3_problem(draft, keys, target):
+            return problem
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return f"has a config.json that lacks or garbles {error}, but must be a whole EAGLE-3 head"
+    own = keys.get("draft_vocab_size", keys["vocab_size"])
+    if draft_vocab_size is not None and own != keys["vocab_size"]:
+        return f'has a vocabulary of {own} tokens of its own, but must have all tokens for "draft_vocab_size"'
+    return None
+
+
+def _block_problem(draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:
+    if draft_vocab_size is not None:
+        return f'drafts whole blocks, for which "draft_vocab_size" must be left out, not {draft_vocab_size}'
+    try:
+        return block_problem(draft, config, target)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return f"has a config.json that lacks or garbles {error}, but must be a whole draft"
+
+
+def _config_or_nothing(folder: Path) -> dict:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        return config if isinstance(config, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def _refuse(model: str, clause: str) -> NoReturn:
@@ -100,12 +167,19 @@ def _from_hub(model: str) -> Path:
         _refuse(model, f"is no folder here and could not be had from the hub ({reason})")
 
 
-def _vocab_size(model: str, folder: Path) -> int:
+def _config(model: str, folder: Path) -> dict:
+    config = _config_or_nothing(folder)
+    if not config:
+        _refuse(model, _UNREADABLE)
+    return config
+
+
+def _vocab_size(model: str, config: dict) -> int:
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
-        _refuse(model, "has a config.json that is not readable or lacks vocab_size, but must be a whole model")
+        text = config.get("text_config") or config.get("transformer_layer_config") or {}
+        return int(config.get("vocab_size") or text["vocab_size"])
+    except (ValueError, AttributeError, LookupError, TypeError):
+        _refuse(model, _UNREADABLE)
 
 
 def _tokenizers_differ(model: str, one: Path, other: Path) -> bool:

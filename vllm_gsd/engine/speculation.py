@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.config.draft_check import kind_of_model
+from vllm_gsd.config.draft_kind import BLOCK_KINDS
 from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layers, check_target_layers
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.engine.draft.context_kv import ContextKV
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
@@ -100,11 +104,13 @@ class Speculation:
         self.shared = None
         if "shared" in self.config.sources:
             self.shared = SharedSuffixes(self.config.shared_responses)
-        self.drafter = None
+        self.drafter: Drafter | BlockDrafter | None = None
         if self.config.model is not None:
-            self.drafter = Drafter(vllm_config, self.config, self.stats, self.planner, capacity)
+            common = vllm_config, self.config, self.stats, self.planner
+            block = kind_of_model(self.config.model) in BLOCK_KINDS
+            self.drafter = BlockDrafter(*common) if block else Drafter(*common, capacity)
         self.recorder = recorder_of(vllm_config, self.stats)  # None unless the config allows traces
-        if self.drafter is not None:
+        if isinstance(self.drafter, Drafter):  # drafts of whole blocks have no levels to record
             self.drafter.recorder = self.recorder
 
     # --- start-up ---------------------------------------------------------------------------------
@@ -120,7 +126,9 @@ class Speculation:
         if self.drafter is not None:
             self.drafter.model.load(target_model)
             layers = attention_layers(self.vllm_config)
-            check_draft_layers({name: layers[name] for name in self.layer_names})
+            layers = {name: layers[name] for name in self.layer_names}
+            check_draft_layers(layers)
+            self.drafter.check_layers(layers)
 
     @property
     def layer_names(self) -> list[str]:
@@ -135,7 +143,7 @@ class Speculation:
     def prepare(self, kv_cache_config: KVCacheConfig, attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
         """Set up drafting for the KV cache, once the cache and the attention groups exist."""
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size)
+        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.shift)
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
             self.drafter.prepare(kv_cache_config.num_blocks, block_size)
@@ -158,12 +166,41 @@ class Speculation:
         if self.shared is not None:
             self.shared.clear()
         if self.draft_kv is not None:
-            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size)
+            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.shift)
 
     @property
-    def features(self) -> Features | None:
-        """The store of the target's hidden states; None if the draft does not read them."""
+    def features(self) -> Features | ContextKV | None:
+        """What is kept of the target's hidden states; None if the draft does not read them."""
         return None if self.drafter is None else self.drafter.features
+
+    @property
+    def shift(self) -> int:
+        """See ``DraftModel.shift``; 0 without a draft."""
+        return 0 if self.drafter is None else self.drafter.model.shift
+
+    @property
+    def reads_aux(self) -> bool:
+        """Whether the target must return the hidden states of inner layers, too."""
+        return self.drafter is not None and self.drafter.model.reads_aux
+
+    @property
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """These layers; None for the choice of the target's model class."""
+        return None if self.drafter is None else self.drafter.model.aux_layers
+
+    def keep_features(
+        self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Store what the draft reads of a step's hidden states.
+
+        Args:
+            slots: int64 [n], the KV slots of the step's tokens.
+            positions: int64 [>= n], their positions.
+            hidden: [>= n, hidden], the target's.
+            aux: of each layer in ``aux_layers``, [>= n, hidden]; None if there are none.
+        """
+        if self.drafter is not None and self.features is not None:
+            self.drafter.keep(slots, positions, hidden, aux)
 
     @property
     def feature_bytes(self) -> int:

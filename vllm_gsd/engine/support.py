@@ -4,9 +4,11 @@ from importlib.util import find_spec
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
-from vllm_gsd.config.draft_check import reads_features
+from vllm_gsd.config.draft_check import kind_of_model
+from vllm_gsd.config.draft_kind import AUX_KINDS, LANGUAGE_MODEL
 from vllm_gsd.engine.refusals import REFUSALS, Engine
 from vllm_gsd.upstream import ray_ranks
 
@@ -66,9 +68,19 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
         )
     target = vllm_config.model_config
     check_draft_model(config, target.get_vocab_size(), target.model)
-    tp = config.draft_tensor_parallel_size
-    shares = config.model is not None and reads_features(config.model)
-    if shares and tp not in (None, vllm_config.parallel_config.tensor_parallel_size):
+    if config.model is not None:
+        _check_kind(kind_of_model(config.model), config, vllm_config)
+
+
+def _check_kind(kind: str, config: GSDConfig, vllm_config: VllmConfig) -> None:
+    """Reject what a kind of draft, see ``config.draft_kind``, cannot be used with."""
+    target, tp = vllm_config.model_config, config.draft_tensor_parallel_size
+    if kind in AUX_KINDS and not supports_eagle3(target.registry.resolve_model_cls(target.architectures, target)[0]):
+        raise GSDConfigError(
+            f'gsd does not support a draft of the kind "{kind}" with this target, as vLLM\'s class for '
+            f"{target.architectures[0]} does not return the hidden states of inner layers; use a language model."
+        )
+    if kind != LANGUAGE_MODEL and tp not in (None, vllm_config.parallel_config.tensor_parallel_size):
         raise GSDConfigError(
             f'gsd does not support "draft_tensor_parallel_size" {tp} of a draft of EAGLE\'s kind, which shares the '
             "target's embedding; leave it out."

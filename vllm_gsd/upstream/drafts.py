@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_gsd.upstream.patching import replaced
 
 if TYPE_CHECKING:
@@ -21,26 +23,33 @@ def tensor_parallel_group(group: GroupCoordinator) -> Iterator[None]:
         yield
 
 
-def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig) -> None:
-    """Store the draft's ``ModelConfig`` where vLLM's EAGLE models read their shape.
+def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig, block_depth: int | None = None) -> None:
+    """Store the draft's ``ModelConfig`` where vLLM's EAGLE and DFlash models read their shape.
 
     Args:
         vllm_config: the draft's own. Its speculative config may be shared with the target, so a copy replaces it.
+        block_depth: tokens that a DFlash draft predicts at once.
     """
     vllm_config.speculative_config = copy.copy(vllm_config.speculative_config)
     vllm_config.speculative_config.draft_model_config = draft_model_config
+    if block_depth is not None:
+        vllm_config.speculative_config.num_speculative_tokens = block_depth
 
 
 def share_ends(draft: Any, target: Any) -> None:
-    """Give an EAGLE draft the target's embedding and LM head where it has none of its own.
+    """Give an EAGLE or DFlash draft the target's embedding and LM head where it has none of its own.
+
+    A copy of the embedding is replaced by it, too.
 
     Args:
-        draft: an EAGLE model of vLLM.
+        draft: an EAGLE or DFlash model of vLLM.
         target: the target's causal language model.
     """
-    if not getattr(draft, "has_own_embed_tokens", False):
-        embedding = target.model.embed_tokens
-        draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
+    embedding = target.model.embed_tokens
+    embedding = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
+    own = draft.model.embed_tokens.weight
+    if not getattr(draft, "has_own_embed_tokens", False) or torch.equal(own, embedding.weight):
+        draft.model.embed_tokens = embedding
     if not getattr(draft, "has_own_lm_head", False):
         draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
 

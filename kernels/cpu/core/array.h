@@ -35,6 +35,11 @@ struct View {
   {
     return data + i * stride[0] + j * stride[1];
   }
+  T* row(int64_t i, int64_t j, int64_t k) const
+    requires(N == 4)
+  {
+    return data + i * stride[0] + j * stride[1] + k * stride[2];
+  }
 };
 
 [[noreturn]] inline void refuse_type(py::handle array, const std::string& name, const std::string& wanted) {

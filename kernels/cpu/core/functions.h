@@ -14,6 +14,10 @@ py::tuple add_candidates(py::handle graphs, py::handle frontier, py::handle fron
 void next_frontier(py::handle graphs, py::handle first_new, py::handle num_nodes, py::handle room, float theta_prob,
                    py::handle frontier, py::handle frontier_len);
 
+// lattice.cpp
+py::tuple add_lattices(py::handle graphs, py::handle drafted, py::handle tokens, py::handle probs, py::handle num_nodes,
+                       py::handle max_depth, float theta_sib, float theta_prob);
+
 // draft_level.cpp
 py::array_t<double> frontier_chances(py::handle graphs, py::handle frontier, py::handle frontier_len,
                                      py::handle factor, py::handle trust);

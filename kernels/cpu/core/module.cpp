@@ -13,6 +13,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("reset_all", &gsd::reset_all);
   module.def("add_candidates", &gsd::add_candidates);
   module.def("next_frontier", &gsd::next_frontier);
+  module.def("add_lattices", &gsd::add_lattices);
   module.def("frontier_chances", &gsd::frontier_chances);
   module.def("keep_best", &gsd::keep_best);
   module.def("parent_lines", &gsd::parent_lines);

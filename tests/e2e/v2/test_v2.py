@@ -77,9 +77,13 @@ def test_equals_plain_v2(start_v2, four_prompts, expected, workload):
     assert counts["gsd_kv_rows_moved"] > 0
 
 
-def test_a_draft_that_reads_hidden_states(start_engine, start_v2, tiny_eagle, four_prompts, expected, v2_options):
-    """One of EAGLE's kind: the same graphs on both runners, grown on the device."""
-    config = {**GSD, "model": str(tiny_eagle), "sources": ["draft"]}
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_draft_that_reads_hidden_states(
+    start_engine, start_v2, tiny_eagle, tiny_eagle3, four_prompts, expected, v2_options, kind
+):
+    """The same graphs on both runners, grown on the device."""
+    draft = tiny_eagle if kind == "eagle" else tiny_eagle3 / "llama"
+    config = {**GSD, "model": str(draft), "sources": ["draft"]}
     engines = start_engine(config, **v2_options), start_v2(config)
     found = []
     for engine in engines:

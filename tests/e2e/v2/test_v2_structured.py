@@ -32,12 +32,14 @@ def requests(text_pair, random_prompts, v2_options):
     return prompts, answers
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-def test_valid_and_equal(text_pair, requests, async_scheduling, tmp_path):
+@pytest.mark.parametrize(
+    ("async_scheduling", "head"), [(True, None), (False, None), (True, "qwen3")], ids=["async", "sync", "eagle3"]
+)
+def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, head, tmp_path):
     """And their steps are recorded as they ask for it, as are those of a request without a grammar."""
     prompts, expected = requests
     trace = tmp_path / "trace.jsonl"
-    config = {**GSD, "model": str(text_pair.draft), "trace": str(trace)}
+    config = {**GSD, "model": str(tiny_eagle3 / head if head else text_pair.draft), "trace": str(trace)}
     engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, skip_tokenizer_init=False)
     answers = engine.generate(prompts, [{**params, **TRACED} for params in PARAMS])
     counts = engine.metrics()

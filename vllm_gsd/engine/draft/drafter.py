@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -82,6 +84,20 @@ class Drafter:
             slots = num_blocks * block_size
             self.features = Features(slots, model.hidden_size, model.model_config.dtype, model.device)
 
+    def check_layers(self, layers: dict[str, Any]) -> None:
+        """Check what only this kind of draft needs of its attention layers: nothing."""
+
+    def keep(
+        self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Store what the draft reads of the target's hidden states; arguments as for ``Speculation.keep_features``."""
+        assert self.features is not None
+        self.features.write(slots, self.model.features_of(hidden[: len(slots)], aux))
+
+    def idle_level(self, num_rows: int) -> None:
+        """Do the work of a draft level over ``num_rows`` rows, to measure its cost."""
+        self.model.candidates(self.model.run_idle(num_rows), self.config.top_k)
+
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
@@ -97,6 +113,7 @@ class Drafter:
             bool [num_requests], the wanted requests that can be drafted for, and the hidden states of their last
             tokens, [number of these requests, hidden], or None if there are no such requests.
         """
+        batch, known = self._shifted(batch), np.maximum(known - self.model.shift, 0)
         room = np.minimum(batch.capacity, self.max_positions)
         done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
         # A request whose draft KV is already complete runs no row, so it has no hidden state to draft from.
@@ -121,6 +138,10 @@ class Drafter:
             run = np.flatnonzero(counts[chosen])
             last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_rows[run])]
         return drafted, last_hidden
+
+    def _shifted(self, batch: DraftBatch) -> DraftBatch:
+        """The batch as the draft sees it: an EAGLE-3 head's row j holds token j + 1 (see ``DraftModel.shift``)."""
+        return replace(batch, token_ids=batch.token_ids[:, self.model.shift :])
 
     def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
         """Run the draft over each request's next ``counts`` tokens after ``done``; returns [num_rows, hidden]."""
@@ -149,8 +170,9 @@ class Drafter:
         """The target's hidden states of the preceding tokens; None if the draft reads none."""
         if self.features is None:
             return None
-        before = slots_of(batch.block_table, requests, positions - 1, batch.block_size)
-        return self.features.read(before, self.model.to_device(positions == 0))
+        places = positions - 1 + self.model.shift
+        before = slots_of(batch.block_table, requests, places, batch.block_size)
+        return self.features.read(before, self.model.to_device(places < 0))
 
     def grow(self, graphs: GraphBatch, drafted: np.ndarray, root_hidden: torch.Tensor, requests: GraphRequests) -> None:
         """Grow the token graphs of a batch, level by level, while another level is expected to pay.
@@ -161,7 +183,7 @@ class Drafter:
             root_hidden: [sum(drafted), hidden], the draft's hidden states of the roots.
             requests: the requests and their limits.
         """
-        batch, length = requests.batch, requests.length
+        batch, length = requests.batch, requests.length - self.model.shift
         count = len(length)
         frontier = self.frontier[:count]
         frontier[:, 0] = 0
@@ -238,7 +260,7 @@ class Drafter:
         if self.features is None:
             return None
         rows = parent_lines(graphs, frontier, frontier_len, self.node_rows)
-        return read_rows(hidden, self.model.to_device(rows))
+        return self.model.next_features(read_rows(hidden, self.model.to_device(rows)))
 
     def _run_level(
         self,

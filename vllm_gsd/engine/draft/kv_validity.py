@@ -22,10 +22,13 @@ class DraftKVTracker:
     Args:
         num_blocks: physical blocks of the KV cache.
         block_size: tokens per block.
+        shift: how many tokens after its own the draft's row of a token reads. The last rows of a cached text belong to
+            the text that followed it when it was cached, so they are computed again.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, shift: int = 0):
         self.block_size = block_size
+        self.shift = shift
         self.valid = np.zeros(num_blocks, np.int32)  # per block, number of leading tokens that have draft KV
         self.blocks: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}  # per request, number of leading tokens that have draft KV
@@ -47,7 +50,7 @@ class DraftKVTracker:
                 length += int(self.valid[block])
                 if self.valid[block] < self.block_size:
                     break
-            self.length[request_id] = length
+            self.length[request_id] = max(0, min(length, num_cached - self.shift))
 
     def extend(self, request_id: str, block_ids: list[int]) -> None:
         """Track newly allocated blocks of a running request."""

@@ -21,15 +21,17 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.config import draft_vocab
-from vllm_gsd.config.eagle_folder import is_eagle_config
+from vllm_gsd.config.draft_kind import AUX_KINDS, BLOCK_KINDS, EAGLE, EAGLE3, LANGUAGE_MODEL, kind_of_config
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
+from vllm_gsd.engine.draft.aux_states import aux_layers, uses_aux_states
 from vllm_gsd.engine.draft.trimmed_head import TrimmedHead
 from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.ops.topk.api import topk_softmax
 from vllm_gsd.upstream import drafts, wire
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -49,14 +51,28 @@ class DraftModel:
     """
 
     has_kv_cache = True
+    kind = LANGUAGE_MODEL
+    # 1 if row j of the draft holds token j + 1, beside the target's state of token j, as in EAGLE-3 heads: the first
+    # token of a text has no row.
+    shift = 0
+    # The tokens of a draft's own vocabulary, int64; None if it has the target's.
+    target_ids: torch.Tensor | None = None
 
     def __init__(self, vllm_config: VllmConfig, model: str, tensor_parallel_size: int | None, vocab_size: int | None):
         self.vllm_config = vllm_config
         self.model_config = draft_model_config(vllm_config.model_config, model)
         self.tensor_parallel_size = tensor_parallel_size
         self.token_ids = trimmed_vocab(self.model_config, vocab_size)
-        # EAGLE drafts read the target's hidden states and share its embedding and LM head.
-        self.reads_features = is_eagle_config(self.model_config.hf_config.to_dict())
+        hf_config = self.model_config.hf_config
+        self.kind = kind_of_config(hf_config.to_dict())
+        # EAGLE drafts read the target's hidden states and may share its embedding and LM head.
+        self.reads_features = self.kind in (EAGLE, EAGLE3)
+        # Whether the target must also return hidden states of inner layers, and of which; None for its own choice.
+        self.reads_aux = self.kind in AUX_KINDS and uses_aux_states(hf_config)
+        self.aux_layers = aux_layers(hf_config) if self.reads_aux else None
+        self.shift = int(self.kind == EAGLE3)
+        # Tokens that a draft of whole blocks predicts at once; None for other kinds. ``BlockDrafter`` sets it.
+        self.block_depth: int | None = None
         self.head: TrimmedHead | None = None
         self.model: Any = None
         self.layer_names: list[str] = []
@@ -69,6 +85,21 @@ class DraftModel:
     def hidden_size(self) -> int:
         """Size of a hidden state."""
         return self.model_config.get_hidden_size()
+
+    def features_of(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """What is stored of the target's hidden states: one row per token, and combined once.
+
+        Args:
+            hidden: [n, hidden], of the last layer.
+            aux: of each of ``aux_layers``, [>= n, hidden]; None if the draft reads none.
+
+        Returns:
+            [n, ``hidden_size``].
+        """
+        if not self.reads_aux:
+            return hidden
+        assert aux is not None
+        return self.model.combine_hidden_states(torch.cat([states[: len(hidden)] for states in aux], dim=-1))
 
     def load(self, target_model: Any = None) -> None:
         """Load the weights. The draft's attention layers are registered in the target's engine configuration.
@@ -91,15 +122,18 @@ class DraftModel:
             model_config=self.model_config,
             parallel_config=replace(parallel, rank=target.rank),
         )
-        if self.reads_features:
-            drafts.with_draft_config(config, self.model_config)
+        is_head = self.kind in (EAGLE, EAGLE3, *BLOCK_KINDS)  # not a language model of its own
+        if is_head:
+            drafts.with_draft_config(config, self.model_config, self.block_depth)
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
             self.model = get_model(vllm_config=config, prefix="draft_model")
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
-        if self.reads_features:
+        if is_head:
             drafts.share_ends(self.model, target_model)
             # The replaced embedding and LM head are in reference cycles. Free them before vLLM freezes the collector.
             gc.collect()
+        if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
+            self.target_ids = torch.arange(len(offsets), device=self.device) + offsets
         if self.token_ids is not None:
             head, size = self.model.lm_head, self.model_config.get_vocab_size()
             kernels = uses_cpu_kernels(self.vllm_config)
@@ -267,8 +301,14 @@ class DraftModel:
     def _call(self, input_ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
         if not self.reads_features:
             return self.model(input_ids=input_ids, positions=positions, inputs_embeds=None)
-        # EAGLE models return one output for the LM head and one for the next level. Here they are equal.
-        return self.model(input_ids=input_ids, positions=positions, hidden_states=features)[1]
+        # EAGLE models return one output for the LM head and one for the next level. Those of EAGLE-3 differ, and stand
+        # side by side in the hidden states of a row.
+        outputs = self.model(input_ids=input_ids, positions=positions, hidden_states=features)
+        return torch.cat(outputs, dim=1) if self.kind == EAGLE3 else outputs[1]
+
+    def next_features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the rows below rows with hidden states ``hidden`` read of them, [n, ``hidden_size``]."""
+        return hidden[:, -self.hidden_size :].contiguous()
 
     def candidates(self, hidden: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k most probable next tokens for hidden states [n, hidden], the same on every tensor-parallel rank.
@@ -281,7 +321,8 @@ class DraftModel:
 
     def most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's ``candidates``, on the device. Logits are computed in parts of at most MAX_LOGITS_BYTES."""
-        width = self.model_config.get_vocab_size() if self.head is None else len(self.head.ids)
+        ids = self.target_ids if self.head is None else self.head.ids
+        width = self.model_config.get_vocab_size() if ids is None else len(ids)
         parts = hidden.split(max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * width)))
         if len(parts) == 1:
             return self._most_probable(hidden, k)
@@ -289,6 +330,11 @@ class DraftModel:
         return torch.cat(probs), torch.cat(tokens)
 
     def _most_probable(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kind == EAGLE3:
+            hidden = hidden[:, : self.hidden_size]
+        if self.target_ids is not None:  # the model would spread these logits over the target's vocabulary
+            probs, places = topk_softmax(self.model.logits_processor(self.model.lm_head, hidden), k)
+            return probs, self.target_ids[places]
         if self.head is None:
             return topk_softmax(self.model.compute_logits(hidden), k)
         logits = self.head.hide(self.model.logits_processor(None, self.head(hidden)))
@@ -348,8 +394,25 @@ def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:
         dtype=target.dtype,
         seed=target.seed,
         max_model_len=None,
+        hf_overrides=partial(_as_in_vllm, target.max_model_len),
         spec_target_max_model_len=target.max_model_len,
         enforce_eager=target.enforce_eager,
         max_logprobs=target.max_logprobs,
         config_format=target.config_format,
     )
+
+
+def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfig:
+    """An EAGLE head's configuration as vLLM's own methods read it.
+
+    A head shares the target's positions, although its config.json often names fewer. Some EAGLE-3 heads name the
+    architecture of a language model.
+    """
+    kind = kind_of_config(config.to_dict())
+    if kind in (EAGLE, EAGLE3, *BLOCK_KINDS):
+        SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
+    if kind == EAGLE3:
+        config.update({"architectures": [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]})
+    if kind == "dspark":  # the name that some checkpoints of this shape have is another model class in vLLM
+        config.update({"architectures": ["Qwen3DSparkModel"]})
+    return config

@@ -16,6 +16,7 @@ from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.planner.costs import Costs, convex
 
 if TYPE_CHECKING:
+    from vllm_gsd.engine.draft.block_drafter import BlockDrafter
     from vllm_gsd.engine.draft.drafter import Drafter
     from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 
@@ -32,7 +33,7 @@ LEVELS = 2
 
 
 @torch.inference_mode()
-def measure_costs(runner: GraphModelRunner, drafter: Drafter | None) -> Costs:
+def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | None) -> Costs:
     """Time the target's forward pass, a draft level and tree attention.
 
     Args:
@@ -72,9 +73,9 @@ def measure_costs(runner: GraphModelRunner, drafter: Drafter | None) -> Costs:
     return costs
 
 
-def _draft_levels(drafter: Drafter, num_rows: int) -> None:
+def _draft_levels(drafter: Drafter | BlockDrafter, num_rows: int) -> None:
     for _ in range(LEVELS):
-        drafter.model.candidates(drafter.model.run_idle(num_rows), drafter.config.top_k)
+        drafter.idle_level(num_rows)
 
 
 def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:

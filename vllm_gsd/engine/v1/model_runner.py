@@ -51,6 +51,7 @@ class GraphModelRunner(CPUModelRunner):
         self.step: VerifyStep | None = None
         self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
         self.drafter.bind(self)
+        self.use_aux_hidden_state_outputs = self.drafter.reads_aux
         self.all_rows = torch.arange(self.max_num_tokens)
         tell_of_processors(self.input_batch.logitsprocs)
 
@@ -60,6 +61,10 @@ class GraphModelRunner(CPUModelRunner):
         return self.drafter
 
     # --- start-up ---------------------------------------------------------------------------------
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        # Upstream reads them from the speculative config, which has no draft model here.
+        return self.drafter.aux_layers
 
     def warming_up_model(self) -> None:
         """Compile the draft model together with the target."""
@@ -156,14 +161,16 @@ class GraphModelRunner(CPUModelRunner):
             wire.attach_stats(output, self.drafter.take_stats())
         return output
 
+    @torch.inference_mode()
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors:
         """Sample as upstream does. Store hidden states for the draft before, and attach the step's statistics after."""
-        state, features = self.execute_model_state, self.drafter.features
-        if state is not None and features is not None:
+        state = self.execute_model_state
+        if state is not None and self.drafter.features is not None:
             count = state.scheduler_output.total_num_scheduled_tokens
-            features.write(self._slot_mapping()[:count].long(), state.hidden_states[:count])
+            slots = self._slot_mapping()[:count].long()
+            self.drafter.keep_features(slots, self.positions, state.hidden_states, state.aux_hidden_states)
         with self._generators_of_unfinished_prompts_set_aside():
             output = super().sample_tokens(grammar_output)
         wire.attach_stats(output, self.drafter.take_stats())

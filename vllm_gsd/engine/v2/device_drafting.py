@@ -201,28 +201,32 @@ class DeviceDrafting:
             Whether each request has caught up, bool [num_requests], and the hidden states of the last tokens,
             [num_requests, hidden].
         """
-        room = batch.capacity.clamp(max=drafter.max_positions)
-        missing = torch.where(batch.wanted, torch.minimum(batch.length, room) - batch.done, 0)
+        shift, room = drafter.model.shift, batch.capacity.clamp(max=drafter.max_positions)
+        length = batch.length - shift
+        missing = torch.where(batch.wanted, torch.minimum(length, room) - batch.done, 0)
         fresh = missing.clamp(0, most_new)
         place = torch.arange(most_new, device=self.device)
         real = place < fresh[:, None]
-        positions = (batch.done[:, None] + place).clamp(max=min(drafter.max_positions, batch.texts.shape[1]) - 1)
+        positions = (batch.done[:, None] + place).clamp(
+            max=min(drafter.max_positions, batch.texts.shape[1] - shift) - 1
+        )
         words = -(-most_new // 64)
         mask = one_bit(place, words).cumsum(0)  # each row attends to the rows before it and to itself
         mask = torch.where(real[:, :, None], mask, 0)
-        tokens = batch.texts.gather(1, positions)
+        tokens = batch.texts.gather(1, positions + shift)
         features = self._features_before(batch, drafter, positions)
         hidden = self._run(drafter.model, batch, tokens, positions, positions, real, mask, batch.done, features)
-        last = (fresh - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
+        ends = (fresh - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
         batch.done.add_(fresh)
-        return (fresh > 0) & (batch.done == batch.length), hidden.gather(1, last).squeeze(1)
+        return (fresh > 0) & (batch.done == length), hidden.gather(1, ends).squeeze(1)
 
     def _features_before(self, batch: _Batch, drafter: Drafter, positions: torch.Tensor) -> torch.Tensor | None:
         """The target's hidden states before the tokens at ``positions``, [num_requests, width]; None if unused."""
         if drafter.features is None:
             return None
-        slots = _flat_slots(batch, (positions - 1).clamp(min=0))
-        return drafter.features.read(slots.flatten(), (positions == 0).flatten())
+        places = positions - 1 + drafter.model.shift
+        slots = _flat_slots(batch, places.clamp(min=0))
+        return drafter.features.read(slots.flatten(), (places < 0).flatten())
 
     def _grow(
         self, graphs: DeviceGraphs, batch: _Batch, drafter: Drafter, drafted: torch.Tensor, hidden: torch.Tensor
@@ -236,13 +240,13 @@ class DeviceDrafting:
             drafted: bool [num_requests], the requests to draft for.
             hidden: [num_requests, hidden], the hidden states of the roots.
         """
-        config, count = self.config, len(batch.length)
+        config, count, length = self.config, len(batch.length), batch.length - drafter.model.shift
         frontier, frontier_len = torch.zeros_like(batch.length)[:, None], drafted.long()
         used = torch.zeros_like(batch.length)
         words = -(-drafter.max_slots // 64)
         masks = torch.zeros((count, graphs.capacity + 1, words), dtype=torch.int64, device=self.device)
-        room = (batch.capacity - batch.length).clamp(max=drafter.max_slots)
-        deepest = torch.minimum(batch.max_depth, drafter.max_positions - batch.length)
+        room = (batch.capacity - length).clamp(max=drafter.max_slots)
+        deepest = torch.minimum(batch.max_depth, drafter.max_positions - length)
         num_nodes = torch.full_like(batch.length, self.num_places)
         merge_ngram = torch.where(batch.trust[:, MERGED] < OFF_BELOW, 0, config.merge_ngram)
         # The row of each node in the forward pass of its level; the root has row 0.
@@ -275,14 +279,14 @@ class DeviceDrafting:
             self.counts[3] += frontier_len.sum()
             features = None
             if drafter.features is not None:  # below the root, these are the draft's own hidden states
-                features = _of_parents(hidden, lines, graphs, frontier)
+                features = drafter.model.next_features(_of_parents(hidden, lines, graphs, frontier))
                 node = torch.where(rows.real, frontier, graphs.capacity)
                 lines.scatter_(1, node, torch.arange(frontier.shape[1], device=self.device).expand_as(frontier))
-            base = batch.length[:, None]
+            base = length[:, None]
             positions = (base - 1 + rows.depth).clamp(max=drafter.max_positions - 1)
             slots = base + rows.slot
             hidden = self._run(
-                drafter.model, batch, rows.token, positions, slots, rows.real, rows.mask, batch.length, features
+                drafter.model, batch, rows.token, positions, slots, rows.real, rows.mask, length, features
             ).flatten(0, 1)
 
     def _run(

@@ -41,6 +41,7 @@ class GraphModelRunner(GPUModelRunner):
     speculator: GraphSpeculator
     rejection_sampler: GraphSampler
     step: DeviceStep | None = None  # set from ``prepare_inputs`` to ``sample``
+    aux_hidden_states: list[torch.Tensor] | None = None  # set from ``execute_model`` to ``sample``
 
     @property
     def speculation(self) -> Speculation:
@@ -51,7 +52,10 @@ class GraphModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target and the draft, then install our sampler and the tree mask."""
+        self.use_aux_hidden_state_outputs = self.speculation.reads_aux
         super().load_model(*args, **kwargs)
+        if (layers := self.speculation.aux_layers) is not None:  # upstream has set those of the target's model class
+            self.model.set_aux_hidden_state_layers(layers)
         self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
         self.speculator.prepare(self.req_states)
@@ -130,6 +134,8 @@ class GraphModelRunner(GPUModelRunner):
         self.step = None
         with self.speculation.stats.timed("verify_seconds"):
             output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+        state = self.execute_model_state
+        self.aux_hidden_states = None if state is None else state.aux_hidden_states
         if isinstance(output, ModelRunnerOutput) and not dummy_run:
             output = copy.copy(output)  # vLLM returns the same object at all such steps
             wire.attach_stats(output, self.speculator.take_stats())
@@ -216,8 +222,8 @@ class GraphModelRunner(GPUModelRunner):
         If the draft reads the target's hidden states, they are stored first.
         """
         if self.speculation.features is not None:
-            count = input_batch.num_tokens
-            self.speculation.features.write(self.slot_mapping[:count].long(), hidden_states[:count])
+            slots = self.slot_mapping[: input_batch.num_tokens].long()
+            self.speculation.keep_features(slots, input_batch.positions, hidden_states, self.aux_hidden_states)
         with self.speculation.stats.timed("walk_seconds"):
             result = super().sample(hidden_states, input_batch, grammar_output)
         step, paths = self.step, self.rejection_sampler.paths

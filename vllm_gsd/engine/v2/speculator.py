@@ -17,6 +17,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import COUNTS, DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, to_device, to_host
@@ -86,8 +88,11 @@ class GraphSpeculator(BaseSpeculator):
         self.proposals = Proposals(num_slots, self.num_rows, device)
         self.late = LateCopies(device)
         # Tensor-parallel ranks must agree on candidates and on what they learn at each step; only their hosts do.
+        # Lattices of drafted blocks are laid into graphs by the host, too.
         self.host_only = (
-            "shared" in self.speculation.config.sources or vllm_config.parallel_config.tensor_parallel_size > 1
+            "shared" in self.speculation.config.sources
+            or vllm_config.parallel_config.tensor_parallel_size > 1
+            or isinstance(self.speculation.drafter, BlockDrafter)
         )
 
     def prepare(self, req_states: RequestState) -> None:
@@ -99,7 +104,7 @@ class GraphSpeculator(BaseSpeculator):
         speculation = self.speculation
         self.drafting = DeviceDrafting(
             speculation.config,
-            speculation.drafter,
+            None if isinstance(speculation.drafter, BlockDrafter) else speculation.drafter,
             req_states,
             speculation.graphs.capacity,
             self.num_rows,
@@ -120,7 +125,7 @@ class GraphSpeculator(BaseSpeculator):
         """Prepare CUDA graphs of the draft's forward pass, if possible."""
         drafter = self.speculation.drafter
         self.draft_graphs = None
-        if drafter is not None and DraftGraphs.possible(cudagraph_mode, drafter.model):
+        if isinstance(drafter, Drafter) and DraftGraphs.possible(cudagraph_mode, drafter.model):
             arguments = drafter.model.model, drafter.model.layer_names, self.speculation.stats
             self.draft_graphs = DraftGraphs(drafter.model.vllm_config, self.device, *arguments)
             # A weak reference, because vLLM drops the graphs that it captures to profile memory.

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_gsd.config.draft_check import reads_features
+from vllm_gsd.config.draft_check import kind_of_model, reads_features
 
 METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
 # The engine of "gsd" with every request opted out of the graph. It shows the gain of our CPU kernels alone.
@@ -32,7 +32,7 @@ class Drafts:
 
     own: str | None  # the graph's
     chain: str | None  # a language model, for vLLM's draft_model
-    eagle: str | None  # one that reads the target's hidden states, for vLLM's eagle
+    eagle: str | None  # one that reads the target's hidden states, for vLLM's eagle or eagle3
 
     @classmethod
     def of(cls, own: str | None, language_model: str | None = None) -> Drafts:
@@ -81,7 +81,7 @@ def settings_of(
     configs: dict[str, dict[str, Any] | None] = {"": None}
     chains: dict[str, dict[str, Any]] = {
         "draft_model": {"model": drafts.chain},
-        "eagle": {"model": drafts.eagle},
+        "eagle": {"model": drafts.eagle, "method": drafts.eagle and kind_of_model(drafts.eagle)},
         "ngram": NGRAM,
     }
     if (more := chains.get(method)) is not None:

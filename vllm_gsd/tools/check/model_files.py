@@ -16,7 +16,7 @@ class ModelFileError(ValueError):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The text model's part of a config.json.
+    """The part of a config.json about the text model, or about the layer of a head in the speculators format.
 
     Raises:
         ModelFileError: the file is missing or is not a JSON object.
@@ -32,7 +32,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelFileError(f"{file} is not JSON, but must be a model's configuration.") from None
     if not isinstance(config, dict):
         raise ModelFileError(f"{file} holds no JSON object, but must be a model's configuration.")
-    return config.get("text_config") or config
+    return config.get("text_config") or config.get("transformer_layer_config") or config
 
 
 def weight_bytes(folder: Path) -> int:

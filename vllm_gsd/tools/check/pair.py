@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
-from vllm_gsd.config.draft_check import local_folder, reads_features
+from vllm_gsd.config.draft_check import kind_of_model, local_folder, reads_features
+from vllm_gsd.config.draft_kind import EAGLE
 from vllm_gsd.tools.check.findings import Finding
 from vllm_gsd.tools.check.model_files import (
     DTYPE_BYTES,
@@ -41,7 +42,8 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
     except GSDConfigError as error:
         return [*found, Finding("draft", "failed", str(error))], {}
     features = reads_features(config.model)
-    kind = "one layer on the target's hidden states, as EAGLE's" if features else "a language model"
+    kind = kind_of_model(config.model)
+    kind = "one layer on the target's hidden states, as EAGLE's" if kind == EAGLE else f"a draft of the kind {kind}"
     found.append(Finding("draft", "ok", f"{config.model}, {kind}; the vocabularies are the same"))
     draft = local_folder(config.model)
     if draft is None:

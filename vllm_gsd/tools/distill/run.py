@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_gsd.config.eagle_folder import is_eagle
+from vllm_gsd.config.draft_kind import is_eagle
 from vllm_gsd.tools.distill import generate, prompts, student
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import DistillError, Options

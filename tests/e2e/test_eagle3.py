@@ -1,0 +1,76 @@
+"""EAGLE-3 heads: the chain that vLLM's own method drafts, and requests that are preempted or have grammars."""
+
+import pytest
+from engine_probes import drafts_of_steps, forget_prefixes
+from engine_process import Engine, run
+from tiny_eagle3 import HEADS
+
+LENGTH = 3
+CHAIN = {
+    "sources": ["draft"], "top_k": 1, "max_depth": LENGTH, "num_speculative_tokens": LENGTH, "budget": LENGTH,
+    "theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0,
+}  # fmt: skip
+GRAPH = {**CHAIN, "top_k": 4, "num_speculative_tokens": 16, "budget": 16}
+ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompts):
+    return random_prompts(12, 5, 150, seed=31)[:5]  # some in pieces
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def head(request, tiny_eagle3):
+    return str(tiny_eagle3 / request.param)
+
+
+def test_chains_are_those_of_vllm(start_engine, tiny_pair, prompts, head):
+    """The same drafts and the same accepted tokens in every step."""
+    own = {"method": "eagle3", "model": head, "num_speculative_tokens": LENGTH}
+    theirs = Engine(tiny_pair.target, own, skip_tokenizer_init=True, **ENGINE)
+    try:
+        expected = [theirs.call(drafts_of_steps, prompt, 40) for prompt in prompts]
+    finally:
+        theirs.close()
+    engine = start_engine({"model": head, **CHAIN}, **ENGINE)
+    accepted = 0
+    for prompt, (tokens, steps) in zip(prompts, expected, strict=True):
+        got, chains = engine.call(drafts_of_steps, prompt, 40)
+        assert got == tokens
+        # The pieces of a prompt have no drafts of ours, and its last drafts are no longer than what is left.
+        theirs_cut = [(count, drafts[: 40 - count - 1]) for count, drafts in steps if 0 < count < 40]
+        assert theirs_cut == [(count, drafts) for count, drafts in chains if 0 < count < 40]
+        accepted += len(tokens) - 1 - len(theirs_cut)
+    assert accepted > 10
+
+
+def test_more_candidates_accept_no_less(start_engine, prompts, head):
+    """Where nothing is pruned, the graph has the chain's nodes in it."""
+    steps = []
+    for config in (CHAIN, GRAPH):
+        engine = start_engine({"model": head, **config}, **ENGINE)
+        engine.call(forget_prefixes)
+        before = engine.metrics()["gsd_target_steps"]
+        for prompt in prompts:
+            run(engine, [prompt], {"temperature": 0, "max_tokens": 40, "ignore_eos": True})
+        steps.append(engine.metrics()["gsd_target_steps"] - before)
+    assert steps[1] <= steps[0]
+
+
+def test_preempted_requests_and_grammars(text_pair, random_prompts, tiny_eagle3):
+    """Eight requests, of which some lose their blocks and some have structured output: the output of plain vLLM."""
+    prompts = [*random_prompts(12, 5, 150, seed=31)[:4], *random_prompts(4, 10, 60, seed=6)]
+    greedy = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    grammar = {"temperature": 0, "max_tokens": 24, "structured_outputs": {"regex": "(19|20)[0-9]{2}-[01][0-9](abc){4}"}}
+    params = [grammar if i % 4 == 1 else {**greedy, "temperature": 0.8 * (i % 2), "seed": i} for i in range(8)]
+    options = {"skip_tokenizer_init": False, "block_size": 32, "max_model_len": 128}
+    engines = []
+    for config in (None, {"method": "gsd", "model": str(tiny_eagle3 / "llama"), "top_k": 4, "budget": 16}):
+        scarce = {} if config is None else {"num_gpu_blocks_override": 11}
+        engine = Engine(text_pair.target, config, **options, **scarce)
+        engines.append(([answer.tokens for answer in engine.generate(prompts, params)], engine.metrics()))
+        engine.close()
+    (expected, _), (tokens, counts) = engines
+    assert tokens == expected
+    assert counts["num_preemptions"] > 0 and counts["gsd_nodes_accepted_native"] > 5
+    assert not any(name.startswith("gsd_fallbacks") for name in counts)

@@ -1,0 +1,155 @@
+"""Drafts of whole blocks for the tiny target, in the formats of public checkpoints: random, but for what is fitted.
+
+A DSpark draft's bias of the token before is fitted to what follows each token in the target's own text, so that much
+of what it drafts is accepted. Its other weights are random and weak.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
+
+
+def build_tiny_block(
+    kind: str, target: Path, folder: Path, trimmed: bool = False, speculators: bool = False, **keys
+) -> Path:
+    """Write a draft of ``kind`` ("dflash", "dflash2" or "dspark") to ``folder``.
+
+    Args:
+        trimmed: a DSpark draft of every second token of the vocabulary, with an LM head of its own.
+        speculators: in the format of the speculators package; else as its authors publish it.
+        keys: of its config.json, beside or instead of the usual ones.
+    """
+    torch.manual_seed(11)
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    own = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+    weights = _backbone()
+    config = {
+        "architectures": [{"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}.get(kind, "Qwen3DSparkModel")],
+        "model_type": "qwen3",
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "block_size": 8,
+    }
+    if kind == "dspark":
+        config |= {**own, "markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
+        followers = following(target, vocab)
+        ids = torch.arange(0, vocab, 2) if trimmed else torch.arange(vocab)
+        left, sizes, right = torch.linalg.svd(followers[:, ids])
+        weights["markov_head.markov_w1.weight"] = left[:, :RANK] * sizes[:RANK]
+        weights["markov_head.markov_w2.weight"] = right[:RANK].T
+        weights["confidence_head.proj.weight"] = 0.1 * torch.randn(1, HIDDEN + RANK)
+        weights["confidence_head.proj.bias"] = torch.ones(1)
+        if trimmed:
+            config["draft_vocab_size"] = len(ids)
+            weights["d2t"] = ids - torch.arange(len(ids))
+            weights["lm_head.weight"] = load_file(target / "model.safetensors")["lm_head.weight"][ids]
+    else:
+        config["dflash_config"] = own
+    if kind == "dflash2":
+        own |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 6}
+        weights |= _convolutions_and_selector(vocab)
+    folder.mkdir(parents=True)
+    config |= keys
+    if speculators:
+        config = as_speculators(kind, config, target)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def as_speculators(kind: str, config: dict, target: Path) -> dict:
+    """The config.json that speculators 0.9.0 writes for a draft with this one of its authors."""
+    from transformers import Qwen3Config
+
+    inner = {**config, **config.pop("dflash_config", {})}
+    layer = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    layer += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+    kept = {key: inner[key] for key in inner if key not in (*layer, "target_layer_ids", "tie_word_embeddings")}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config["block_size"] - 1}
+    return {
+        **kept,
+        "architectures": [{"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator"}.get(kind, "DFlash2DraftModel")],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
+        "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
+        "transformer_layer_config": Qwen3Config(**{key: inner[key] for key in layer if key in inner}).to_dict(),
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+
+
+def _backbone() -> dict[str, torch.Tensor]:
+    def random(rows, columns):
+        return 0.1 * torch.randn(rows, columns)
+
+    keys_norm = 1 + 0.5 * torch.rand(HEAD_DIM)
+    weights = {
+        "fc.weight": random(HIDDEN, 2 * HIDDEN),
+        "hidden_norm.weight": torch.ones(HIDDEN),
+        "norm.weight": 0.2 * torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        shapes = {
+            "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+            "mlp.gate_proj": (96, HIDDEN),
+            "mlp.up_proj": (96, HIDDEN),
+            "mlp.down_proj": (HIDDEN, 96),
+        }
+        norms = {"self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM}
+        norms |= {"input_layernorm": HIDDEN, "post_attention_layernorm": HIDDEN}
+        weights |= {f"layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+        weights |= {f"layers.{layer}.{name}.weight": torch.ones(size) for name, size in norms.items()}
+        # The same in all layers, as vLLM's own method takes the first layer's for all on CPUs.
+        weights[f"layers.{layer}.self_attn.k_norm.weight"] = keys_norm.clone()
+    return weights
+
+
+def _convolutions_and_selector(vocab: int) -> dict[str, torch.Tensor]:
+    weights = {
+        "candidate_selector.predecessor_codebook": torch.randn(vocab, 16),
+        "candidate_selector.successor_codebook": torch.randn(vocab, 16),
+        "candidate_selector.hidden_projection.weight": torch.randn(16, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        for part in ("attention_conv", "mlp_conv"):
+            weights[f"layers.{layer}.{part}.base_kernel"] = torch.randn(2, 2, HIDDEN)
+            weights[f"layers.{layer}.{part}.kernel_projection.weight"] = 0.1 * torch.randn(2 * 2 * 4, HIDDEN)
+    return weights
+
+
+@cache
+def following(target: Path, vocab: int) -> torch.Tensor:
+    """Logits [vocab, vocab] of the token after each token, from the target's greedy text."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        prompts = torch.randint(3, vocab, (128, 6))
+        texts = model.generate(prompts, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+        logits = model(texts).logits
+    total, count = torch.zeros(vocab, vocab), torch.zeros(vocab, 1)
+    before = texts.flatten()
+    total.index_add_(0, before, logits.flatten(0, 1))
+    count.index_add_(0, before, torch.ones(len(before), 1))
+    return total / count.clamp(min=1)

@@ -1,0 +1,25 @@
+"""Records what a V2 engine drafts, step by step, whoever drafts it. Functions here run in the engine's process."""
+
+from engine_process import model_runner
+
+
+def record_drafts(llm) -> None:
+    """Start recording."""
+    speculator, drafts = model_runner(llm).speculator, []
+    propose = speculator.propose
+
+    def recorded(*args, **kwargs):
+        tokens = propose(*args, **kwargs)
+        if not kwargs.get("dummy_run"):
+            drafts.append(tokens[0].tolist())
+        return tokens
+
+    speculator.propose, speculator.drafts_of_tests = recorded, drafts
+
+
+def recorded_drafts(llm) -> list[list[int]]:
+    """What was drafted for the first request of each step since the last call."""
+    drafts = model_runner(llm).speculator.drafts_of_tests
+    taken = drafts[:]
+    drafts.clear()
+    return taken

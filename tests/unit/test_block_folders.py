@@ -1,0 +1,161 @@
+"""Folders of block drafts (DFlash, DFlash2, DSpark): whole ones pass, damaged ones are refused in one sentence."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config.draft_check import check_draft
+
+TARGET = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32}
+TARGET |= {"num_hidden_layers": 4}
+SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "model_type": "qwen3"}
+OWN = {"mask_token_id": 3, "target_layer_ids": [0, 2, 3]}
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5}
+CONFIGS = {
+    "dspark": {**SHAPE, **OWN, "architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "draft_vocab_size": 64},
+    "dflash": {**SHAPE, "architectures": ["DFlashDraftModel"], "dflash_config": OWN},
+    "dflash2": {**SHAPE, "architectures": ["DFlash2DraftModel"], "dflash_config": {**OWN, **SELECTOR}},
+}
+
+
+def whole_weights(kind):
+    shapes = {"fc": (32, 96), "hidden_norm": (32,), "norm": (32,)}
+    attention = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
+    attention |= {"q_norm": (16,), "k_norm": (16,)}
+    shapes |= {f"layers.0.self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {f"layers.0.mlp.{name}_proj": (48, 32) for name in ("gate", "up")}
+    shapes |= {"layers.0.mlp.down_proj": (32, 48)}
+    shapes |= {f"layers.0.{name}_layernorm": (32,) for name in ("input", "post_attention")}
+    if kind == "dspark":
+        shapes |= {"markov_head.markov_w1": (96, 4), "markov_head.markov_w2": (64, 4), "lm_head": (64, 32)}
+    if kind == "dflash2":
+        shapes |= {"candidate_selector.hidden_projection": (4, 32)}
+    weights = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    if kind == "dspark":
+        weights["d2t"] = torch.arange(64) // 2
+    if kind == "dflash2":
+        for name in ("predecessor", "successor"):
+            weights[f"candidate_selector.{name}_codebook"] = torch.zeros(96, 4)
+        for name in ("attention_conv", "mlp_conv"):
+            weights[f"layers.0.{name}.base_kernel"] = torch.zeros(2, 2, 32)
+    return weights
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(kind):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
+        save_file(whole_weights(kind), folder / "model.safetensors")
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_whole_folders(write, target, kind):
+    check_draft(str(write(kind)), 96, target)
+
+
+def keys(**changes):
+    def damage(folder):
+        file = folder / "config.json"
+        config = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    return damage
+
+
+def without(name):
+    def damage(folder):
+        weights = load_file(folder / "model.safetensors")
+        del weights[name]
+        save_file(weights, folder / "model.safetensors")
+
+    return damage
+
+
+DAMAGE = {
+    "another model's shape": ("dspark", keys(model_type="deepseek_v4"), ["Qwen3-shaped", "Qwen3DSparkModel"]),
+    "gemma": ("dspark", keys(architectures=["Gemma4DSparkModel"]), ["Gemma4DSparkModel", "Qwen3-shaped"]),
+    "laguna": ("dflash", keys(architectures=["DFlashLagunaForCausalLM"]), ["DFlashLagunaForCausalLM"]),
+    "windows": ("dflash", keys(layer_types=["sliding_attention"]), ["sliding-window attention"]),
+    "no mask token": ("dspark", keys(mask_token_id=None), ["mask_token_id"]),
+    "anchor": ("dflash", keys(sample_from_anchor=True), ["sample_from_anchor", "dspark"]),
+    "Markov head": ("dspark", keys(markov_head_type="rnn"), ["rnn", "vanilla"]),
+    "trimmed": ("dflash2", keys(draft_vocab_size=64), ["64", "whole vocabulary"]),
+    "vocabulary": ("dflash", keys(vocab_size=100), ["100", "96"]),
+    "hidden size": ("dspark", keys(target_hidden_size=64), ["64", "32"]),
+    "layers": ("dspark", keys(target_layer_ids=[0, 2, 7]), ["[1, 3, 8]", "4"]),
+    "no layers": ("dspark", keys(target_layer_ids=None), ["target_layer_ids"]),
+    "lacking key": ("dflash2", keys(dflash_config=OWN), ["conv_kernel_size"]),
+    "lacking head": ("dspark", without("markov_head.markov_w2.weight"), ["markov_w2"]),
+    "lacking LM head": ("dspark", without("lm_head.weight"), ["lm_head.weight"]),
+    "lacking layer": ("dflash", keys(num_hidden_layers=2), ["layers.1.self_attn.q_proj.weight"]),
+    "shape": ("dspark", keys(markov_rank=8), ["markov_w1", "[96, 4]", "[96, 8]"]),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_folders_are_refused(write, target, case):
+    kind, damage, parts = DAMAGE[case]
+    folder = write(kind)
+    damage(folder)
+    with pytest.raises(GSDConfigError) as refused:
+        check_draft(str(folder), 96, target)
+    message = str(refused.value)
+    assert message.startswith('"model" is') and message.endswith(".") and message.count(". ") == 0
+    for part in parts:
+        assert part in message
+
+
+def test_blocks_are_never_trimmed(write, target):
+    with pytest.raises(GSDConfigError, match='"draft_vocab_size" must be left out, not 40'):
+        check_draft(str(write("dflash")), 96, target, draft_vocab_size=40)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_folders_of_the_package(tmp_path, target, kind):
+    """What speculators writes passes, with the tensors that are looked for."""
+    pytest.importorskip("speculators", reason="speculators, which the set-up installs, is not installed")
+    from importlib import import_module
+
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import Qwen3Config
+
+    name = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}[kind]
+    of_kind = import_module(f"speculators.models.{kind}")
+    proposal = GreedyTokenProposalConfig(speculative_tokens=3)
+    config = getattr(of_kind, f"{name}SpeculatorConfig")(
+        transformer_layer_config=Qwen3Config(**SHAPE, attn_implementation="eager"),
+        draft_vocab_size=96 if kind == "dflash2" else 64,
+        block_size=4,
+        aux_hidden_state_layer_ids=[1, 3, 4],
+        mask_token_id=3,
+        speculators_config=SpeculatorsConfig(
+            algorithm=kind,
+            proposal_methods=[proposal],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=str(target), architectures=["LlamaForCausalLM"]),
+        ),
+        **{"dspark": {"markov_rank": 4}, "dflash2": {**SELECTOR}}.get(kind, {}),
+    )
+    getattr(of_kind, f"{name}DraftModel")(config).save_pretrained(tmp_path / "draft")
+    check_draft(str(tmp_path / "draft"), 96, target)
+    stored = load_file(tmp_path / "draft" / "model.safetensors").keys()
+    assert whole_weights(kind).keys() <= stored
+    more = "d2t", "t2d", "embed_tokens", "lm_head", "confidence_head", "kernel_projection"
+    assert all(any(part in name for part in more) for name in stored - whole_weights(kind).keys())

@@ -1,0 +1,194 @@
+"""From hidden states of drafted blocks to candidates: the batch against the specification, each kind against its own
+formula computed naively, and large vocabularies against whole ones.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vllm_gsd.engine.draft import block_heads
+from vllm_gsd.engine.draft.block_drafter import block_shape
+from vllm_gsd.engine.draft.block_heads import block_candidates, normalised
+from vllm_gsd.method import lattice
+from vllm_gsd.ops.lattice.api import choose_candidates
+
+VOCAB, HIDDEN, RANK, DEPTH = 24, 8, 5, 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_equal_the_specification(seed):
+    random = np.random.default_rng(seed)
+    count, pool, k = 3, int(random.integers(1, 9)), int(random.integers(1, 5))
+    k = min(k, pool)
+    scores = random.standard_normal((count, DEPTH, pool, pool)).astype(np.float32)
+    scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
+
+    def of_batch(level, places):
+        rows = torch.from_numpy(scores[:, level])
+        return rows[:, :1] if places is None else rows.gather(1, places[:, :, None].expand(-1, -1, pool))
+
+    places, probs = choose_candidates(of_batch, DEPTH, k)
+    for row in range(count):
+
+        def of_one(level, before, row=row):
+            return scores[row, level, [0] if before is None else before]
+
+        expected = lattice.choose_candidates(of_one, DEPTH, k)
+        assert places[row].tolist() == expected[0].tolist()
+        np.testing.assert_allclose(probs[row].numpy(), expected[1], rtol=1e-6)
+
+
+def test_a_block_with_nan_has_no_candidates():
+    scores = torch.full((2, 1, 4), -1.5)
+    scores[1] = float("nan")
+    probs = choose_candidates(lambda level, places: scores, 2, 2)[1]
+    assert (probs[0] > 0).all() and (probs[1] == 0).all()
+
+
+class FakeDSpark:
+    """The interface of vLLM's ``Qwen3DSparkForCausalLM``, with a vocabulary of every second token of the target's."""
+
+    def __init__(self, confidence: bool = False):
+        torch.manual_seed(1)
+        self.config = SimpleNamespace()
+        self.head, self.w1, self.w2 = torch.randn(VOCAB, HIDDEN), torch.randn(2 * VOCAB, RANK), torch.randn(VOCAB, RANK)
+        self.logits_processor = SimpleNamespace(scale=1.0)
+        head = SimpleNamespace(markov_w2=SimpleNamespace(weight=self.w2))
+        self.proj = nn.Linear(HIDDEN + RANK, 1)
+        self.model = SimpleNamespace(markov_head=head, confidence_head=self.proj if confidence else None)
+
+    def compute_draft_logits(self, hidden):
+        return hidden @ self.head.T
+
+    def markov_embed(self, tokens):
+        return self.w1[tokens]
+
+    def markov_bias(self, embedded):
+        return embedded @ self.w2.T
+
+    def map_draft_to_target(self, ids):
+        return 2 * ids
+
+    @torch.no_grad()
+    def compute_confidence(self, hidden, embedded):
+        return torch.sigmoid(self.proj(torch.cat([hidden, embedded], -1))).squeeze(-1)
+
+
+def chain_of(model, hidden, root):
+    """What vLLM's DSpark speculator samples greedily, and its probabilities."""
+    tokens, chances = [], []
+    for row in hidden:
+        probs = torch.softmax(model.compute_draft_logits(row) + model.markov_bias(model.markov_embed(root)), 0)
+        tokens.append(2 * int(probs.argmax()))
+        chances.append(float(probs.max()))
+        root = tokens[-1]
+    return tokens, chances
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_dspark(k):
+    model, hidden, roots = FakeDSpark(), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
+    tokens, probs = block_candidates("dspark", model, hidden, roots, k)
+    for row in range(2):
+        chain, chances = chain_of(model, hidden[row], int(roots[row]))
+        assert tokens[row, :, 0].tolist() == chain
+        assert probs[row, :, 0, 0].tolist() == pytest.approx(chances, rel=1e-5)
+        before = tokens[row, 0]
+        for place in range(k):  # every edge has its own probability
+            logits = model.compute_draft_logits(hidden[row, 1]) + model.markov_bias(model.markov_embed(before[place]))
+            expected = torch.softmax(logits, 0)[tokens[row, 1] // 2]
+            torch.testing.assert_close(probs[row, 1, place], expected)
+
+
+def test_dspark_with_a_confidence_head():
+    plain, sure = FakeDSpark(), FakeDSpark(confidence=True)
+    hidden, roots = torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
+    (tokens, probs), (own, scaled) = (block_candidates("dspark", m, hidden, roots, 1) for m in (plain, sure))
+    assert tokens.equal(own)
+    share = sure.compute_confidence(hidden[:, 0], sure.markov_embed(roots))
+    torch.testing.assert_close(scaled[:, 0, 0, 0], share * probs[:, 0, 0, 0])
+
+
+def test_a_pool_of_all_tokens_is_the_whole_vocabulary(monkeypatch):
+    model, hidden, roots = FakeDSpark(), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
+    whole = block_candidates("dspark", model, hidden, roots, 4)
+    monkeypatch.setattr(block_heads, "WHOLE_VOCABULARY", VOCAB - 1)
+    pooled = block_candidates("dspark", model, hidden, roots, 4)
+    assert whole[0].equal(pooled[0])
+    torch.testing.assert_close(whole[1], pooled[1], rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr(block_heads, "POOL", 6)
+    _, probs = block_candidates("dspark", model, hidden, roots, 4)
+    assert (probs.sum(-1) <= 1 + 1e-5).all()
+
+
+class FakeDFlash2:
+    """The interface of vLLM's ``DFlash2Qwen3ForCausalLM``."""
+
+    def __init__(self, k):
+        torch.manual_seed(2)
+        self.lm_head = torch.randn(VOCAB, HIDDEN)
+        self.codes = torch.randn(VOCAB, RANK), torch.randn(VOCAB, RANK), torch.randn(HIDDEN, RANK)
+        self.model = SimpleNamespace(candidate_selector=Selector(self.codes, k))
+
+    def candidate_logits_processor(self, head, hidden):
+        return hidden @ head.T
+
+
+class Selector:
+    def __init__(self, codes, top_k):
+        self.codes, self.top_k = codes, top_k
+
+    def __call__(self, ids, unary, hidden, anchors):
+        before, after, projection = self.codes
+        previous = torch.cat([anchors[:, None, None].expand(-1, 1, self.top_k), ids[:, :-1]], 1)
+        scaled = before[previous] * (hidden @ projection)[:, :, None]
+        return unary[:, :, None] + torch.einsum("blpr,blcr->blpc", scaled, after[ids])
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_dflash2(k):
+    """The first candidates are vLLM's walk over the selector's scores; the others keep their base probability."""
+    model, hidden, roots = FakeDFlash2(6), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 9])
+    tokens, probs = block_candidates("dflash2", model, hidden, roots, k)
+    assert tokens.shape[2] == min(k, 6)
+    logits = hidden @ model.lm_head.T
+    unary, ids = logits.topk(6, -1)
+    scores = model.model.candidate_selector(ids, unary, hidden, roots)
+    for row in range(2):
+        before = 0
+        for level in range(DEPTH):
+            others = logits[row, level].exp().sum() - unary[row, level].exp().sum()
+            rows = scores[row, level, before].exp()
+            before = int(rows.argmax())
+            assert tokens[row, level, 0] == ids[row, level, before]
+            expected = rows[before] / (rows.sum() + others)
+            torch.testing.assert_close(probs[row, level, 0, 0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_dflash():
+    model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+    hidden = torch.randn(2, DEPTH, VOCAB)
+    tokens, probs = block_candidates("dflash", model, hidden, torch.tensor([1, 2]), 3)
+    best = torch.softmax(hidden, -1).topk(3, -1)
+    assert tokens.equal(best.indices)
+    torch.testing.assert_close(probs, best.values[:, :, None].expand(-1, -1, 3, -1))
+
+
+def test_normalised():
+    base = torch.tensor([0.5, 0.2]).log()
+    scores = base + torch.tensor([[0.0, 0.0], [1.0, -1.0]])
+    probs = normalised(scores, base).exp()
+    torch.testing.assert_close(probs[0], torch.tensor([0.5, 0.2]))
+    grown = torch.tensor([0.5 * np.e, 0.2 / np.e])
+    torch.testing.assert_close(probs[1].double(), grown.double() / (grown.double().sum() + 0.3), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("anchored", "size", "shape"),
+    [(True, 4, (4, 0)), (False, 4, (3, 1)), (True, None, (6, 0)), (False, 16, (6, 1))],
+)
+def test_shapes_of_blocks(anchored, size, shape):
+    assert block_shape(anchored, size, 6) == shape

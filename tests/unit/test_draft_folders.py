@@ -1,0 +1,190 @@
+"""Folders of EAGLE-3 heads and of the speculators package: what they hold, and what is refused in one sentence each."""
+
+import json
+
+import pytest
+import torch
+from eagle3_files import LAYERS, layer_config, random_head, write_midlayer, write_speculators
+from safetensors.torch import load_file, save_file
+
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config.draft_check import check_draft
+from vllm_gsd.config.draft_kind import kind_of
+
+VOCAB = 96
+TARGET = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+FLAGS = {"llama": {}, "qwen3": {"fc_norm": True, "norm_output": True}, "before fc": {"norm_before_fc": True}}
+HUB_TARGET = "org/Big-8B-Instruct-FP8"
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def head(tmp_path, target):
+    layer = layer_config(TARGET, "llama")
+    write_speculators(tmp_path / "head", random_head(layer, {}, 64), layer, {}, target)
+    return tmp_path / "head"
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_whole_heads(tmp_path, target, name):
+    layer = layer_config(TARGET, "qwen3" if name == "qwen3" else "llama")
+    write_speculators(tmp_path / "one", random_head(layer, FLAGS[name], 64), layer, FLAGS[name], target)
+    write_midlayer(tmp_path / "other", random_head(layer, FLAGS[name], VOCAB), layer, FLAGS[name], target)
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        assert kind_of(folder) == "eagle3"
+        check_draft(str(folder), VOCAB, target)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_tensors_are_those_of_the_package(tmp_path, name):
+    pytest.importorskip("speculators", reason="speculators, which the set-up installs, is not installed")
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from transformers import LlamaConfig, Qwen3Config
+
+    layer = layer_config(TARGET, "qwen3" if name == "qwen3" else "llama")
+    shape = (Qwen3Config if name == "qwen3" else LlamaConfig)(**layer, attn_implementation="eager")
+    options = {"draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": LAYERS, **FLAGS[name]}
+    model = Eagle3DraftModel(Eagle3SpeculatorConfig(transformer_layer_config=shape, **options))
+    model.save_pretrained(tmp_path)
+    theirs, ours = load_file(tmp_path / "model.safetensors"), random_head(layer, FLAGS[name], 64)
+    described = [{key: (value.shape, value.dtype) for key, value in one.items()} for one in (theirs, ours)]
+    assert described[0] == described[1]
+    written = json.loads((tmp_path / "config.json").read_text())
+    write_speculators(tmp_path / "ours", ours, layer, FLAGS[name], "target")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text()).keys() <= written.keys()
+
+
+def keys(**changed):
+    """Change keys of config.json; None removes one. "a.b" is the key b in a."""
+
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        for path, value in changed.items():
+            *outer, last = path.split("__")
+            part = config
+            for name in outer:
+                part = part[name]
+            if value is None:
+                del part[last]
+            else:
+                part[last] = value
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return damage
+
+
+def tensors(**changed):
+    """Replace tensors; None removes one."""
+
+    def damage(folder):
+        stored = {**load_file(folder / "model.safetensors"), **changed}
+        kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
+        save_file(kept, folder / "model.safetensors")
+
+    return damage
+
+
+def cut_off(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+NAME = "speculators_config__verifier__name_or_path"
+DAMAGE = {
+    "unknown kind": (keys(speculators_model_type="oracle"), ["oracle", "kind"]),
+    "kind that does not fit": (
+        keys(speculators_model_type="peagle", speculators_config__algorithm="peagle"),
+        ["peagle"],
+    ),
+    "two kinds": (keys(speculators_config__algorithm="dspark"), ["eagle3", "dspark", "algorithm"]),
+    "no kind": (keys(speculators_model_type=None), ["kind"]),
+    "later version": (keys(speculators_version="0.10.0"), ["0.10.0", "0.9"]),
+    "no version": (keys(speculators_version=None), ["speculators_version"]),
+    "no layer": (keys(transformer_layer_config=None), ["transformer_layer_config"]),
+    "no verifier": (keys(speculators_config__verifier=None), ["verifier"]),
+    "verifier's architecture": (
+        keys(speculators_config__verifier__architectures=["Qwen3ForCausalLM"]),
+        ["Qwen3ForCausalLM", "LlamaForCausalLM"],
+    ),
+    "verifier's name": (keys(**{NAME: "org/Small-1B"}), ["org/Small-1B", HUB_TARGET]),
+    "hidden size": (keys(target_hidden_size=64), ["64", "32", "hidden states"]),
+    "vocabulary": (keys(transformer_layer_config__vocab_size=100), ["100", "96", "vocabulary"]),
+    "draft vocabulary": (keys(draft_vocab_size=4000), ["4000", "draft_vocab_size"]),
+    "layers beyond the target's": (keys(eagle_aux_hidden_state_layer_ids=[1, 3, 5]), ["[1, 3, 5]", "4"]),
+    "the same layer twice": (keys(eagle_aux_hidden_state_layer_ids=[1, 1, 2]), ["[1, 1, 2]", "different"]),
+    "layer of another type": (keys(transformer_layer_config__model_type="mamba"), ["mamba", "llama"]),
+    "lacking key": (keys(transformer_layer_config__intermediate_size=None), ["intermediate_size"]),
+    "lacking tensor": (tensors(**{"fc.weight": None}), ["fc.weight"]),
+    "lacking mapping": (tensors(d2t=None), ["d2t"]),
+    "shape of a tensor": (tensors(**{"fc.weight": torch.zeros(32, 64)}), ["fc.weight", "[32, 64]", "[32, 96]"]),
+    "mapping beyond the vocabulary": (tensors(d2t=torch.full((64,), 60)), ["d2t", "96"]),
+    "mapping to one token twice": (tensors(d2t=-torch.arange(64)), ["d2t", "twice"]),
+    "weights cut off": (cut_off, ["cut off"]),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_folders_are_refused(head, target, case, monkeypatch):
+    damage, parts = DAMAGE[case]
+    damage(head)
+    name = str(target)
+    if case == "verifier's name":  # names of folders are not compared
+        name = HUB_TARGET
+        monkeypatch.setattr("vllm_gsd.config.draft_check.local_folder", lambda name: head if "/head" in name else None)
+    with pytest.raises(GSDConfigError) as refused:
+        check_draft(str(head), VOCAB, name)
+    message = str(refused.value)
+    assert message.startswith('"model" is') and message.endswith(".") and message.count(". ") == 0
+    for part in parts:
+        assert part in message
+
+
+def test_a_copy_of_the_verifier_by_its_name(head, monkeypatch):
+    keys(**{NAME: "somebody/big-8b-instruct"})(head)
+    monkeypatch.setattr("vllm_gsd.config.draft_check.local_folder", lambda name: head if "/head" in name else None)
+    check_draft(str(head), VOCAB, HUB_TARGET)
+
+
+def test_a_trimmed_head_needs_all_tokens(head, target):
+    with pytest.raises(GSDConfigError, match="draft_vocab_size"):
+        check_draft(str(head), VOCAB, target, draft_vocab_size=40)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    {
+        "LlamaForCausalLM": "language model", "EagleLlamaForCausalLM": "eagle", "Eagle3Qwen3ForCausalLM": "eagle3",
+        "LlamaForCausalLMEagle3": "eagle3", "PEagleDraftModel": "peagle", "MiMoMTPModel": "mtp",
+        "DFlash2DraftModel": "dflash2", "DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark",
+    }.items(),
+)  # fmt: skip
+def test_kinds_by_architecture(tmp_path, architecture, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert kind_of(tmp_path) == kind
+
+
+def test_heads_that_name_a_language_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}')
+    assert kind_of(tmp_path) == "eagle3"
+
+
+@pytest.mark.parametrize("architecture", ["PEagleDraftModel", "MiMoMTPModel"])
+def test_kinds_that_gsd_cannot_run(tmp_path, target, architecture):
+    (tmp_path / "config.json").write_text(json.dumps({**TARGET, "architectures": [architecture]}))
+    with pytest.raises(GSDConfigError, match="of the kind"):
+        check_draft(str(tmp_path), VOCAB, target)
+
+
+def test_mtp_modules_of_the_target(target):
+    (target / "config.json").write_text(json.dumps({**TARGET, "num_nextn_predict_layers": 1}))
+    with pytest.raises(GSDConfigError, match="MTP modules"):
+        check_draft(str(target), VOCAB, target)

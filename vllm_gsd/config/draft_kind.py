@@ -1,0 +1,43 @@
+"""The kinds of drafts, told apart by the config.json in a draft's folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+LANGUAGE_MODEL, EAGLE, EAGLE3 = "language model", "eagle", "eagle3"
+# Drafts of a whole block in one forward pass.
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
+# Kinds that read hidden states of the target's inner layers.
+AUX_KINDS = (EAGLE3, *BLOCK_KINDS)
+# What the names of architectures contain, in lower case. The first that fits decides.
+_IN_NAMES = ("dspark", "dflash2", "dflash", "peagle", EAGLE3, EAGLE, "medusa", "mtp")
+# Keys that only EAGLE-3 heads have. Some of their checkpoints name the architecture of a language model.
+_EAGLE3_KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+
+
+def kind_of_config(config: dict[str, Any]) -> str:
+    """The kind of the draft with this config.json: one of the names above, or of a kind that gsd cannot run.
+
+    A folder in the format of the speculators package states its kind. EAGLE's own checkpoints name the architecture of
+    the target, so they count as language models, as does everything else that is not recognised.
+    """
+    if "speculators_config" in config or "speculators_model_type" in config:
+        return str(config.get("speculators_model_type"))
+    names = " ".join(map(str, config.get("architectures") or [])).lower()
+    for kind in _IN_NAMES:
+        if kind in names:
+            return kind
+    return EAGLE3 if any(config.get(key) for key in _EAGLE3_KEYS) else LANGUAGE_MODEL
+
+
+def kind_of(folder: Path) -> str:
+    """The kind of the draft in a folder; a language model if its config.json cannot be read."""
+    try:
+        return kind_of_config(json.loads((folder / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return LANGUAGE_MODEL
+
+
+def is_eagle(folder: Path) -> bool:
+    """Whether a folder holds an EAGLE head of the first kind, which reads the target's last hidden states."""
+    return kind_of(folder) == EAGLE

@@ -1,0 +1,194 @@
+"""Growing token graphs with a draft of whole blocks (DFlash, DFlash2, DSpark): one draft forward per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
+
+from vllm_gsd.config import GSDConfig, GSDConfigError
+from vllm_gsd.engine.attention.layers import window_of
+from vllm_gsd.engine.attention.tree_rows import TreeRows
+from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
+from vllm_gsd.engine.draft.block_heads import block_candidates
+from vllm_gsd.engine.draft.context_kv import ContextKV
+from vllm_gsd.engine.draft.drafter import slots_of
+from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
+from vllm_gsd.engine.draft.model import DraftModel
+from vllm_gsd.engine.observe.stats import GraphStats
+from vllm_gsd.engine.parallel.ranks import from_first_rank
+from vllm_gsd.host import add_lattices
+from vllm_gsd.method.graph import GraphBatch
+from vllm_gsd.planner.planner import Planner
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def block_shape(anchored: bool, size: int | None, most: int) -> tuple[int, int]:
+    """The depth of a drafted block, at most ``most``, and the first of its rows that predicts.
+
+    Args:
+        anchored: whether the root's row predicts, as in most DSpark drafts.
+        size: rows of the blocks that the draft was trained on, if known.
+        most: the greatest depth that is of use.
+    """
+    first = int(not anchored)
+    return (most if size is None else min(most, size - first)), first
+
+
+class BlockDrafter:
+    """Drafts a block for every request in one forward, and lays its lattice into the token graphs.
+
+    A block has a row for the root, the last committed token, and rows of a mask token behind it. They attend to the
+    committed text and to each other. A row predicts the token after it (DSpark) or, where the root predicts nothing,
+    its own token.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: gsd's configuration; ``config.model`` must not be None.
+        stats: counters to update.
+        planner: prices the forward and chooses how many nodes to verify.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner):
+        assert config.model is not None
+        self.config, self.stats, self.planner = config, stats, planner
+        self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, None)
+        hf_config = self.model.model_config.hf_config
+        most = min(config.max_depth, config.num_speculative_tokens)
+        # vLLM's translation of speculators folders leaves the size of a block out.
+        stored = get_hf_file_to_dict("config.json", config.model, self.model.model_config.revision) or {}
+        size = stored.get("block_size") or stored.get("dspark_block_size")
+        anchored = self.model.kind == "dspark" and getattr(hf_config, "sample_from_anchor", True)
+        self.depth, self.first_row = block_shape(anchored, size, most)
+        self.mask_token = get_parallel_drafting_token_id(hf_config)
+        self.model.block_depth = self.depth
+        self.num_rows = self.first_row + self.depth
+        self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
+        self.features: ContextKV | None = None
+        self.feature_bytes = 0  # everything is in the KV cache
+        self.mask: torch.Tensor | None = None  # int64 [num_rows, 1], the rows of the block that each row attends to
+
+    def check_layers(self, layers: dict[str, Any]) -> None:
+        """Set how the rows of a block attend to each other.
+
+        Raises:
+            GSDConfigError: the draft has layers that cannot attend in blocks.
+        """
+        if any(window_of(layer.impl) is not None for layer in layers.values()):
+            raise GSDConfigError(
+                f'"model" is {self.config.model!r}, a draft of whole blocks with sliding-window attention, which gsd '
+                "does not support yet; use one with full attention."
+            )
+        causal = set(self.model.model.get_draft_attn_causal())
+        if len(causal) > 1:
+            raise GSDConfigError(
+                f'"model" is {self.config.model!r}, a draft of whole blocks some of whose layers are causal, which gsd '
+                "does not support yet; use one whose layers are alike."
+            )
+        rows = torch.arange(self.num_rows)
+        whole = (1 << self.num_rows) - 1
+        bits = (2 << rows) - 1 if causal == {True} else torch.full_like(rows, whole)
+        self.mask = bits[:, None].to(self.model.device)
+
+    def prepare(self, num_blocks: int, block_size: int) -> None:
+        """Find the draft's KV caches once they are allocated."""
+        context = self.model.vllm_config.compilation_config.static_forward_context
+        self.features = ContextKV(self.model.model, {name: context[name] for name in self.model.layer_names})
+
+    def keep(
+        self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Write the draft KV of a target step's rows; arguments as for ``Speculation.keep_features``."""
+        assert self.features is not None
+        states = self.model.features_of(hidden[: len(slots)], aux)
+        self.features.write(slots, positions[: len(slots)].clamp(max=self.max_positions - 1), states)
+
+    def catch_up(
+        self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        """Draft a block for each wanted request that has room for it.
+
+        Args:
+            batch: the batch; the draft has KV for all committed tokens but the last of each request.
+            tracker, known: unused; there is nothing to catch up on.
+            wanted: bool [num_requests], requests to draft for.
+
+        Returns:
+            bool [num_requests], the requests drafted for, and the hidden states of the rows that predict,
+            [number of these requests, depth, hidden], or None if there are no such requests.
+        """
+        room = np.minimum(batch.capacity, self.max_positions)
+        drafted = wanted & (batch.length - 1 + self.num_rows <= room)
+        (chosen,) = drafted.nonzero()
+        if len(chosen) == 0:
+            return drafted, None
+        assert self.mask is not None
+        count, rows, to_device = len(chosen), self.num_rows, self.model.to_device
+        tokens = np.full((count, rows), self.mask_token, np.int64)
+        tokens[:, 0] = self._roots(batch, chosen)
+        before = batch.length[chosen] - 1
+        positions = (before[:, None] + np.arange(rows)).ravel()
+        slots = slots_of(batch.block_table, chosen.repeat(rows), positions, batch.block_size)
+        tree = TreeRows(
+            query_start_loc=to_device(np.arange(0, count * rows + 1, rows, dtype=np.int32)),
+            prefix_lens=to_device(before.astype(np.int32)),
+            block_table=batch.block_table[to_device(chosen)],
+            positions=to_device(positions),
+            mask=self.mask.repeat(count, 1),
+            rows=None,
+            max_rows=rows,
+        )
+        self.planner.caught_up(count * rows)
+        self.stats.counts["draft_rows"] += count * rows
+        self.stats.counts["draft_forwards"] += 1
+        hidden = self.model.run_level(tokens.ravel(), tree, slots)
+        return drafted, hidden.view(count, rows, -1)[:, self.first_row :]
+
+    def _roots(self, batch: DraftBatch, chosen: np.ndarray) -> np.ndarray:
+        """The last committed tokens of these requests, int64."""
+        return batch.token_ids[batch.token_rows[chosen], batch.length[chosen] - 1].astype(np.int64)
+
+    def grow(self, graphs: GraphBatch, drafted: np.ndarray, hidden: torch.Tensor, requests: GraphRequests) -> None:
+        """Lay the lattices of drafted blocks into the graphs.
+
+        Args:
+            graphs: one graph per request, each with a root only.
+            drafted: bool [num_graphs], graphs with a block.
+            hidden: [sum(drafted), depth, hidden], as ``catch_up`` returns them.
+            requests: the requests and their limits.
+        """
+        roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
+        tokens, probs = self._candidates(hidden, roots)
+        self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, 0, 0] == 0))
+        first = np.zeros((len(probs), self.config.top_k), np.float32)
+        first[:, : tokens.shape[2]] = probs[:, 0, 0]
+        self.planner.drafted(first)
+        added, merged, pruned = add_lattices(
+            graphs,
+            drafted,
+            tokens,
+            probs,
+            requests.num_nodes,
+            requests.max_depth,
+            self.config.theta_sib,
+            self.config.theta_prob,
+        )
+        self.stats.counts["nodes_added"] += added
+        self.stats.counts["nodes_merged"] += merged
+        self.stats.counts["nodes_pruned"] += pruned
+
+    def _candidates(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        tokens, probs = block_candidates(self.model.kind, self.model.model, hidden, roots, self.config.top_k)
+        return from_first_rank(tokens.cpu().numpy()), from_first_rank(probs.contiguous().cpu().numpy())
+
+    def idle_level(self, num_rows: int) -> None:
+        """Do the work of a step's forward over about ``num_rows`` rows, to measure its cost."""
+        count = max(1, num_rows // self.num_rows)
+        hidden = self.model.run_idle(count * self.num_rows).view(count, self.num_rows, -1)[:, self.first_row :]
+        self._candidates(hidden, torch.zeros(count, dtype=torch.int64, device=self.model.device))

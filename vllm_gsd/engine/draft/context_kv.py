@@ -1,0 +1,48 @@
+"""Draft KV of committed text for drafts of whole blocks, which compute it from the target's hidden states.
+
+Each target step computes the draft's keys and values of all its rows and writes them to the slots of the target's own.
+When nodes are accepted, both move together. So a block of the KV cache that has the target's keys and values has the
+draft's too: also those that the prefix cache serves.
+"""
+
+from typing import Any
+
+import torch
+
+from vllm_gsd.engine.verify.target_kv import target_kv_of
+
+
+class ContextKV:
+    """Writes and moves the draft's keys and values.
+
+    Args:
+        model: vLLM's draft model, a ``DFlashQwen3ForCausalLM`` or a subclass.
+        layers: its attention layers by name, with allocated caches.
+    """
+
+    def __init__(self, model: Any, layers: dict[str, Any]):
+        self.norm = model.model.hidden_norm
+        self.layers = [layer.self_attn for layer in model.model.layers]
+        self.kv = target_kv_of(layers, list(layers), [])
+
+    def write(self, slots: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
+        """Compute keys and values of ``states`` [n, hidden] at ``positions`` and store them in ``slots``, int64 [n].
+
+        vLLM's ``precompute_and_store_context_kv`` does this with one kernel for all layers. On CPUs that kernel
+        normalises the keys of every layer with the first layer's weights, so layers are run one by one here.
+        """
+        states = self.norm(states)
+        for layer in self.layers:
+            projected, _ = layer.qkv_proj(states)
+            _, keys, values = projected.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)
+            keys = layer.k_norm(keys.unflatten(-1, (-1, layer.head_dim))).flatten(1)
+            keys, _ = layer.rotary_emb(positions, keys, None)
+            if layer.v_scale is not None:
+                values = values * layer.v_scale
+            heads = layer.num_kv_heads, layer.head_dim
+            attn = layer.attn
+            attn.impl.do_kv_cache_update(attn, keys.view(-1, *heads), values.view(-1, *heads), attn.kv_cache, slots)
+
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Move keys and values between slots; see ``TargetKV.move``."""
+        self.kv.move(sources, destinations)
