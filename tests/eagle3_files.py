@@ -13,7 +13,8 @@ def layer_config(target: dict, model_type: str) -> dict:
     """The config of a head's layer, of the target's shape."""
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     other = {"model_type": model_type, "num_hidden_layers": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
-    return {**{key: target[key] for key in keys}, **other, "hidden_act": "silu", "attention_bias": False}
+    rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    return {**{key: target[key] for key in keys}, **other, **rope, "hidden_act": "silu", "attention_bias": False}
 
 
 def random_head(layer: dict, flags: dict, drafted: int) -> dict[str, torch.Tensor]:
