@@ -1,6 +1,7 @@
 """The inventory of what is changed in vLLM: complete, held by contract tests, and true of the installed vLLM."""
 
 import ast
+import copy
 import inspect
 import re
 import sys
@@ -15,6 +16,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
@@ -26,6 +28,7 @@ from vllm.model_executor.models.qwen3_dflash2 import (
 )
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -210,6 +213,15 @@ def test_attention_metadata_take_our_attribute():
     wire.attach_tree_rows(metadata, torch.zeros(1))
     assert wire.tree_rows_of(metadata) is not None
     assert wire.tree_rows_of(AttentionMetadata()) is None
+
+
+def test_speculative_configs_take_our_attribute():
+    """Requests are validated with the same object, or with a copy that keeps its attributes."""
+    config = SpeculativeConfig.__new__(SpeculativeConfig)
+    wire.allow_traces(SimpleNamespace(speculative_config=config), SimpleNamespace(trace="trace.jsonl"))
+    wire.check_trace(SamplingParams(extra_args={"gsd_trace": True}), copy.copy(config))
+    with pytest.raises(VLLMValidationError, match="allows no traces"):
+        wire.check_trace(SamplingParams(extra_args={"gsd_trace": True}), SpeculativeConfig.__new__(SpeculativeConfig))
 
 
 def test_parts_of_a_step_have_these_names():

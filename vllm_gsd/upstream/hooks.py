@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, is_gsd, read
 from vllm_gsd.upstream import wire
-from vllm_gsd.upstream.inventory import When
+from vllm_gsd.upstream.patch import When
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig

@@ -10,7 +10,8 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.upstream import refusal
-from vllm_gsd.upstream.inventory import SUPPORTED_VLLM, Patch, When, patches
+from vllm_gsd.upstream.inventory import SUPPORTED_VLLM, patches
+from vllm_gsd.upstream.patch import Patch, When
 from vllm_gsd.upstream.patching import Replacement, installed_vllm, prepare, refusal_of
 from vllm_gsd.upstream.symbols import problem_with
 

@@ -6,46 +6,10 @@ the vLLM objects that carry our own attributes; the ``by`` of such an entry name
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from vllm_gsd.upstream.patch import Patch, When
 
 # The vLLM versions that pass the contract tests.
 SUPPORTED_VLLM = "0.32 or 0.33"
-
-# When a change is made:
-# "load": when vLLM loads the plugin.
-# "fallback": when the plugin loads, but only to reject gsd because another symbol is missing.
-# "engine": when an engine with gsd starts; "v1" to "Ray" do so only for one model runner, device or executor.
-# "tools": when one of our command-line tools runs.
-When = Literal["load", "fallback", "engine", "v1", "v2", "v2 on a CPU", "CPU", "Ray", "tools"]
-Kind = Literal["attribute", "class", "function", "method", "property", "static method"]
-
-
-class Patch(NamedTuple):
-    """One vLLM symbol that the plugin wraps, replaces or assigns to."""
-
-    symbol: str  # "module:qualified name"
-    by: str  # the functions of vllm_gsd.upstream that make the change, as "module.function", separated by spaces
-    when: When
-    delta: str
-    reason: str
-    expiry: str
-    contract: str  # the test in tests/contract that fails when upstream changes the symbol, as "file::test"
-    kind: Kind = "class"
-    parameters: tuple[str, ...] = ()  # the parameters of a function that we rely on
-
-    @property
-    def module(self) -> str:
-        return self.symbol.partition(":")[0]
-
-    @property
-    def path(self) -> str:
-        return self.symbol.partition(":")[2]
-
-    @property
-    def dotted(self) -> str:
-        """The symbol as a dotted path, for messages and documentation."""
-        return self.symbol.replace(":", ".")
-
 
 PATCHES = (
     # --- when the plugin is loaded; configurations without gsd pass through unchanged ------------------
@@ -454,6 +418,15 @@ PATCHES = (
         reason="The class has no field for a mask.",
         expiry="Upstream adds such a field.",
         contract="test_inventory.py::test_attention_metadata_take_our_attribute",
+    ),
+    Patch(
+        "vllm.config.speculative:SpeculativeConfig",
+        by="wire.allow_traces",
+        when="engine",
+        delta="An attribute tells the front end that requests may be traced.",
+        reason="It is all of an engine's configuration that request validation sees.",
+        expiry="Upstream validates requests with the engine's whole configuration.",
+        contract="test_inventory.py::test_speculative_configs_take_our_attribute",
     ),
     # --- in engines that our tools start ---------------------------------------------------------------
     Patch(

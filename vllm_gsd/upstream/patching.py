@@ -8,7 +8,8 @@ from inspect import getattr_static
 from typing import Any, NamedTuple
 
 from vllm_gsd.config import GSDConfigError
-from vllm_gsd.upstream.inventory import SUPPORTED_VLLM, Patch, patch_of
+from vllm_gsd.upstream.inventory import SUPPORTED_VLLM, patch_of
+from vllm_gsd.upstream.patch import Patch
 from vllm_gsd.upstream.symbols import owner_of, problem_with
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vllm_gsd.upstream.inventory import Patch
+from vllm_gsd.upstream.patch import Patch
 
 _MISSING = object()
 

@@ -63,7 +63,8 @@ def vllm(question: dict[str, Any]) -> list[Finding]:
 
 def _missing_symbols() -> tuple[list[str], int]:
     """Problems with the symbols wrapped on this platform, and the number of symbols checked."""
-    from vllm_gsd.upstream.inventory import When, patches
+    from vllm_gsd.upstream.inventory import patches
+    from vllm_gsd.upstream.patch import When
     from vllm_gsd.upstream.symbols import problem_with
 
     cases: list[When] = ["load", "engine", "v2"]
