@@ -16,7 +16,7 @@ class Options:
     prompts: Annotated[
         Path, Argument(help='One JSON object per line with "turns" (Spec-Bench), "messages" or "prompt".')
     ]
-    out: Annotated[Path, Option(help="Folder for bench.json, the PNG files and index.html.")] = Path("out/bench")
+    out: Annotated[Path, Option(help="Folder for bench.json and index.html.")] = Path("out/bench")
     target: Annotated[Path | None, Option(help="Folder of the target; the built-in one if not given.")] = None
     draft: Annotated[Path | None, Option(help="Folder of the draft; the built-in one if no target is given.")] = None
     draft_model: Annotated[
