@@ -79,8 +79,8 @@ def test_lora(client):
 
 
 def test_notebook(server, monkeypatch):
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; scripts/setup does it")
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed; scripts/setup does it")
     monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     notebook = nbformat.read(EXAMPLES / "client/tour.ipynb", as_version=4)
