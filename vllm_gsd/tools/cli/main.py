@@ -70,12 +70,11 @@ def distill(
     """Distil a draft from a target. Run it again with the same options to resume."""
     from vllm_gsd.tools.bench.methods import BenchError
     from vllm_gsd.tools.distill.run import distill as run
-    from vllm_gsd.tools.distill.student import StudentError
     from vllm_gsd.tools.prompt_file import PromptsError
 
     try:
         results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
-    except (BenchError, DistillError, PromptsError, StudentError) as error:
+    except (BenchError, DistillError, PromptsError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         fail(f"Distilling needs the package {error.name} (pip install 'vllm-gsd[distill]').")
