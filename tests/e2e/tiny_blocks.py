@@ -11,6 +11,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+# Drafts by name: the kind and what ``build_tiny_block`` is given.
+BLOCKS = {
+    "dspark": ("dspark", {}),
+    "trimmed dspark": ("dspark", {"trimmed": True, "sample_from_anchor": False, "speculators": True}),
+    "dflash2": ("dflash2", {}),
+    "dflash2 of speculators": ("dflash2", {"speculators": True}),
+    "dflash": ("dflash", {}),
+    "dflash of speculators": ("dflash", {"speculators": True}),
+}
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
 
 
