@@ -13,15 +13,13 @@ SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "model_type": "qwen3"}
 OWN = {"mask_token_id": 3, "target_layer_ids": [0, 2, 3]}
 SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5}
+GEMMA4 = {"model_type": "gemma4_text", "layer_types": ["full_attention"], "attention_k_eq_v": True}
+GEMMA4 |= {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
 CONFIGS = {
     "dspark": {**SHAPE, **OWN, "architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "draft_vocab_size": 64},
     "dflash": {**SHAPE, "architectures": ["DFlashDraftModel"], "dflash_config": OWN},
     "dflash2": {**SHAPE, "architectures": ["DFlash2DraftModel"], "dflash_config": {**OWN, **SELECTOR}},
-    "gemma4": {
-        **{**SHAPE, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "num_key_value_heads": 2},
-        **{**OWN, "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "markov_rank": 4},
-        **{"layer_types": ["full_attention"], "attention_k_eq_v": True},
-    },
+    "gemma4": {**SHAPE, **OWN, "architectures": ["Gemma4DSparkModel"], "markov_rank": 4, **GEMMA4},
 }
 
 
@@ -124,7 +122,7 @@ def test_blocks_are_never_trimmed(write, target):
 
 def test_a_draft_with_windows(write, target):
     folder = write("dflash")
-    keys(layer_types=["sliding_attention"], sliding_window=64)(folder)
+    keys(layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=64)(folder)
     check_draft(str(folder), 96, target)
 
 

@@ -60,9 +60,8 @@ def _shape_problem(kind: str, config: dict[str, Any], keys: dict[str, Any]) -> s
         return f'has "markov_head_type" {shown(keys["markov_head_type"])}, but must have "vanilla"'
     whole = kind == "dflash2" or _of_gemma4(keys)
     if whole and keys.get("draft_vocab_size") not in (None, keys["vocab_size"]):
-        return (
-            f'has "draft_vocab_size" {keys["draft_vocab_size"]}, but such a {kind} draft must have the whole vocabulary'
-        )
+        given = keys["draft_vocab_size"]
+        return f'has "draft_vocab_size" {given}, but a {kind} draft of its shape must have the whole vocabulary'
     if kind != "dspark" and keys.get("quantization_config") is not None:
         return f"is a quantised {kind} draft, but must not be quantised"
     return None
@@ -89,13 +88,13 @@ def _of_gemma4(keys: dict[str, Any]) -> bool:
 def _windows_problem(kind: str, keys: dict[str, Any]) -> str | None:
     types = set(keys.get("layer_types") or ())
     if _of_gemma4(keys) and not (types == {"full_attention"} and keys.get("attention_k_eq_v")):
-        return f'is a {kind} draft of Gemma 4\'s shape, which must have full attention and "attention_k_eq_v" in all layers'
+        return 'is a draft of Gemma 4\'s shape, but must have full attention and "attention_k_eq_v" in all layers'
     if len(types) > 1:
-        return (
-            f"is a {kind} draft some of whose layers have sliding windows, but must have them in all layers or in none"
-        )
-    if (_SLIDING in types or keys.get("use_swa")) and not (keys.get("swa_window_size") or keys.get("sliding_window")):
-        return f'is a {kind} draft with sliding windows, but lacks "sliding_window", which must be their size'
+        return f"is a {kind} draft with sliding windows in some layers, but must have them in all or in none"
+    # Qwen3's configuration drops "sliding_window" without "use_sliding_window".
+    size = keys.get("swa_window_size") or (keys.get("use_sliding_window") and keys.get("sliding_window"))
+    if (_SLIDING in types or keys.get("use_swa")) and not size:
+        return f'is a {kind} draft with sliding windows, but must have "sliding_window" with "use_sliding_window"'
     return None
 
 

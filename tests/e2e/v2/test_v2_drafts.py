@@ -1,7 +1,7 @@
 """Drafts that people own on V2: the chains of vLLM's own methods step by step, and plain V2's output."""
 
 import pytest
-from draft_records import record_drafts, recorded_drafts
+from draft_records import name_layers_apart, record_drafts, recorded_drafts
 from engine_process import run
 from hard_requests import SCARCE, ask, check_counts, hard_prompts
 from tiny_blocks import BLOCKS
@@ -15,7 +15,7 @@ ENGINE = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "max_model_len": 128
 ENGINE |= {"skip_tokenizer_init": False}
 HEAD = "qwen3"
 # DFlash2's convolutions span as many rows as are drafted.
-KINDS = ["dspark", "trimmed dspark", "dflash2 of speculators", "dflash", HEAD]
+KINDS = ["dspark", "trimmed dspark", "dflash2 of speculators", "dflash with windows", "gemma4", HEAD]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,8 @@ def test_same_head_same_chain(text_pair, graph, draft, kind, prompts):
     method = "eagle3" if kind == HEAD else BLOCKS[kind][0].rstrip("2")
     found = []
     for config in {"method": method, "num_speculative_tokens": DEPTH}, {"method": "gsd", **CHAIN}:
-        engine = V2Engine(text_pair.target, {**config, "model": draft}, **ENGINE)
+        first = (name_layers_apart,) if kind == "gemma4" else ()
+        engine = V2Engine(text_pair.target, {**config, "model": draft}, first=first, **ENGINE)
         found.append(drafted(engine, prompts[0]))
         engine.close()
     (tokens, theirs), (ours_tokens, ours) = found
