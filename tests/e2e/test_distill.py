@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from patience import SECONDS
-
 from vllm_gsd.tools.distill.hidden_states import Features, write_features
+
 from vllm_gsd.tools.distill.train import load_answers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

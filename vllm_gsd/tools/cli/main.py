@@ -17,7 +17,7 @@ from vllm_gsd.tools.cli.console import out as console
 from vllm_gsd.tools.cli.inspect import inspect
 from vllm_gsd.tools.cli.options import takes
 from vllm_gsd.tools.cli.plan import plan
-from vllm_gsd.tools.distill.options import DistillError, Options
+from vllm_gsd.tools.distill.options import INSTALL, DistillError, Options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -77,7 +77,7 @@ def distill(
     except (BenchError, DistillError, PromptsError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
-        fail(f"Distilling needs the package {error.name} (pip install 'vllm-gsd[distill]').")
+        fail(f"Distilling needs the package {error.name}; run: {INSTALL}")
     typer.echo(json.dumps({"draft": str(out), **results}))
 
 

@@ -12,6 +12,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "lm": {"vocab_size": 12288, "layers": 4, "width": None},
 }
 
+# Without the requirements of speculators, which replace torch, torchvision and torchaudio.
+INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
+# vLLM reads the states of so many layers for EAGLE-3 heads in the speculators package's format.
+EAGLE3_LAYERS = 3
+
 
 class DistillError(ValueError):
     """The run is not possible as asked. The message is one sentence."""

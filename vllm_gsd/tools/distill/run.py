@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import multiprocessing
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
-from vllm_gsd.tools.distill.options import DistillError, Options
+from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
 from vllm_gsd.tools.distill.target import check_target
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         BenchError, DistillError, PromptsError: the message is one sentence.
     """
     _check(options, out, work)
+    # Before the target answers for hours: the packages that training needs.
+    importlib.import_module("vllm_gsd.tools.distill.speculators_students")
     answers = work if options.data is None else Path(options.data)
     if options.data is None:
         minutes = None if options.minutes is None else options.minutes * ANSWERS_SHARE
@@ -76,7 +79,9 @@ def write_states(target: Path, answers: list[Path], folder: Path) -> None:
 
 
 def _check(options: Options, out: Path, work: Path) -> None:
-    check_target(Path(options.target))
+    layers = check_target(Path(options.target))["num_hidden_layers"]
+    if options.kind == "eagle3" and layers < EAGLE3_LAYERS:
+        raise DistillError(f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {layers}.")
     if out.exists() and any(out.iterdir()):
         raise DistillError(f"--out {str(out)!r} is not empty; give a new folder.")
     if options.init is not None:
@@ -108,8 +113,9 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     """Train the student, write it to ``work/trained`` and measure its agreement with the target."""
     import numpy as np
 
-    from vllm_gsd.tools.distill import lm, speculators_students
     from vllm_gsd.tools.distill.data import count_tokens
+    from vllm_gsd.tools.distill.lm import LanguageModel
+    from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
     from vllm_gsd.tools.distill.target import Target
     from vllm_gsd.tools.distill.train import BATCH, train
     from vllm_gsd.tools.distill.validate import agreement
@@ -119,9 +125,9 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     counts = count_tokens(training, target.config["vocab_size"])
     counts[target.eos_ids] = counts.max() + 1
     kinds = {
-        "dspark": speculators_students.BlockStudent,
-        "eagle3": speculators_students.Eagle3Student,
-        "lm": lm.LanguageModel,
+        "dspark": BlockStudent,
+        "eagle3": Eagle3Student,
+        "lm": LanguageModel,
     }
     model: Any = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
     share = TRAINING_SHARE if options.data is None else ANSWERS_SHARE + TRAINING_SHARE

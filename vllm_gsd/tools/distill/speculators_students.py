@@ -5,6 +5,7 @@ Its trainer and its data loaders need a GPU. Its models run on a CPU, too, with 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,12 @@ from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
 
 from vllm_gsd.tools.distill.data import state_layers
-from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
 from vllm_gsd.tools.distill.students import Drafted, Student
 from vllm_gsd.tools.distill.target import Target
 
 # Blocks that are trained per text, at random places of the answer.
 ANCHORS = 24
-# vLLM reads the states of three layers for EAGLE-3 heads in the package's format.
-EAGLE3_LAYERS = 3
 LOSS = resolve_loss_config("kl_div", "eager")
 ATTENTION = "sdpa"
 
@@ -72,6 +71,11 @@ class SpeculatorsStudent(Student):
         verifier.name_or_path = None
         super().save(out)
         verifier.name_or_path = str(self.target.folder)
+        # transformers adds the class's source, which vLLM does not need and would have to be trusted.
+        (out / "config.py").unlink(missing_ok=True)
+        config = json.loads((out / "config.json").read_text())
+        config.pop("auto_map", None)
+        (out / "config.json").write_text(json.dumps(config, indent=2))
         self.target.copy_tokenizer(out)
 
 
@@ -85,7 +89,7 @@ class BlockStudent(SpeculatorsStudent):
 
     def __init__(self, model: Any, target: Target):
         super().__init__(model, target)
-        self.padding = model.block_size
+        self.padding = self.depth = model.block_size
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:

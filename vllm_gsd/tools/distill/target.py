@@ -41,7 +41,10 @@ class Target:
     """
 
     def __init__(self, folder: Path):
+        from loguru import logger
         from speculators.utils.loading import load_model_layers
+
+        logger.disable("speculators")  # it warns of files that it merely looks for
 
         self.folder, self.config = folder, check_target(folder)
         names = ("embed_tokens.weight", "lm_head.weight", "model.norm.weight")
