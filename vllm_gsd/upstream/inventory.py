@@ -442,7 +442,7 @@ PATCHES = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward",
         by="forwards.watch forwards.unwatch",
         when="tools",
-        delta="vllm-gsd distill records the hidden states of the target's forward passes; it wraps execute_model too.",
+        delta="vllm-gsd distill records the states of the target's layers as it runs; it wraps execute_model too.",
         reason="Recording them avoids a second forward pass over the generated text.",
         expiry="Upstream returns hidden states.",
         contract="test_upstream.py::test_signature",

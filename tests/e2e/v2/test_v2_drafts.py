@@ -1,11 +1,16 @@
 """Drafts that people own on V2: the chains of vLLM's own methods step by step, and plain V2's output."""
 
+import numpy as np
 import pytest
 from draft_records import name_layers_apart, record_drafts, recorded_drafts
 from engine_process import run
 from hard_requests import SCARCE, ask, check_counts, hard_prompts
 from tiny_blocks import BLOCKS
 from v2_engine import V2Engine
+
+from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.speculators_students import BlockStudent
+from vllm_gsd.tools.distill.target import Target
 
 DEPTH = 3
 CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": DEPTH, "num_speculative_tokens": DEPTH, "budget": DEPTH}
@@ -71,6 +76,20 @@ def test_same_head_same_chain(text_pair, graph, draft, kind, prompts):
     more_tokens, more = drafted(graph, prompts[0])
     assert more_tokens == tokens
     assert len(more) <= len(ours)
+
+
+def test_a_distilled_block_is_loaded_by_vllm(text_pair, prompts, tmp_path):
+    """Untrained: vLLM's own method drafts the same chains from the folder as gsd."""
+    options = Options(target=str(text_pair.target), depth=DEPTH, rank=16, vocab_size=400)
+    BlockStudent.make(options, Target(text_pair.target), np.arange(512)).save(tmp_path)
+    found = []
+    for config in {"method": "dspark", "num_speculative_tokens": DEPTH}, {"method": "gsd", **CHAIN}:
+        engine = V2Engine(text_pair.target, {**config, "model": str(tmp_path)}, **ENGINE)
+        found.append(drafted(engine, prompts[0]))
+        engine.close()
+    (tokens, theirs), (ours_tokens, ours) = found
+    assert ours_tokens == tokens and len(ours) == len(theirs) > DEPTH + 1
+    assert ours[: -DEPTH - 1] == theirs[: -DEPTH - 1]
 
 
 def test_equals_plain_v2(graph, kind, prompts, expected):

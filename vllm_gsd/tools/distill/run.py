@@ -124,12 +124,12 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     target = Target(Path(options.target))
     counts = count_tokens(training, target.config["vocab_size"])
     counts[target.eos_ids] = counts.max() + 1
-    kinds = {
+    kinds: dict[str, Any] = {
         "dspark": BlockStudent,
         "eagle3": Eagle3Student,
         "lm": LanguageModel,
     }
-    model: Any = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
+    model = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
     share = TRAINING_SHARE if options.data is None else ANSWERS_SHARE + TRAINING_SHARE
     limit = None if options.minutes is None else options.minutes * share
     reader = model.states(states)
