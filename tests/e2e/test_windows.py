@@ -1,4 +1,4 @@
-"""Models whose layers attend within a sliding window, cap their scores or have sinks: plain vLLM's tokens, with graphs."""
+"""Layers that attend within a sliding window, cap their scores or have sinks: plain vLLM's tokens, with graphs."""
 
 import contextlib
 import json
