@@ -1,6 +1,5 @@
 """The speculator of Model Runner V2, which proposes token graphs instead of chains."""
 
-import weakref
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,15 +17,15 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
-from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.speculation import Speculation, has_grammar
-from vllm_gsd.engine.v2.device_drafting import COUNTS, DeviceDrafting, KnownBatch
+from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, to_device, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
+from vllm_gsd.ops.growth.state import COUNTS
 
 logger = init_logger("vllm.gsd")
 
@@ -66,11 +65,11 @@ class GraphSpeculator(BaseSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.speculation = V2Speculation(vllm_config)
         self.device = device
+        self.vllm_config = vllm_config
         self.num_rows = vllm_config.num_speculative_tokens  # nodes per request; rows are scheduled for all of them
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         num_slots, max_length = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.texts = Texts(num_slots, max_length)
-        self.longest = max_length  # upper bound of the batch's sequence lengths; the model runner sets it every step
         self.requests: dict[str, NewRequestData] = {}
         self.slots: dict[str, int] = {}
         self.ends = np.zeros(num_slots, np.int64)  # the maximum number of tokens of each slot's request
@@ -81,7 +80,6 @@ class GraphSpeculator(BaseSpeculator):
                 "are verified.",
                 self.num_rows,
             )
-        self.draft_graphs: DraftGraphs | None = None
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
         self.block_tables: BlockTables | None = None
         self.drafting: DeviceDrafting | None = None
@@ -107,13 +105,18 @@ class GraphSpeculator(BaseSpeculator):
             None if isinstance(speculation.drafter, BlockDrafter) else speculation.drafter,
             req_states,
             speculation.graphs.capacity,
-            self.num_rows,
+            self.proposals.trees,
             self.device,
         )
 
     def bind(self, block_tables: BlockTables | None) -> None:
         """Use V2's block tables; None releases them."""
         self.block_tables = block_tables
+        assert self.drafting is not None
+        if block_tables is None:
+            self.drafting.unbind()
+        else:
+            self.drafting.bind(block_tables.input_block_tables[0], block_tables.block_sizes[0])
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -122,24 +125,23 @@ class GraphSpeculator(BaseSpeculator):
         return None if drafter is None else drafter.model.model
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Prepare CUDA graphs of the draft's forward pass, if possible."""
-        drafter = self.speculation.drafter
-        self.draft_graphs = None
-        if isinstance(drafter, Drafter) and DraftGraphs.possible(cudagraph_mode, drafter.model):
-            arguments = drafter.model.model, drafter.model.layer_names, self.speculation.stats
-            self.draft_graphs = DraftGraphs(drafter.model.vllm_config, self.device, *arguments)
-            # A weak reference, because vLLM drops the graphs that it captures to profile memory.
-            drafter.model.graphs = weakref.ref(self.draft_graphs)
+        """Prepare CUDA graphs of the draft phase, if possible."""
+        drafting = self.drafting
+        assert drafting is not None
+        drafting.cuda_graphs = None
+        if not self.host_only and DraftGraphs.possible(cudagraph_mode):
+            drafting.cuda_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
 
     def capture(self) -> None:
         """Capture the CUDA graphs that ``init_cudagraph_manager`` prepared."""
-        if self.draft_graphs is not None:
-            self.draft_graphs.capture_all()
+        if self.drafting is not None and self.drafting.cuda_graphs is not None:
+            self.drafting.cuda_graphs.capture_all()
 
     @property
     def num_graphs(self) -> int:
-        """The number of sizes for which the draft is captured."""
-        return 0 if self.draft_graphs is None else self.draft_graphs.num_sizes
+        """The number of batch sizes for which the draft phase is captured."""
+        graphs = None if self.drafting is None else self.drafting.cuda_graphs
+        return 0 if graphs is None else len(graphs.graphs)
 
     def admit(self, request: NewRequestData, slot: int) -> None:
         """Start or resume a request in a slot."""
@@ -221,10 +223,13 @@ class GraphSpeculator(BaseSpeculator):
         on_host = self.host_only or any(
             has_grammar(request) or self.speculation.traces(request) for request in requests
         )
-        grow = self._grow_on_host if on_host else self._grow_on_device
-        trees = grow(input_batch)
-        self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
-        return trees.token
+        if on_host:
+            trees = self._grow_on_host(input_batch)
+            self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
+            return trees.token
+        self._grow_on_device(input_batch)
+        self.proposals.fresh[input_batch.idx_mapping_np] = True
+        return self.proposals.trees.token[input_batch.idx_mapping]
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -244,13 +249,10 @@ class GraphSpeculator(BaseSpeculator):
             end=whole,
             trust=np.ones((count, NUM_SOURCES), np.float32),
             factor=self.speculation.planner.calibration.factor,
-            most_new=1 + self.num_rows,
-            longest=longest,
         )
         drafter = self.speculation.drafter
         with nullcontext() if drafter is None else drafter.model.without_kv_cache():
-            block_table = torch.zeros((count, 1), dtype=torch.int32, device=self.device)
-            self.drafting.propose(known, torch.from_numpy(slots).to(self.device), block_table, block_size=1)
+            self.drafting.propose(known, torch.zeros((count, 1), dtype=torch.int32, device=self.device))
         self.drafting.reset()
 
     def forget_warm_up(self) -> None:
@@ -265,7 +267,8 @@ class GraphSpeculator(BaseSpeculator):
 
     # --- growing ----------------------------------------------------------------------------------
 
-    def _grow_on_device(self, input_batch: InputBatch) -> DeviceTrees:
+    def _grow_on_device(self, input_batch: InputBatch) -> None:
+        """Draft without knowing the accepted tokens, and write the graphs to ``proposals``."""
         assert self.drafting is not None
         speculation, slots = self.speculation, input_batch.idx_mapping_np
         batch, prompts = self._batch(input_batch), input_batch.is_prefilling_np
@@ -279,7 +282,6 @@ class GraphSpeculator(BaseSpeculator):
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
             for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
                 draft_length[request] = speculation.draft_kv.length[batch.request_ids[request]]
-        drafts = input_batch.num_draft_tokens_per_req
         known_batch = KnownBatch(
             slots=slots,
             wanted=speculates & batch.sampled,
@@ -288,11 +290,8 @@ class GraphSpeculator(BaseSpeculator):
             end=self.ends[slots],
             trust=speculation.trust.of(batch.request_ids),
             factor=speculation.planner.calibration.factor,
-            most_new=1 if drafts is None else 1 + int(drafts.max()),
-            # Every row may have added a token, and the last one also the bonus token.
-            longest=min(self.texts.tokens.shape[1], 1 + self.longest),
         )
-        return self.drafting.propose(known_batch, input_batch.idx_mapping, batch.block_table, batch.block_size)
+        self.drafting.propose(known_batch, batch.block_table)
 
     def _grow_on_host(self, input_batch: InputBatch) -> DeviceTrees:
         """Wait for the accepted tokens, then grow the graphs on the host."""
