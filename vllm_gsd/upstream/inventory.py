@@ -305,6 +305,15 @@ PATCHES = (
         contract="test_inventory.py::test_drafts_say_what_they_have_of_their_own",
     ),
     Patch(
+        "vllm.model_executor.layers.attention.attention:Attention",
+        by="drafts.keep_all_keys",
+        when="engine",
+        delta="Clears sliding_window of the layers of a draft of whole blocks, whose attention still has its window.",
+        reason="Layers with the attribute get blocks of their own, which vLLM frees behind the window.",
+        expiry="gsd has several block tables.",
+        contract="test_inventory.py::test_windows_of_attention_and_of_its_cache",
+    ),
+    Patch(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",
         by="drafts.take_logits",
         when="engine",

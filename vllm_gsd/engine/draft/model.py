@@ -407,6 +407,6 @@ def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfi
         SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
     if kind == EAGLE3:
         config.update({"architectures": [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]})
-    if kind == "dspark":  # the name that some checkpoints of this shape have is another model class in vLLM
+    if config.architectures == ["DSparkDraftModel"]:  # the name of another model class in vLLM
         config.update({"architectures": ["Qwen3DSparkModel"]})
     return config

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.speculation import MIN_NGRAM_MATCH
+from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth.api import Limits, begin, grow_level
@@ -46,7 +46,7 @@ class KnownBatch:
     factor: np.ndarray  # float32, from ``Calibration``
 
     def packed(self, part: slice, count: int) -> np.ndarray:
-        """A part of the requests in the layout of ``Buffers.known``, padded to ``count`` requests, int32."""
+        """A part of the requests in the layout of ``DeviceDrafting.known``, padded to ``count`` requests, int32."""
         limits = np.stack([self.slots, self.wanted, self.draft_length, self.capacity, self.end], 1)[part]
         padding = count - len(limits)
         trust = np.pad(self.trust[part], ((0, padding), (0, 0)))
@@ -112,6 +112,7 @@ class DeviceDrafting:
         )
         merge_ngram = 0 if drafter is None else config.merge_ngram
         self.graphs = new_graphs(self.most, capacity, num_places, merge_ngram, self.limits.max_slots, device)
+        # Factors, the requests' trust in float32, and their limits, so that one copy brings all.
         self.known = torch.zeros(_FACTORS + self.most * (NUM_SOURCES + _LIMITS), dtype=torch.int32, device=device)
         self.last = torch.zeros(self.most, dtype=torch.int64, device=device)
         self.text_rows = new_rows(self.most, 1 + num_places, num_places // 64 + 1, device)
@@ -156,8 +157,8 @@ class DeviceDrafting:
             part = slice(first, first + self.most)
             count = len(known.slots[part])
             size = None if self.cuda_graphs is None else self.cuda_graphs.size_for(count)
-            packed = known.packed(part, size or count)
-            async_tensor_h2d(packed, self.device, out=self.known[: len(packed)])
+            (packed,) = Staging(self.device).send(known.packed(part, size or count))
+            self.known[: len(packed)].copy_(packed)
             self.block_table[:count].copy_(block_table[part])
             if size is None:
                 self.draft(count)

@@ -19,10 +19,11 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
-from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, to_device, to_host
+from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.texts import Texts
+from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 from vllm_gsd.ops.growth.state import COUNTS
@@ -331,10 +332,7 @@ class GraphSpeculator(BaseSpeculator):
 
     def lay_out(self, input_batch: InputBatch) -> DeviceStep:
         """Create the step that verifies the proposed graphs."""
-        drafts, count = input_batch.num_draft_tokens_per_req, input_batch.num_reqs
-        sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
-        ends = input_batch.query_start_loc_np[1 : count + 1].astype(np.int64)
-        return DeviceStep(self.proposals, input_batch.idx_mapping, input_batch.idx_mapping_np, sizes, ends)
+        return DeviceStep(self.proposals, input_batch)
 
     def verified(
         self,

@@ -1,4 +1,4 @@
-"""Flattening on the device; the results equal those of ``method.flatten``, but a table replaces its heap."""
+"""Flattening on the device; the results equal those of ``method.flatten``, without a heap."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.method.constants import NONE, NUM_BINS, NUM_DEPTHS, NUM_SOURCES
-from vllm_gsd.ops.attention.masks import tree_masks
+from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.dispatch import check_tensor, require_triton
 from vllm_gsd.ops.growth.state import DeviceGraphs
 
@@ -54,21 +53,3 @@ def flatten_graphs(graphs: DeviceGraphs, trees: DeviceTrees, factor: torch.Tenso
         *trees, graphs.nodes, graphs.chances, graphs.state, factor, trust, num_places, graphs.capacity,
         PLACES=triton.next_power_of_2(1 + num_places), BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4,
     )  # fmt: skip
-
-
-def row_masks(parent: torch.Tensor) -> torch.Tensor:
-    """Attention masks of the rows of trees, root first: a row attends itself and its ancestors.
-
-    Args:
-        parent: int64 ``[num_trees, num_places]``, of ``DeviceTrees``.
-
-    Returns:
-        int64 ``[num_trees, 1 + num_places, words]``; bit j of word w stands for row 64 * w + j, and row 0 is the
-        root's. Places from a tree's size on count as children of the root; no other row attends them.
-    """
-    num_trees, num_places = parent.shape
-    words = num_places // 64 + 1
-    rows = torch.nn.functional.pad(parent + 1, (1, 0), value=NONE).flatten().int()
-    starts = torch.arange(num_trees + 1, dtype=torch.int32, device=parent.device) * (1 + num_places)
-    masks = tree_masks(rows, starts, torch.zeros_like(starts), num_places, 1 + num_places, words).mask
-    return masks.view(num_trees, 1 + num_places, words)
