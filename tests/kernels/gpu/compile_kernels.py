@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 import triton
 from paged_cases import E4M3, E5M2, paged_case
+from tree_batches import tree_batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_gsd.ops.attention import masks as tree_masks
 from vllm_gsd.ops.attention import merge as merge_attention
 from vllm_gsd.ops.attention import paged as paged_tree_attention
-from vllm_gsd.ops.attention.masks_triton import tree_masks_kernel
 from vllm_gsd.ops.attention.merge_triton import merge_kernel
 from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel
 from vllm_gsd.ops.flatten import api as graph_flatten
@@ -30,6 +29,8 @@ from vllm_gsd.ops.growth.state import start_graphs
 from vllm_gsd.ops.growth.triton import flatten_kernel, graft_kernel, merge_nodes_kernel
 from vllm_gsd.ops.kv_move import paged as paged_kv_move
 from vllm_gsd.ops.kv_move.triton import kv_move_kernel
+from vllm_gsd.ops.lay_out import api as lay_out
+from vllm_gsd.ops.lay_out.triton import lay_out_kernel
 from vllm_gsd.ops.ngram import api as graph_ngram
 from vllm_gsd.ops.walk import api as accept_walk
 from vllm_gsd.ops.walk.triton import accept_walk_kernel
@@ -80,7 +81,7 @@ def main() -> None:
     capability = int(sys.argv[1])
     driver.set_active(NoDriver(capability))
     compiled: dict[str, list] = {}
-    kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, tree_masks_kernel)
+    kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel)
     kernels += (merge_nodes_kernel, graft_kernel, flatten_kernel)
     for kernel in kernels:
 
@@ -89,7 +90,7 @@ def main() -> None:
 
         kernel.run = compile_only
     # The tensors are on the CPU here.
-    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks):
+    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, lay_out):
         op.require_triton = lambda *_: None
     for op in (graph_growth, graph_ngram, graph_flatten):
         op.use_triton = lambda *_, **__: True
@@ -103,9 +104,10 @@ def main() -> None:
     cache = torch.zeros(2, 8, 16, 256, dtype=torch.bfloat16)
     slots = torch.zeros(2, 7, dtype=torch.int64)
     paged_kv_move.move_paged_kv(paged_kv_move.PagedCaches([cache]), slots, slots)
-    starts, rows = torch.tensor([0, 17], dtype=torch.int32), torch.zeros(17, dtype=torch.int64)
-    accept_walk.accept_walk(rows, rows.int(), rows, starts, 6, rows)
-    tree_masks.tree_masks(rows.int(), starts, starts, 6, 17)
+    batch = tree_batch(4, torch.device("cpu"))
+    rows = torch.zeros(batch.num_rows, dtype=torch.int64)
+    trees = lay_out.lay_out_rows(*batch, rows, rows[:, None].clone(), torch.zeros(8, dtype=torch.int32))
+    accept_walk.accept_walk(trees, rows, batch.starts, batch.batch_starts, rows)
     grow()
     report += [{"case": name, **describe(done[0], capability)} for name, done in compiled.items()]
     print(json.dumps(report))
