@@ -7,6 +7,7 @@ from vllm_gsd.method.constants import MAX_CONTEXT, MERGED, NONE, OFF_BELOW
 from vllm_gsd.method.draft_level import level_rows, new_draft_slots
 from vllm_gsd.method.graph import new_graphs, reset
 from vllm_gsd.method.growth import add_candidates, next_frontier
+from vllm_gsd.ops.flatten.api import DeviceTrees
 from vllm_gsd.ops.growth import state
 from vllm_gsd.ops.growth.api import Limits, begin, grow_level
 
@@ -118,7 +119,7 @@ class Pair:
         width = 1
         for _ in range(levels):
             following = min(self.num_nodes, width * self.limits.top_k)
-            _, rows = self.level(vocab, width, following)
+            self.level(vocab, width, following)
             if (self.slots.used + self.frontier_len > self.limits.max_slots).any():
                 break
             self.host_rows()
@@ -143,3 +144,9 @@ class Pair:
                     reaching = [other.index for other in natives if can_reach(other, node)]
                     bits = [j for j in range(size) if words[j // 64, node.index] >> (j % 64) & 1]
                     assert [j for j in bits if self.host.merged[row, j] == NONE] == reaching
+
+
+def empty_trees(count, places, device):
+    whole = torch.full((count, places), 7, dtype=torch.int64, device=device)
+    parts = [whole.clone() for _ in range(4)] + [whole.bool(), whole.float(), whole.float()]
+    return DeviceTrees(*parts, size=whole[:, 0].clone())

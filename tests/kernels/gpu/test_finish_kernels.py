@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from device_graphs import Pair, random_texts, tensor
+from device_graphs import Pair, empty_trees, random_texts, tensor
 from reference_graph import can_reach, read_graph
 
 from vllm_gsd.method.cells import calibrated
@@ -95,12 +95,6 @@ def random_graphs(device, random, count, capacity):
     return pair
 
 
-def empty_trees(count, places, device):
-    whole = torch.full((count, places), 7, dtype=torch.int64, device=device)
-    parts = [whole.clone() for _ in range(4)] + [whole.bool(), whole.float(), whole.float()]
-    return DeviceTrees(*parts, size=whole[:, 0].clone())
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_lists_are_the_specifications(device, seed):
     random = np.random.default_rng([seed, 14])
@@ -156,5 +150,3 @@ def test_bins_begin_where_the_specification_has_them(device):
     trees = empty_trees(len(probs), 1, device)
     flatten_graphs(pair.graphs, trees, tensor(factor, device), tensor(pair.trust, device))
     assert trees.value[:, 0].tolist() == [calibrated(factor, 0, 1, prob) for prob in probs]
-
-

@@ -97,5 +97,3 @@ def test_catching_up(device, seed):
             assert pair.draft_length[row] == done[row] + fresh
         drafts = fresh > 0 and done[row] + fresh == base
         assert pair.graphs.state[row, state.FRONTIER] == drafts
-
-

@@ -8,6 +8,7 @@ those of ``Speculation.propose`` on the host without a cost table, which drafts 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,8 @@ class DeviceDrafting:
         self.req_states = req_states
         self.trees = trees
         self.device = device
-        self.cuda_graphs: DraftGraphs | None = None
+        # Returns the CUDA graphs, or None. The speculator owns them.
+        self.cuda_graphs: Callable[[], DraftGraphs | None] = lambda: None
         slots, num_places = trees.token.shape
         # Drafted for at once. The draft's forward is over no more rows than the target's largest.
         self.most = slots if drafter is None else max(1, min(slots, drafter.max_rows // (1 + num_places)))
@@ -137,7 +139,7 @@ class DeviceDrafting:
         self.buckets: dict[int, Bucket] = {}
 
     def unbind(self) -> None:
-        """Release what ``bind`` allocated. Memory is profiled before there is a KV cache: all KV is in one block then."""
+        """Release what ``bind`` allocated. Until there is a KV cache, one block stands for all KV."""
         self.bind(torch.zeros((self.most, 1), dtype=torch.int32, device=self.device), 1 << 30)
 
     def reset(self) -> None:
@@ -153,18 +155,18 @@ class DeviceDrafting:
             known: what the host knows about the batch.
             block_table: int32 [num_requests, max_blocks].
         """
+        graphs = self.cuda_graphs()
         for first in range(0, len(known.slots), self.most):
             part = slice(first, first + self.most)
             count = len(known.slots[part])
-            size = None if self.cuda_graphs is None else self.cuda_graphs.size_for(count)
+            size = None if graphs is None else graphs.size_for(count)
             (packed,) = Staging(self.device).send(known.packed(part, size or count))
             self.known[: len(packed)].copy_(packed)
             self.block_table[:count].copy_(block_table[part])
-            if size is None:
+            if graphs is None or size is None:
                 self.draft(count)
             else:
-                assert self.cuda_graphs is not None
-                self.cuda_graphs.replay(size)
+                graphs.replay(size)
             if self.drafter is not None:
                 widths = [width for width, _, _ in self.bucket(size or count).rows]
                 self.drafter.stats.counts["draft_rows"] += (size or count) * sum(widths)

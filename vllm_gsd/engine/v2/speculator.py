@@ -1,5 +1,6 @@
 """The speculator of Model Runner V2, which proposes token graphs instead of chains."""
 
+import weakref
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -81,6 +82,7 @@ class GraphSpeculator(BaseSpeculator):
                 "are verified.",
                 self.num_rows,
             )
+        self.draft_graphs: DraftGraphs | None = None
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
         self.block_tables: BlockTables | None = None
         self.drafting: DeviceDrafting | None = None
@@ -129,20 +131,21 @@ class GraphSpeculator(BaseSpeculator):
         """Prepare CUDA graphs of the draft phase, if possible."""
         drafting = self.drafting
         assert drafting is not None
-        drafting.cuda_graphs = None
+        self.draft_graphs = None
         if not self.host_only and DraftGraphs.possible(cudagraph_mode):
-            drafting.cuda_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
+            self.draft_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
+            # A weak reference, because vLLM drops the graphs that it captures to profile memory.
+            drafting.cuda_graphs = weakref.ref(self.draft_graphs)
 
     def capture(self) -> None:
         """Capture the CUDA graphs that ``init_cudagraph_manager`` prepared."""
-        if self.drafting is not None and self.drafting.cuda_graphs is not None:
-            self.drafting.cuda_graphs.capture_all()
+        if self.draft_graphs is not None:
+            self.draft_graphs.capture_all()
 
     @property
     def num_graphs(self) -> int:
         """The number of batch sizes for which the draft phase is captured."""
-        graphs = None if self.drafting is None else self.drafting.cuda_graphs
-        return 0 if graphs is None else len(graphs.graphs)
+        return 0 if self.draft_graphs is None else len(self.draft_graphs.graphs)
 
     def admit(self, request: NewRequestData, slot: int) -> None:
         """Start or resume a request in a slot."""

@@ -65,8 +65,8 @@ def _place(here, source, depth, over, likely, chance):
 
 @triton.jit
 def _store(
-    token, parent, depth, origin, via_merge, survival, value, out, place, size, num_places, nodes, capacity, node, above,
-    level, over, likely, chance,
+    token, parent, depth, origin, via_merge, survival, value, out, place, size, num_places, nodes, capacity, node,
+    above, level, over, likely, chance,
 ):  # fmt: skip
     """Write the places after the root's; those that are not in use get zeros, and NONE as parent."""
     inside, real = (place > 0) & (place <= num_places), place <= size
@@ -78,7 +78,6 @@ def _store(
     tl.store(depth + line, tl.where(real, level, 0).to(tl.int64), mask=inside)
     known = tl.load(nodes + ORIGIN * capacity + node, mask=chosen, other=0)
     tl.store(origin + line, known.to(tl.int64), mask=inside)
-    # A place whose node was expanded has crossed the node's own merged edge, too.
     tl.store(via_merge + line, real & (over != 0), mask=inside)
     tl.store(survival + line, tl.where(real, likely, 0.0), mask=inside)
     tl.store(value + line, tl.where(real, chance, 0.0), mask=inside)
@@ -137,7 +136,11 @@ def flatten_kernel(
             size += 1
             new = place == size
             target = tl.load(nodes + TARGET * capacity + child)
-            node, above, depth = tl.where(new, child, node), tl.where(new, chosen, above), tl.where(new, level + 1, depth)
+            node, above, depth = (
+                tl.where(new, child, node),
+                tl.where(new, chosen, above),
+                tl.where(new, level + 1, depth),
+            )
             over = tl.where(new, (crossed | (target != -1)).to(tl.int32), over)
             likely = tl.where(new, own * tl.load(chances + child), likely)
             chance = tl.where(new, highest, chance)

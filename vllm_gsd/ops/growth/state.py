@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.method.constants import NUM_SOURCES
-
 # Columns of ``DeviceGraphs.state``.
 SIZE, USED, FRONTIER, LENGTH, BASE, DEEPEST, ROOM, MERGES, MAX_DEPTH, NUM_NODES, COPIES, SLOT = range(12)
 # Rows of ``DeviceGraphs.nodes`` and ``DeviceGraphs.chances``.
@@ -56,7 +54,7 @@ class DeviceGraphs(NamedTuple):
 
     def first(self, count: int) -> DeviceGraphs:
         """The first ``count`` graphs."""
-        return DeviceGraphs(*(of[:count] for of in self[:-1]), self.counts)
+        return self._replace(**{name: of[:count] for name, of in self._asdict().items() if name != "counts"})
 
 
 class Rows(NamedTuple):
@@ -74,7 +72,7 @@ class Rows(NamedTuple):
     def first(self, count: int, width: int) -> Rows:
         """The rows of the first ``count`` requests, ``width`` for each."""
         rows = count * width
-        return Rows(*(of[:rows] for of in self[:4]), self.prefix[:count], self.source[:rows])
+        return Rows(**{name: of[: count if name == "prefix" else rows] for name, of in self._asdict().items()})
 
 
 class Known(NamedTuple):
@@ -129,9 +127,3 @@ def new_rows(count: int, width: int, words: int, device: torch.device) -> Rows:
     mask = torch.zeros((count * width, words), dtype=torch.int64, device=device)
     prefix = torch.zeros(count, dtype=torch.int32, device=device)
     return Rows(whole.int(), whole, torch.full_like(whole, -1), mask, prefix, whole.clone())
-
-
-def new_known(count: int, device: torch.device, factor: torch.Tensor) -> Known:
-    """Padding for ``count`` requests, with the calibration's ``factor``."""
-    limits = torch.full((count, 5), -1, dtype=torch.int32, device=device)
-    return Known(limits, torch.ones((count, NUM_SOURCES), device=device), factor)

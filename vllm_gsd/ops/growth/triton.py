@@ -28,9 +28,12 @@ def _physical(block_table, index, block_size):
 @triton.jit
 def _start(nodes, chances, grams, above, best, frontier, text, length, capacity, num_nodes, GRAM, WORDS, BEST):
     """Reset a graph to its root, the text's last token."""
-    for name in tl.static_range(6):
-        value = tl.load(text + length - 1) if name == TOKEN else (-1 if name == PARENT or name == TARGET else 0)
-        tl.store(nodes + name * capacity, value)
+    tl.store(nodes + TOKEN * capacity, tl.load(text + length - 1))
+    tl.store(nodes + PARENT * capacity, -1)
+    tl.store(nodes + DEPTH * capacity, 0)
+    tl.store(nodes + ORIGIN * capacity, ROOT)
+    tl.store(nodes + TARGET * capacity, -1)
+    tl.store(nodes + LINE * capacity, 0)
     tl.store(chances, 1.0)
     tl.store(chances + capacity, 1.0)
     for back in range(0, GRAM):
@@ -97,8 +100,8 @@ def begin_kernel(
         missing = tl.where(wanted, tl.minimum(tl.minimum(base, room), max_positions) - done, 0)
         fresh = tl.minimum(tl.maximum(missing, 0), width)
         most = tl.minimum(max_positions, max_length - SHIFT)
-        _text_rows(token, position, slot, mask, prefix, source, last, text, block_table + graph * block_row, graph, done,
-                   fresh, most, width, block_size, SHIFT, ROW_WORDS, WIDTH)  # fmt: skip
+        _text_rows(token, position, slot, mask, prefix, source, last, text, block_table + graph * block_row, graph,
+                   done, fresh, most, width, block_size, SHIFT, ROW_WORDS, WIDTH)  # fmt: skip
         tl.store(draft_length + request, (done + fresh).to(tl.int64), mask=own >= 0)
         tl.store(state + FRONTIER, ((fresh > 0) & (done + fresh == base)).to(tl.int32))
         tl.store(state + DEEPEST, tl.minimum(max_depth, max_positions - base))
@@ -303,8 +306,8 @@ def grow_kernel(
     first = tl.load(state + SIZE)
     tokens += graph * width * TOP_K
     probs += graph * width * TOP_K
-    end = _add_children(nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib, num_nodes,
-                        capacity, lane, TOP_K, GRAM, GRAPH_WORDS)  # fmt: skip
+    end = _add_children(nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib,
+                        num_nodes, capacity, lane, TOP_K, GRAM, GRAPH_WORDS)  # fmt: skip
     tl.debug_barrier()
     if GRAM > 0:
         if tl.load(state + MERGES) != 0:
