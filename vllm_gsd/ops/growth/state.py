@@ -13,9 +13,8 @@ import torch
 
 # Columns of ``DeviceGraphs.state``.
 SIZE, USED, FRONTIER, LENGTH, BASE, DEEPEST, ROOM, MERGES, MAX_DEPTH, NUM_NODES, COPIES, SLOT = range(12)
-# Rows of ``DeviceGraphs.nodes`` and ``DeviceGraphs.chances``.
+# Rows of ``DeviceGraphs.nodes``.
 TOKEN, PARENT, DEPTH, ORIGIN, MERGED, LINE = range(6)
-PROB, SURVIVAL = range(2)
 # What the device counts, in ``DeviceGraphs.counts``.
 COUNTS = ("nodes_added", "nodes_merged", "nodes_pruned", "draft_nodes", "draft_rows_invalid")
 
