@@ -124,7 +124,7 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     target = Target(Path(options.target))
     counts = count_tokens(training, target.config["vocab_size"])
     counts[target.eos_ids] = counts.max() + 1
-    kinds = {
+    kinds: dict[str, Any] = {
         "dspark": BlockStudent,
         "eagle3": Eagle3Student,
         "lm": LanguageModel,

@@ -85,7 +85,13 @@ class Target:
 
     def layer_shape(self) -> dict[str, Any]:
         """The sizes of the target's layers, as arguments of a configuration of transformers."""
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+        names: tuple[str, ...] = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
         names += ("rms_norm_eps", "rope_parameters")
         own = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_size, "pad_token_id": None}
         return {**{name: self.config[name] for name in names if name in self.config}, **own}
