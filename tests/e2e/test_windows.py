@@ -1,4 +1,4 @@
-"""Models whose layers attend within a sliding window, cap their scores or have sinks: plain vLLM's tokens, with graphs."""
+"""Layers with sliding windows, capped scores or attention sinks give plain vLLM's tokens along graphs."""
 
 import contextlib
 import json

@@ -77,9 +77,8 @@ def test_rows_of_a_mixed_batch(monkeypatch):
 def test_draft_forwards(level):
     seen = []
     draft = DraftModel.__new__(DraftModel)
-    draft.device, draft.layer_names, draft.graphs = GPU, ["draft"], lambda: graphs
+    draft.device, draft.layer_names, draft._forward = GPU, ["draft"], lambda *arguments: seen.append(arguments)
     draft.builders = [(SimpleNamespace(build=lambda prefix, common: common), ["draft"])]
-    graphs = SimpleNamespace(size_for=lambda rows: 8, replay=lambda *arguments: seen.append(arguments))
     table = torch.zeros((2, 4), dtype=torch.int32, device=GPU)
     slots = slots_of(table, np.array([0, 0, 1]), np.array([3, 4, 17]), 16)
     if level:
@@ -88,8 +87,8 @@ def test_draft_forwards(level):
     else:
         starts, lengths = np.array([0, 2, 3], np.int32), np.array([5, 18], np.int32)
         draft.run_causal(np.arange(3), np.array([3, 4, 17]), slots, starts, lengths, table)
-    size, input_ids, positions, slots, metadata = seen[0]
-    assert size == 8 and list(metadata) == ["draft"]
+    input_ids, positions, slots, metadata, _ = seen[0]
+    assert list(metadata) == ["draft"]
     assert input_ids.device == positions.device == slots.device == GPU
     if not level:
         common = metadata["draft"]

@@ -105,7 +105,7 @@ REFUSALS = (
     ),
     Refusal(
         "Mamba, hybrid and attention-free models",
-        "Mamba, hybrid or attention-free models, whose layers with recurrent states (Mamba, GDN) cannot follow branches",
+        "Mamba, hybrid or attention-free models, whose recurrent states (Mamba, GDN) cannot follow branches",
         lambda e: e.model.is_hybrid or e.model.is_attention_free,
         f"{_OTHER_TARGET} (docs/hybrids.md says why)",
     ),

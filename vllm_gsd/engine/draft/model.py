@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.v1.worker.utils import AttentionGroup
 
-# Maximum bytes for the draft's logits at a time, and bytes per logit: itself, its float32 copy and its exponential.
+# Maximum bytes for the draft's logits at a time, and most bytes per logit; ``topk_softmax`` copies none.
 MAX_LOGITS_BYTES = 1 << 30
-LOGIT_BYTES = 12
+LOGIT_BYTES = 4
 
 
 class DraftModel:
@@ -78,8 +78,6 @@ class DraftModel:
         self.layer_names: list[str] = []
         self.builders: list[tuple[Any, list[str]]] = []  # metadata builders and their draft layers
         self.device = torch.device(vllm_config.device_config.device_type)
-        # Returns the draft's CUDA graphs, or None. The code that captures them sets it.
-        self.graphs: Callable[[], Any] = lambda: None
 
     @property
     def hidden_size(self) -> int:
@@ -286,10 +284,6 @@ class DraftModel:
         count = len(input_ids)
         if not self.has_kv_cache:
             return self.run_idle(count)
-        graphs = self.graphs()
-        size = None if graphs is None else graphs.size_for(count)
-        if size is not None:
-            return graphs.replay(size, input_ids, positions, slots, by_layer)
         with set_forward_context(
             by_layer,
             self.vllm_config,

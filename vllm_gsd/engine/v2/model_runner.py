@@ -147,7 +147,6 @@ class GraphModelRunner(GPUModelRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         """Prepare the inputs and assign the nodes of the proposed graphs to their rows."""
         input_batch = super().prepare_inputs(*args, **kwargs)
-        self.speculator.longest = int(input_batch.seq_lens_cpu_upper_bound.max())
         self.step = self.speculator.lay_out(input_batch)
         self.rejection_sampler.step = self.step
         return input_batch
