@@ -46,3 +46,8 @@ def check_tensor(
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, but must have 1")
     if rows and tensor.shape[0] < rows:
         raise ValueError(f"{name} has {tensor.shape[0]} rows, but needs {rows}")
+
+
+def warps_for(lanes: int) -> int:
+    """Warps of a program over so many lanes, at most 8 a thread: each holds some values, and registers must suffice."""
+    return max(1, min(16, lanes // 256))

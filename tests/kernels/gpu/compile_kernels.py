@@ -1,35 +1,33 @@
-"""Compile every Triton kernel to machine code for one GPU architecture, without a GPU; prints JSON.
+"""Every specialisation of every Triton kernel that engines ask for, compiled for GPUs without one; prints JSON.
 
-    python compile_kernels.py 90      # SM90: H100, H200
+    python compile_kernels.py 80 90 100      # SM80: A100; SM90: H100, H200; SM100: B200
 
-The ops are called as ever, but a launch only compiles. Needs Triton with its bundled assembler, not its interpreter.
+The ops are called as ever, for batches of 1 to 1024 requests and contexts up to 128k tokens. A launch looks up Triton's
+key of the specialisation, and compiles once a key. Needs Triton with its bundled assembler, not its interpreter.
 """
 
+import contextlib
+import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import numpy as np
 import torch
 import triton
-from device_graphs import Pair, empty_trees
 from paged_cases import E4M3, E5M2, paged_case
-from tree_batches import tree_batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_gsd.ops.attention import merge as merge_attention
-from vllm_gsd.ops.attention import paged as paged_tree_attention
+from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
+from vllm_gsd.ops.attention import merge, paged
 from vllm_gsd.ops.attention.merge_triton import merge_kernel
 from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel
 from vllm_gsd.ops.flatten import api as flatten
 from vllm_gsd.ops.flatten.triton import flatten_kernel
 from vllm_gsd.ops.growth import api as growth
+from vllm_gsd.ops.growth import state
 from vllm_gsd.ops.growth.triton import begin_kernel, grow_kernel
-from vllm_gsd.ops.kv_move import paged as paged_kv_move
+from vllm_gsd.ops.kv_move import paged as kv_move
 from vllm_gsd.ops.kv_move.triton import kv_move_kernel
 from vllm_gsd.ops.lay_out import api as lay_out
 from vllm_gsd.ops.lay_out.triton import lay_out_kernel
@@ -37,104 +35,222 @@ from vllm_gsd.ops.ngram import api as ngram
 from vllm_gsd.ops.ngram.triton import graft_kernel, match_kernel
 from vllm_gsd.ops.topk import api as topk
 from vllm_gsd.ops.topk.triton import best_of_parts_kernel, best_of_rows_kernel
-from vllm_gsd.ops.walk import api as accept_walk
+from vllm_gsd.ops.walk import api as walk
 from vllm_gsd.ops.walk.triton import accept_walk_kernel
 
-CASES = {
-    "bfloat16": {"dtype": torch.bfloat16, "head_size": 128},
+KERNELS = (
+    tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel, begin_kernel, grow_kernel,
+    match_kernel, graft_kernel, flatten_kernel, best_of_parts_kernel, best_of_rows_kernel,
+)  # fmt: skip
+HALF = {"dtype": torch.bfloat16, "head_size": 128}
+# Options of attention that an engine may need, in all tiles.
+ATTENTION = {
+    "bfloat16": HALF,
     "every option": {
         "dtype": torch.float16, "head_size": 128, "sliding_window": 20, "slot_window": True, "softcap": 5.0,
-        "sinks": True, "num_splits": 1,
+        "sinks": True,
     },
-    "fp8 cache": {"dtype": torch.bfloat16, "head_size": 128, "kv_dtype": E4M3, "scales": True},
+    "fp8 cache": {**HALF, "kv_dtype": E4M3, "scales": True},
     "head size 80": {"dtype": torch.bfloat16, "head_size": 80},
     "head size 256": {"dtype": torch.bfloat16, "head_size": 256},
+    "every option, head size 256": {
+        "dtype": torch.bfloat16, "head_size": 256, "sliding_window": 20, "slot_window": True, "softcap": 5.0,
+        "sinks": True, "kv_dtype": E4M3, "scales": True,
+    },
     "float32": {"dtype": torch.float32, "head_size": 64},
+    "float32, head size 256": {"dtype": torch.float32, "head_size": 256},
 }  # fmt: skip
+# Engines by their graphs' shape: a default one, and the largest that a gsd.json allows.
+ENGINES = {
+    "default": {"nodes": 16, "top_k": 8, "max_depth": 6, "heads": 32, "kv_heads": 8, "head_size": 128},
+    "largest": {"nodes": 256, "top_k": 32, "max_depth": 3, "heads": 16, "kv_heads": 2, "head_size": 256},
+}
+MOST_REQUESTS, MOST_TOKENS, VOCABULARY, BLOCK_SIZE = 1024, 128 << 10, 128256, 16
+CONTEXTS = (1, 255, 512, 4096, 40000, MOST_TOKENS)
 
 
 class NoDriver:
-    """As much of a driver as compiling takes."""
+    """As much of a driver as compiling takes; the device's number is its compute capability."""
 
-    def __init__(self, capability: int):
-        self.target = GPUTarget("cuda", capability, 32)
+    capability = 90
 
     def get_current_target(self) -> GPUTarget:
-        return self.target
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability
 
     def get_current_stream(self, device=None) -> int:
         return 0
 
 
-def assembler_report(compiled, capability: int) -> dict:
-    """Registers and spilled bytes, as the assembler tells them."""
-    suffix = "a" if capability >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(compiled.asm["ptx"])
-        # Newer GPUs have an assembler of their own in some releases.
-        assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        command = [assembler, "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", Path(folder) / "out"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr.replace(",", "").split()
-    return {"registers": int(said[said.index("registers") - 1]), "spilled": int(said[said.index("spill") - 2])}
+class Launches:
+    """Stands in for all launches: the specialisations that were asked for, and what they compile to."""
+
+    def __init__(self, no_driver: NoDriver):
+        self.driver, self.compiles = no_driver, True
+        self.case = ""
+        self.found: dict[str, dict] = {}  # by kernel and key
+        self.report: list[dict] = []
+        for kernel in KERNELS:
+            kernel.run = lambda *arguments, kernel=kernel, launch=kernel.run, **options: self.launch(
+                kernel, launch, *arguments, **options
+            )
+
+    def launch(self, kernel, launch, *arguments, grid, warmup, **options):
+        """Compile, if nothing has asked for the same before on this GPU."""
+        device = self.driver.capability
+        _, specialisation, rest = kernel.device_caches[device][-1](*arguments, debug=False, **options)
+        key = f"{device} {specialisation} {rest}"
+        if key in (found := self.found.setdefault(kernel.__name__, {})):
+            return
+        found[key] = self.case
+        if self.compiles:
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                done = launch(*arguments, grid=grid, warmup=True, **options)
+            self.report.append({
+                "kernel": kernel.__name__, "case": self.case, "capability": device,
+                **described(done, said.getvalue().replace(",", "").split()),
+            })  # fmt: skip
+
+
+def described(done, said: list[str]) -> dict:
+    """Registers, spilled bytes, shared memory and loads of 16 bytes; ``said`` is the assembler's report."""
+    wide = re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10|ld\.global(?:\.\w+)*\.v4\.b32", done.asm["ptx"])
+    return {
+        "registers": int(said[said.index("registers") - 1]), "spilled": int(said[said.index("spill") - 2]),
+        "shared": done.metadata.shared, "cubin": len(done.asm["cubin"]), "wide_loads": len(wide),
+    }  # fmt: skip
+
+
+def attention(capability: int) -> None:
+    """The options of attention, with rows that fill each of the tiles."""
+    for name, case in ATTENTION.items():
+        if case.get("kv_dtype") == E4M3 and capability < 89:
+            case = {**case, "kv_dtype": E5M2}  # what older GPUs have
+        for rows in (1, 8, 17) if name == "bfloat16" else (17,):
+            launches.case = name
+            paged_case(**{"rows": (rows,), "num_heads": 32, "kv_heads": 8, "num_splits": 4, **case}).run()
+
+
+class Engine:
+    """The launches of an engine's decode steps, over buffers of its largest batch."""
+
+    def __init__(self, nodes, top_k, max_depth, heads, kv_heads, head_size):
+        self.nodes, self.top_k, device = nodes, top_k, torch.device("cpu")
+        self.limits = growth.Limits(
+            top_k=top_k, theta_sib=0.0, theta_prob=0.0, max_length=MOST_TOKENS, max_positions=MOST_TOKENS,
+            max_slots=2 * nodes, shift=0,
+        )  # fmt: skip
+        capacity = 1 + min(2048, nodes * top_k * (max_depth + 1))
+        self.graphs = state.new_graphs(MOST_REQUESTS, capacity, nodes, 3, self.limits.max_slots, device)
+        self.text_rows = state.new_rows(MOST_REQUESTS, 1 + nodes, nodes // 64 + 1, device)
+        self.node_rows = state.new_rows(MOST_REQUESTS, nodes, self.graphs.slots.shape[1], device)
+        self.widths = [min(nodes, top_k**level) for level in range(max_depth)]
+        self.last, self.lengths = (torch.zeros(MOST_REQUESTS, dtype=torch.int64) for _ in range(2))
+        self.total = self.lengths.int()
+        self.texts = torch.zeros((MOST_REQUESTS, MOST_TOKENS), dtype=torch.int32)
+        self.floats = NUM_SOURCES * NUM_DEPTHS * NUM_BINS
+        self.known = torch.zeros(self.floats + MOST_REQUESTS * (NUM_SOURCES + 5), dtype=torch.int32)
+        self.ranks, self.match_probs = ngram.new_matches(MOST_REQUESTS, top_k, device)
+        self.trees = flatten.DeviceTrees(*(
+            torch.zeros((MOST_REQUESTS, nodes)[: 1 if name == "size" else 2], dtype=dtype)
+            for name, dtype in zip(flatten.DeviceTrees._fields, DTYPES, strict=True)
+        ))  # fmt: skip
+        self.cache = torch.empty((4, BLOCK_SIZE, kv_heads, 2 * head_size), dtype=torch.bfloat16)
+        rows = MOST_REQUESTS * (1 + nodes)
+        self.query = torch.empty((rows, heads, head_size), dtype=torch.bfloat16)
+        flat = torch.empty(16 * rows + VOCABULARY, dtype=torch.bfloat16)
+        self.logits = flat.as_strided((rows, VOCABULARY), (16, 1))
+        self.starts, self.mask = torch.zeros(MOST_REQUESTS + 1, dtype=torch.int32), self.text_rows.mask
+        self.positions, self.slots = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+
+    def step(self, count: int, context: int) -> None:
+        """One decode step of ``count`` requests whose block tables hold ``context`` tokens."""
+        table = torch.zeros((count, -(-context // BLOCK_SIZE)), dtype=torch.int32)
+        self.verify(count, table)
+        self.draft(count, table)
+
+    def verify(self, count: int, table: torch.Tensor) -> None:
+        """Lay the graphs out, attend, walk and move, with rows for all nodes, for some, and for none."""
+        for most in (1, 2, self.nodes // 2, 1 + self.nodes):
+            trees = lay_out.lay_out_rows(
+                self.trees, self.last[:count], self.starts[:count], self.starts, self.starts, most, self.positions,
+                self.mask, self.total,
+            )  # fmt: skip
+            rows = count * most
+            self.attend(rows, count, table, self.mask, 1 + self.nodes)
+            if most > 1:
+                accepted = walk.accept_walk(trees, self.positions[:rows], self.starts, self.starts, self.slots)
+                kv_move.move_paged_kv(self.caches(), accepted.src_slots, accepted.dst_slots)
+        walk.accept_walk(trees, self.positions[:rows], self.starts, self.starts, self.slots, torch.zeros(rows).bool())
+
+    def caches(self) -> kv_move.PagedCaches:
+        return kv_move.PagedCaches([self.cache.transpose(1, 2)])
+
+    def attend(self, rows: int, count: int, table: torch.Tensor, mask: torch.Tensor, most: int) -> None:
+        key, value = self.cache.split(self.query.shape[2], -1)
+        query = self.query[:rows]
+        paged.paged_tree_attention(
+            torch.empty_like(query), query, key, value, table, self.starts[: count + 1], self.total[:count],
+            self.positions[:rows], mask, 1.0, max_rows=most,
+        )  # fmt: skip
+
+    def draft(self, count: int, table: torch.Tensor) -> None:
+        """The draft phase, as ``engine.v2.device_drafting`` runs it."""
+        graphs, split = self.graphs.first(count), self.floats + count * NUM_SOURCES
+        trust = self.known[self.floats : split].view(torch.float32).view(count, NUM_SOURCES)
+        factor = self.known[: self.floats].view(torch.float32).view(NUM_SOURCES, NUM_DEPTHS, NUM_BINS)
+        known = state.Known(self.known[split : split + 5 * count].view(count, 5), trust, factor)
+        blocks = table, BLOCK_SIZE, self.limits
+        rows = self.text_rows.first(count, 1 + self.nodes)
+        growth.begin(graphs, rows, self.last[:count], known, self.texts, self.total, self.lengths, *blocks)
+        self.attend(count * (1 + self.nodes), count, table, self.mask, 1 + self.nodes)
+        for width, following in zip(self.widths, [*self.widths[1:], 0], strict=True):
+            logits = self.logits[: count * width]  # no memory of this machine would hold all rows
+            probs, tokens = (of.view(count, width, -1) for of in topk.topk_softmax(logits, self.top_k))
+            rows = self.node_rows.first(count, following) if following else None
+            growth.grow_level(graphs, rows, tokens, probs, *blocks)
+            if following:
+                self.attend(count * following, count, table, self.node_rows.mask, following)
+        ngram.graft_ngrams(graphs, self.ranks[:count], self.match_probs, self.texts, 2)
+        flatten.flatten_graphs(graphs, self.trees, factor, trust)
+
+
+DTYPES = (*[torch.int64] * 4, torch.bool, torch.float32, torch.float32, torch.int64)
+launches: Launches
 
 
 def main() -> None:
-    capability = int(sys.argv[1])
-    driver.set_active(NoDriver(capability))
-    compiled: dict[str, list] = {}
-    kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel)
-    kernels += (begin_kernel, grow_kernel, match_kernel, graft_kernel, flatten_kernel)
-    kernels += (best_of_parts_kernel, best_of_rows_kernel)
-    for kernel in kernels:
-
-        def compile_only(*arguments, launch=kernel.run, name=kernel.__name__, warmup=None, **options):
-            compiled.setdefault(name, []).append(launch(*arguments, warmup=True, **options))
-
-        kernel.run = compile_only
+    global launches
+    driver.set_active(no_driver := NoDriver())
+    triton.knobs.nvidia.dump_ptxas_log = True
+    launches = Launches(no_driver)
     # The tensors are on the CPU here.
-    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, lay_out, growth, ngram, flatten):
+    for op in (walk, merge, kv_move, paged, lay_out, growth, ngram, flatten):
         op.require_triton = lambda *_: None
     topk.use_triton = lambda *_: True
-
-    report = []
-    for name, case in CASES.items():
-        if case.get("kv_dtype") == E4M3 and capability < 89:
-            case = {**case, "kv_dtype": E5M2}  # what older GPUs have
-        paged_case(**{"rows": (17,), "num_heads": 32, "kv_heads": 8, "num_splits": 4, **case}).run()
-        report.append({"case": name, **describe(compiled.pop("tree_attention_kernel")[0], capability)})
-    cache = torch.zeros(2, 8, 16, 256, dtype=torch.bfloat16)
-    slots = torch.zeros(2, 7, dtype=torch.int64)
-    paged_kv_move.move_paged_kv(paged_kv_move.PagedCaches([cache]), slots, slots)
-    batch = tree_batch(4, torch.device("cpu"))
-    rows = torch.zeros(batch.num_rows, dtype=torch.int64)
-    trees = lay_out.lay_out_rows(*batch, rows, rows[:, None].clone(), torch.zeros(8, dtype=torch.int32))
-    accept_walk.accept_walk(trees, rows, batch.starts, batch.batch_starts, rows)
-    grow()
-    report += [{"case": name, **describe(done[0], capability)} for name, done in compiled.items()]
-    print(json.dumps(report))
-
-
-def grow() -> None:
-    """The kernels of the draft phase, in the sizes of the default config."""
-    pair = Pair(torch.device("cpu"), np.random.default_rng(0), [[1, 2]] * 3, 897, 16, 2, 8)
-    pair.begin(17)
-    pair.level(10, 16, 16)
-    ranks, match_probs = ngram.new_matches(3, 8, torch.device("cpu"))
-    texts, trust = torch.ones(3, 100, dtype=torch.int32), torch.ones(3, 5)
-    ngram.graft_ngrams(pair.graphs, ranks, match_probs, texts, 2)
-    flatten.flatten_graphs(pair.graphs, empty_trees(3, 16, torch.device("cpu")), torch.ones(5, 3, 8), trust)
-    topk.topk_softmax(torch.ones(3, 128256, dtype=torch.bfloat16), 8)
-
-
-def describe(done, capability: int) -> dict:
-    size = len(done.asm["cubin"])
-    wide = re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10|ld\.global\.v4\.b32", done.asm["ptx"])
-    report = assembler_report(done, capability)
-    return {"cubin": size, "shared": done.metadata.shared, "wide_loads": len(wide), **report}
+    capabilities = [int(of) for of in sys.argv[1:]]
+    engines, counted = {name: Engine(**shape) for name, shape in ENGINES.items()}, {}
+    for no_driver.capability in capabilities:
+        paged._capability = lambda _: divmod(no_driver.capability, 10)
+        paged._processors = lambda _: {80: 108, 90: 132}.get(no_driver.capability, 148)
+        for name, engine in engines.items():
+            launches.case = name
+            engine.step(2, 512)
+        attention(no_driver.capability)
+        paged._compiled.clear()
+    # Nothing else may be asked for by any other batch; if something is, it is counted and not compiled.
+    before = {kernel: len(keys) for kernel, keys in launches.found.items()}
+    launches.compiles = False
+    for name, engine in engines.items():
+        for count in range(1, MOST_REQUESTS + 1):
+            engine.step(count, CONTEXTS[count % len(CONTEXTS)])
+        for context in CONTEXTS:
+            engine.step(1, context)
+        counted[name] = {kernel: len(keys) - before[kernel] for kernel, keys in launches.found.items()}
+    by_kernel = {kernel: before[kernel] // len(capabilities) for kernel in before}
+    print(json.dumps({"compiled": launches.report, "by_kernel": by_kernel, "later": counted}))
 
 
 if __name__ == "__main__":

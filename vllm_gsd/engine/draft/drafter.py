@@ -290,7 +290,7 @@ class Drafter:
             positions=to_device(positions),
             mask=to_device(mask),
             rows=None,
-            max_rows=int(frontier_len.max()),
+            max_rows=frontier.shape[1],
         )
         self.stats.counts["draft_rows"] += num_rows
         self.stats.counts["draft_nodes"] += num_rows

@@ -12,6 +12,7 @@ import torch
 
 from vllm_gsd.ops.dispatch import check_tensor, require_triton
 
+_PARTS = 32  # one kernel for all numbers of parts up to this
 _OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,8 +50,8 @@ def merge_attention(
     merge_kernel[(num_rows, num_heads)](
         output, output if lse is None else lse, parts, part_lses, part_lses if end_row is None else end_row, num_parts,
         *output.stride()[:2], 0 if lse is None else lse.stride(0), *parts.stride()[:3], *part_lses.stride()[:2],
-        HEAD_SIZE=head_size, BLOCK_P=triton.next_power_of_2(num_parts), BLOCK_D=triton.next_power_of_2(head_size),
-        HAS_END=end_row is not None, STORE_LSE=lse is not None, num_warps=4,
+        HEAD_SIZE=head_size, BLOCK_P=triton.next_power_of_2(max(_PARTS, num_parts)),
+        BLOCK_D=triton.next_power_of_2(head_size), HAS_END=end_row is not None, STORE_LSE=lse is not None, num_warps=4,
     )  # fmt: skip
 
 

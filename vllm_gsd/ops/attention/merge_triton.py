@@ -4,7 +4,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_parts", "lse_row", "part_lse_part", "part_lse_row"],
+    do_not_specialize_on_alignment=["lse", "end_row"],
+)
 def merge_kernel(
     output,
     lse,

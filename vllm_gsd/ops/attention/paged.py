@@ -93,24 +93,42 @@ def paged_tree_attention(
     num_reqs, group = len(query_start_loc) - 1, query.shape[1] // key_cache.shape[2]
     if not (len(query) and num_reqs):
         return
-    max_rows = len(query) if max_rows is None else min(max_rows, len(query))
-    tiles = tiles or TreeTiles.of(max_rows, group, query.shape[2], query.element_size())
+    max_rows = max_rows or len(query)
+    roomy = _capability(query.device) >= (9, 0) and not (softcap or sliding_window > 0 or sinks is not None)
+    tiles = tiles or TreeTiles.of(max_rows, group, query.shape[2], query.element_size(), roomy)
     m_tiles = -(-max_rows * group // tiles.rows)
+    attend = functools.partial(
+        _attend, inputs=inputs, scale=scale, m_tiles=m_tiles, tiles=tiles, sliding_window=sliding_window,
+        softcap=softcap, include_prefix=include_prefix, **extras,
+    )  # fmt: skip
     if num_splits is None:
         longest = block_table.shape[1] * key_cache.shape[1] if include_prefix else 0
         num_splits = _splits(m_tiles * key_cache.shape[2] * num_reqs, longest, query.device)
-    launch = functools.partial(
-        _launch, inputs=inputs, scale=scale, m_tiles=m_tiles, num_splits=num_splits, tiles=tiles,
-        sliding_window=sliding_window, softcap=softcap, include_prefix=include_prefix, sinks=sinks, k_scale=k_scale,
-        v_scale=v_scale, slot_positions=slot_positions,
-    )  # fmt: skip
+        given = tuple(of is not None for of in (lse, *extras.values()))
+        strides = (of.stride() for of in (output, query, key_cache))
+        kind = tiles, query.device, query.dtype, key_cache.dtype, *strides, sliding_window > 0, softcap != 0, given
+        if kind not in _compiled:
+            # A later batch may have spans where this one has none. A launch without programs only compiles.
+            _compiled.add(kind)
+            for spans in (1, 2):
+                attend(output, lse, num_reqs=0, num_splits=spans)
+    attend(output, lse, num_reqs=num_reqs, num_splits=num_splits)
+
+
+_compiled: set[tuple[Any, ...]] = set()  # the kinds of launches that this process has compiled
+
+
+def _attend(output: torch.Tensor, lse: torch.Tensor | None, *, num_splits: int, **launch: Any) -> None:
+    """Attend in one span, or in several, and merge these."""
     if num_splits == 1:
-        launch(output, lse)
-    else:
-        parts = output.new_empty((num_splits, *output.shape), dtype=torch.float32)
-        lses = parts.new_empty(parts.shape[:3])
-        launch(parts, lses)
-        merge_attention(output, parts, lses, lse, end_row=query_start_loc[-1:])
+        _launch(output, lse, num_splits=1, **launch)
+        return
+    parts = output.new_empty((num_splits, *output.shape), dtype=torch.float32)
+    lses = parts.new_empty(parts.shape[:3])
+    _launch(parts, lses, num_splits=num_splits, **launch)
+    starts = launch["inputs"][4]
+    # Without requests, row 0 is the end.
+    merge_attention(output, parts, lses, lse, end_row=starts[-1:] if launch["num_reqs"] else starts[:1])
 
 
 def _launch(
@@ -119,6 +137,7 @@ def _launch(
     *,
     inputs: tuple[torch.Tensor, ...],
     scale: float,
+    num_reqs: int,
     m_tiles: int,
     num_splits: int,
     tiles: TreeTiles,
@@ -133,16 +152,16 @@ def _launch(
     """Launch the kernel. With several splits ``output`` and ``lse`` have a leading dimension of that size."""
     from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel, triton
 
-    query, key_cache, value_cache, block_table, query_start_loc, _, _, tree_mask = inputs
+    query, key_cache, value_cache, block_table, _, _, _, tree_mask = inputs
     _, num_heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
     lse_strides = (0, 0, 0) if lse is None else (0, *lse.stride())
-    tree_attention_kernel[(m_tiles * num_splits, kv_heads, len(query_start_loc) - 1)](
+    tree_attention_kernel[(m_tiles * num_splits, kv_heads, num_reqs)](
         output, lse, *inputs, slot_positions, sinks, k_scale, v_scale, float(scale), float(softcap), sliding_window,
         tree_mask.shape[1], *(0, *output.stride())[-4:-1], *lse_strides[-3:-1],
         *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
         tree_mask.stride(0), 0 if slot_positions is None else slot_positions.stride(0), _per_head(k_scale),
-        _per_head(v_scale), m_tiles, NUM_SPLITS=num_splits, GROUP=num_heads // kv_heads, BLOCK_SIZE=block_size,
+        _per_head(v_scale), m_tiles, num_splits, GROUP=num_heads // kv_heads, BLOCK_SIZE=block_size,
         HEAD_SIZE=head_size, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_D=max(16, triton.next_power_of_2(head_size)),
         PREFIX=include_prefix, WINDOW=sliding_window > 0,
         SLOT_WINDOW=sliding_window > 0 and slot_positions is not None, SOFTCAP=softcap != 0, SINKS=sinks is not None,
@@ -162,6 +181,11 @@ def _dot_dtype(dtype: torch.dtype) -> Any:
 def _per_head(factor: torch.Tensor | None) -> int:
     """Step from one KV head's factor to the next; 0 if all heads share one."""
     return int(factor is not None and factor.numel() > 1)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @functools.cache

@@ -24,11 +24,20 @@ class TreeTiles:
     stages: int = 2
 
     @classmethod
-    def of(cls, max_rows: int, group: int, head_size: int, element_size: int) -> TreeTiles:
-        """The most rows with which the kernel spills (nearly) no registers on SM90 and fits 99 KiB; not yet timed."""
+    def of(cls, max_rows: int, group: int, head_size: int, element_size: int, roomy: bool = False) -> TreeTiles:
+        """The most rows with which the kernel spills no registers and fits 99 KiB; not yet timed.
+
+        Args:
+            max_rows: bound on the rows of a request; group: query heads of a KV head.
+            head_size, element_size: of the query; element_size in bytes.
+            roomy: whether the GPU is SM90 or newer and attention has no options, which take registers.
+        """
         wide = head_size > 128 or element_size > 2
-        rows = min(32 if wide else 128, max(16, 1 << (max_rows * group - 1).bit_length()))
-        return cls(rows=rows, keys=32 if wide else 64, warps=8 if rows > 64 else 4)
+        widest = head_size > 128 and element_size > 2
+        rows = min(
+            16 if widest else 32 if wide else 128 if roomy else 64, max(16, 1 << (max_rows * group - 1).bit_length())
+        )
+        return cls(rows=rows, keys=16 if widest else 32, warps=8 if wide or rows > 32 else 4)
 
 
 def check_inputs(

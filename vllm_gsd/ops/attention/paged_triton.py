@@ -51,14 +51,14 @@ def _attend(
 def _attend_prefix(
     q, highest, total, acc, row, valid, split, prefix, positions, sliding_window, table, key_cache, value_cache,
     kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap,
-    NUM_SPLITS, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+    num_splits, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
 ):  # fmt: skip
     """Attend the split's span of the prefix, from the first key that some row's window holds."""
     begin = 0
     if WINDOW:
-        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF)
-        begin = tl.minimum(tl.maximum(tl.min(position, 0) - sliding_window + 1, 0), prefix).to(tl.int32)
-    span = tl.cdiv(tl.cdiv(prefix - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
+        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF).to(tl.int32)
+        begin = tl.minimum(tl.maximum(tl.min(position, 0) - sliding_window + 1, 0), prefix)
+    span = tl.cdiv(tl.cdiv(prefix - begin, BLOCK_N), num_splits) * BLOCK_N
     begin = begin + split * span
     end = tl.minimum(begin + span, prefix)
     for start in range(begin, end, BLOCK_N):
@@ -83,15 +83,18 @@ def _attend_slots(
 ):  # fmt: skip
     """Attend the tree's slots that the masks name."""
     if SLOT_WINDOW:
-        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF)
+        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF).to(tl.int32)
     for start in range(0, num_words * 64, BLOCK_N):
         # BLOCK_N divides 64, so one word holds a tile's bits.
         word = tl.load(tree_mask + row * mask_row + start // 64, mask=valid, other=0)
         slot = start + tl.arange(0, BLOCK_N)
-        attends = ((word[:, None] >> (slot % 64).to(tl.int64)[None, :]) & 1) != 0
+        # Halves of a word, because a tile of 64-bit integers takes twice the registers.
+        low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+        half = tl.where((slot % 64 < 32)[None, :], low[:, None], high[:, None])
+        attends = ((half >> (slot % 32)[None, :]) & 1) != 0
         if SLOT_WINDOW:
             anyone = tl.max(attends.to(tl.int32), 0) != 0
-            at = tl.load(slot_positions + slot, mask=anyone, other=0)
+            at = tl.load(slot_positions + slot, mask=anyone, other=0).to(tl.int32)
             attends = attends & (position[:, None] - at[None, :] < sliding_window)
         used = tl.max(attends.to(tl.int32), 0) != 0
         # The masks may have words for more nodes than this tree has.
@@ -104,20 +107,27 @@ def _attend_slots(
     return highest, total, acc
 
 
-@triton.jit
+# What varies between the batches of an engine is not specialised, so that nothing compiles while it serves.
+@triton.jit(
+    do_not_specialize=[
+        "sliding_window", "num_words", "table_row", "mask_row", "slot_row", "lse_split", "lse_row", "m_tiles",
+        "num_splits",
+    ],
+    do_not_specialize_on_alignment=["lse"],
+)  # fmt: skip
 def tree_attention_kernel(
     output, lse, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
     slot_positions, sinks, k_scale, v_scale, scale, softcap, sliding_window, num_words, out_split, out_row, out_head,
     lse_split, lse_row, q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row, mask_row,
-    slot_row, k_scale_head, v_scale_head, M_TILES, NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    slot_row, k_scale_head, v_scale_head, m_tiles, num_splits, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SLOT_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     STORE_LSE: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Grid (m tiles x splits, KV heads, requests). Tiles vary fastest, so programs that share keys run together."""
-    tile = tl.program_id(0) % M_TILES
-    split = tl.program_id(0) // M_TILES
+    tile = tl.program_id(0) % m_tiles
+    split = tl.program_id(0) // m_tiles
     kv_head = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
     first_row = tl.load(query_start_loc + request).to(tl.int64)
@@ -149,9 +159,9 @@ def tree_attention_kernel(
         highest, total, acc = _attend_prefix(
             q, highest, total, acc, row, valid, split, prefix, positions, sliding_window, table, key_cache, value_cache,
             kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap,
-            NUM_SPLITS, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+            num_splits, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
         )  # fmt: skip
-    if split == NUM_SPLITS - 1:
+    if split == num_splits - 1:
         if SLOT_WINDOW:
             slot_positions += request * slot_row
         highest, total, acc = _attend_slots(
@@ -163,8 +173,8 @@ def tree_attention_kernel(
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if V_SCALE:
         result = result * tl.load(v_scale + kv_head * v_scale_head)
-    at = (split * out_split + row * out_row + head * out_head)[:, None] + d[None, :]
+    at = (split.to(tl.int64) * out_split + row * out_row + head * out_head)[:, None] + d[None, :]
     tl.store(output + at, result.to(output.dtype.element_ty), mask=inside)
     if STORE_LSE:
         logs = (highest + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2E  # highest is -inf where total is 0
-        tl.store(lse + split * lse_split + row * lse_row + head, logs, mask=valid)
+        tl.store(lse + split.to(tl.int64) * lse_split + row * lse_row + head, logs, mask=valid)

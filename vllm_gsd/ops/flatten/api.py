@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
-from vllm_gsd.ops.dispatch import check_tensor, require_triton
+from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
 from vllm_gsd.ops.growth.state import DeviceGraphs
 
 
@@ -51,5 +51,6 @@ def flatten_graphs(graphs: DeviceGraphs, trees: DeviceTrees, factor: torch.Tenso
     require_triton("flatten_graphs", trust)
     flatten_kernel[(count,)](
         *trees, graphs.nodes, graphs.chances, graphs.state, factor, trust, num_places, graphs.capacity,
-        PLACES=triton.next_power_of_2(1 + num_places), BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4,
+        PLACES=triton.next_power_of_2(1 + num_places), BLOCK=(block := triton.next_power_of_2(graphs.capacity)),
+        num_warps=warps_for(block),
     )  # fmt: skip

@@ -83,7 +83,7 @@ def _store(
     tl.store(value + line, tl.where(real, chance, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places", "capacity"], do_not_specialize_on_alignment=["trust"])
 def flatten_kernel(
     out_token, out_parent, out_depth, out_origin, out_crossed, out_survival, out_value, out_size, nodes, chances, state,
     factor, trust, num_places, capacity, PLACES: tl.constexpr, BLOCK: tl.constexpr,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.ops.dispatch import check_tensor, require_triton
+from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
 from vllm_gsd.ops.growth.state import DeviceGraphs, Known, Rows
 
 
@@ -116,7 +116,7 @@ def grow_level(
         *graphs, *outputs, tokens.contiguous(), probs.contiguous(), block_table, block_table.stride(0), block_size,
         limits.max_positions, limits.theta_sib, limits.theta_prob, graphs.num_nodes, graphs.capacity, width, next_width,
         TOP_K=limits.top_k, GRAM=graphs.grams.shape[1], GRAPH_WORDS=graphs.above.shape[1],
-        SLOT_WORDS=graphs.slots.shape[1], CANDIDATES=lanes, BLOCK=triton.next_power_of_2(graphs.capacity),
-        BEST=triton.next_power_of_2(graphs.num_nodes), CHUNK=max(8, min(64, 4096 // lanes)),
-        WIDTH=triton.next_power_of_2(next_width) if next_width else 0, num_warps=4,
+        SLOT_WORDS=graphs.slots.shape[1], CANDIDATES=lanes, BLOCK=(block := triton.next_power_of_2(graphs.capacity)),
+        BEST=triton.next_power_of_2(graphs.num_nodes), CHUNK=max(2, min(64, 4096 // lanes)),
+        WIDTH=triton.next_power_of_2(next_width) if next_width else 0, num_warps=warps_for(max(block, 8 * lanes)),
     )  # fmt: skip

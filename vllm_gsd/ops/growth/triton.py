@@ -72,7 +72,13 @@ def _text_rows(
     tl.store(last + request, (request * width + tl.maximum(fresh - 1, 0)).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "text_row", "block_row", "block_size", "max_length", "max_positions", "max_slots", "capacity", "num_nodes",
+        "width",
+    ],
+    do_not_specialize_on_alignment=["limits", "trust"],
+)  # fmt: skip
 def begin_kernel(
     nodes, chances, grams, above, best, frontier, state, token, position, slot, mask, prefix, source, last,
     limits, trust, texts, total_len, draft_length, block_table, text_row, block_row, block_size, max_length,
@@ -286,7 +292,9 @@ def _node_rows(
     tl.store(state + USED, used + size)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["block_row", "block_size", "max_positions", "num_nodes", "capacity", "width", "next_width"]
+)
 def grow_kernel(
     nodes, chances, grams, above, slots, best, frontier, state, counts, token, position, slot, mask, prefix, source,
     tokens, probs, block_table, block_row, block_size, max_positions, theta_sib, theta_prob, num_nodes, capacity, width,

@@ -74,7 +74,7 @@ def move_paged_kv(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch
     num_reqs, num_moves = src_slots.shape
     if not src_slots.numel():
         return
-    block_m = triton.next_power_of_2(num_moves)
+    block_m = triton.next_power_of_2(max(16, num_moves))
     block_w = min(triton.next_power_of_2(width), _MOST_ELEMENTS // block_m)
     kv_move_kernel[(len(caches.tensors), kv_heads * triton.cdiv(width, block_w), num_reqs)](
         caches.addresses, src_slots, dst_slots, first, num_moves, kv_heads, src_slots.stride(0), first.stride(0),

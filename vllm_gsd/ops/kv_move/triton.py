@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_moves", "slots_row"])
 def kv_move_kernel(
     caches,
     src_slots,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gsd.ops.dispatch import check_tensor, require_triton
+from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
 from vllm_gsd.ops.flatten.api import DeviceTrees
 
 _MOST_ROWS = 4096
@@ -69,6 +69,6 @@ def lay_out_rows(
     if count:
         lay_out_kernel[(count,)](
             *trees, *kept, slots, valid, starts, batch_starts, positions, mask, prefix_lens, places, width,
-            WORDS=mask.shape[1], BLOCK=triton.next_power_of_2(1 + places), num_warps=1,
+            WORDS=mask.shape[1], BLOCK=(block := triton.next_power_of_2(1 + places)), num_warps=warps_for(block),
         )  # fmt: skip
     return trees

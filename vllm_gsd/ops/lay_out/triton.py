@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["places", "width"])
+@triton.jit(do_not_specialize=["places", "width"], do_not_specialize_on_alignment=["valid", "starts", "batch_starts"])
 def lay_out_kernel(
     token, parent, depth, origin, via_merge, survival, value, size, kept_token, kept_parent, kept_depth, kept_origin,
     kept_via_merge, kept_survival, kept_value, kept_size, slots, valid, starts, batch_starts, positions, mask,

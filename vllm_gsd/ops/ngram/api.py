@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_gsd.method.constants import MATCH_PROB
-from vllm_gsd.ops.dispatch import check_tensor, require_triton
+from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
 from vllm_gsd.ops.growth.state import DeviceGraphs
 
 PARTS = 16  # programs that share a text
@@ -50,5 +50,6 @@ def graft_ngrams(
     graft_kernel[(count,)](
         graphs.nodes, graphs.chances, graphs.state, ranks, texts, texts.stride(0), match_probs, PARTS * max_matches,
         max_matches, graphs.capacity, RANKS=triton.next_power_of_2(PARTS * max_matches),
-        BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4, enable_fp_fusion=False,  # the host's bits
+        BLOCK=(block := triton.next_power_of_2(graphs.capacity)), num_warps=warps_for(block),
+        enable_fp_fusion=False,  # the host's bits
     )  # fmt: skip

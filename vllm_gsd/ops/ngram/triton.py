@@ -22,7 +22,7 @@ COPIED, AGREED = tl.constexpr(constants.ORIGIN_NGRAM), tl.constexpr(constants.OR
 MAX_MATCH = tl.constexpr(constants.MAX_MATCH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["text_row", "min_match", "count"])
 def match_kernel(
     ranks, state, texts, text_row, min_match, count, COUNT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -86,7 +86,7 @@ def _copy_token(node, copied, chance, lane, count, capacity, tokens, parents, de
     return child, count, tokens, parents, depths, probs, survivals, origins
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["text_row", "num_ranks", "count", "capacity"])
 def graft_kernel(
     nodes, chances, state, ranks, texts, text_row, match_probs, num_ranks, count, capacity, RANKS: tl.constexpr,
     BLOCK: tl.constexpr,

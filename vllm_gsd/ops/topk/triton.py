@@ -11,7 +11,7 @@ def _next_best(value, number, left, MOST: tl.constexpr):
     return best, tl.min(tl.where(left & (value == best), number, MOST), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def best_of_parts_kernel(
     values, tokens, highest, total, logits, row_stride, vocabulary, k, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -33,7 +33,7 @@ def best_of_parts_kernel(
         left = left & (number != token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "k"])
 def best_of_rows_kernel(
     probs, ids, values, tokens, highest, total, parts, k, MOST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):

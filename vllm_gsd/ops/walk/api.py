@@ -75,7 +75,7 @@ def accept_walk(
         accept_walk_kernel[(count,)](
             *accepted, trees.token, trees.parent, trees.size, sampled, invalid, starts, batch_starts, slot_mapping,
             places, places if max_steps is None else min(max_steps, places), INVALID=invalid is not None,
-            BLOCK=triton.next_power_of_2(max(1, places)), num_warps=1,
+            BLOCK=triton.next_power_of_2(max(16, places)), num_warps=1,
         )  # fmt: skip
     return accepted
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["places", "max_steps"])
+@triton.jit(do_not_specialize=["places", "max_steps"], do_not_specialize_on_alignment=["starts", "batch_starts"])
 def accept_walk_kernel(
     tokens, rows, count, last, src_slots, dst_slots, node_token, node_parent, size, sampled, invalid, starts,
     batch_starts, slot_mapping, places, max_steps, INVALID: tl.constexpr, BLOCK: tl.constexpr,
