@@ -23,6 +23,7 @@ LONGEST = (
     "test_limits",
     "test_structured_output",
     "test_triton",
+    "test_compiles",
     "test_lossless_tiny",
     "test_ray_batch",
     "test_v2",

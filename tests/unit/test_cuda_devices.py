@@ -14,10 +14,12 @@ from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.v2 import verified_rows
 from vllm_gsd.engine.v2.device_step import Proposals
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
+from vllm_gsd.ops.flatten.api import DeviceTrees
 from vllm_gsd.upstream.wire import tree_rows_of
 
 # A device that PyTorch knows, and whose name makes no build of it look for the hardware.
 GPU = torch.device("lazy")
+LAID = ("positions", "mask", "prefix_lens")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,14 @@ def test_rows_of_a_mixed_batch(monkeypatch):
     monkeypatch.setattr(verified_rows, "lay_out_rows", lambda *inputs: laid.append(inputs))
     step, buffers = DeviceStep(Proposals(4, 4, GPU), batch), RowBuffers(4, 5, GPU)
     step.lay(buffers, common.slot_mapping)
-    assert all(tensor.device == GPU for tensor in [*laid[0][0], *laid[0][1:]] if isinstance(tensor, torch.Tensor))
+    given = dict(
+        zip(
+            [*DeviceTrees._fields, "slots", "valid", "starts", "batch_starts", "most_rows", *LAID],
+            [*laid[0][0], *laid[0][1:]],
+            strict=True,
+        )
+    )
+    assert {name: of.device for name, of in given.items() if name != "most_rows" and of.device != GPU} == {}
     seen = []
     builder = SimpleNamespace(build=lambda prefix, plain: seen.append(plain))
     group = SimpleNamespace(layer_names=["target"], get_metadata_builder=lambda ubatch: builder)

@@ -37,7 +37,7 @@ class TreeTiles:
         rows = min(
             16 if widest else 32 if wide else 128 if roomy else 64, max(16, 1 << (max_rows * group - 1).bit_length())
         )
-        return cls(rows=rows, keys=16 if widest else 32, warps=8 if wide or rows > 32 else 4)
+        return cls(rows=rows, keys=16 if widest else 32, warps=8 if wide or rows > (64 if roomy else 32) else 4)
 
 
 def check_inputs(

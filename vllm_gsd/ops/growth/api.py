@@ -111,12 +111,14 @@ def grow_level(
         raise ValueError(f"tokens and probs must be [{count}, at most {graphs.num_nodes}, {limits.top_k}]")
     width, next_width = tokens.shape[1], 0 if rows is None else len(rows.token) // count
     lanes = triton.next_power_of_2(width * limits.top_k)
+    block = triton.next_power_of_2(graphs.capacity)
+    new = min(lanes, triton.next_power_of_2(max(1, graphs.capacity - 1)))  # no graph gets more nodes
     outputs = (graphs.state,) * 6 if rows is None else rows  # nothing is written after the last level
     grow_kernel[(count,)](
         *graphs, *outputs, tokens.contiguous(), probs.contiguous(), block_table, block_table.stride(0), block_size,
         limits.max_positions, limits.theta_sib, limits.theta_prob, graphs.num_nodes, graphs.capacity, width, next_width,
         TOP_K=limits.top_k, GRAM=graphs.grams.shape[1], GRAPH_WORDS=graphs.above.shape[1],
-        SLOT_WORDS=graphs.slots.shape[1], CANDIDATES=lanes, BLOCK=(block := triton.next_power_of_2(graphs.capacity)),
-        BEST=triton.next_power_of_2(graphs.num_nodes), CHUNK=max(2, min(64, 4096 // lanes)),
-        WIDTH=triton.next_power_of_2(next_width) if next_width else 0, num_warps=warps_for(max(block, 8 * lanes)),
+        SLOT_WORDS=graphs.slots.shape[1], CANDIDATES=lanes, PART=min(lanes, 1024), NEW=new, BLOCK=block,
+        BEST=triton.next_power_of_2(graphs.num_nodes), CHUNK=max(2, min(64, 4096 // new)),
+        WIDTH=triton.next_power_of_2(next_width) if next_width else 0, num_warps=warps_for(max(block, 8 * new)),
     )  # fmt: skip

@@ -126,10 +126,10 @@ def begin_kernel(
 
 @triton.jit
 def _add_children(
-    nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib, num_nodes, capacity, lane,
-    TOP_K, GRAM, WORDS,
+    nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib, num_nodes, capacity, size,
+    lane, TOP_K, GRAM, WORDS,
 ):  # fmt: skip
-    """Add the candidates that pass, in their order, while there is room; return the new number of nodes."""
+    """Add the candidates that pass to ``size`` nodes, in their order, while there is room; return the new number."""
     place = lane // TOP_K
     asked = place < tl.load(state + FRONTIER)
     parent = tl.load(frontier + place, mask=asked, other=0)
@@ -140,7 +140,6 @@ def _add_children(
     asked = asked & (token >= 0)
     survival = tl.load(chances + capacity + parent) * prob
     strong = asked & (prob >= theta_sib * first) & (survival > tl.load(best + num_nodes - 1))
-    size = tl.load(state + SIZE)
     node = size + tl.cumsum(strong.to(tl.int32), 0) - 1
     added = strong & (node < capacity)
     tl.store(nodes + TOKEN * capacity + node, token, mask=added)
@@ -162,7 +161,6 @@ def _add_children(
     tl.atomic_add(counts, total)
     tl.atomic_add(counts + 2, tl.sum(asked.to(tl.int64), 0) - total)
     tl.atomic_add(counts + 4, tl.sum(invalid.to(tl.int64), 0))
-    tl.store(state + SIZE, size + total.to(tl.int32))
     return size + total.to(tl.int32)
 
 
@@ -299,7 +297,8 @@ def grow_kernel(
     nodes, chances, grams, above, slots, best, frontier, state, counts, token, position, slot, mask, prefix, source,
     tokens, probs, block_table, block_row, block_size, max_positions, theta_sib, theta_prob, num_nodes, capacity, width,
     next_width, TOP_K: tl.constexpr, GRAM: tl.constexpr, GRAPH_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
-    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, BEST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    CANDIDATES: tl.constexpr, PART: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, BEST: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (graphs). See ``ops.growth.api.grow_level``."""
     graph = tl.program_id(0).to(tl.int64)
@@ -310,13 +309,16 @@ def grow_kernel(
     best += graph * num_nodes
     frontier += graph * num_nodes
     state += graph * STATES
-    lane = tl.arange(0, CANDIDATES)
+    lane = tl.arange(0, NEW)
     first = tl.load(state + SIZE)
+    end = first
     tokens += graph * width * TOP_K
     probs += graph * width * TOP_K
-    end = _add_children(nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib,
-                        num_nodes, capacity, lane, TOP_K, GRAM, GRAPH_WORDS)  # fmt: skip
+    for start in range(0, CANDIDATES, PART):
+        end = _add_children(nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib,
+                            num_nodes, capacity, end, start + tl.arange(0, PART), TOP_K, GRAM, GRAPH_WORDS)  # fmt: skip
     tl.debug_barrier()
+    tl.store(state + SIZE, end)
     if GRAM > 0:
         if tl.load(state + MERGES) != 0:
             _merge(nodes, grams, above, counts, first, end, capacity, lane, GRAM, GRAPH_WORDS, BLOCK, CHUNK)
