@@ -14,6 +14,7 @@ from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.v2 import verified_rows
 from vllm_gsd.engine.v2.device_step import Proposals
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
+from vllm_gsd.engine.verify import staging
 from vllm_gsd.ops.flatten.api import DeviceTrees
 from vllm_gsd.upstream.wire import tree_rows_of
 
@@ -57,6 +58,8 @@ def test_rows_of_a_mixed_batch(monkeypatch):
         slot_mapping=torch.zeros(int(ends[-1]), dtype=torch.int64, device=GPU),
         causal=True,
     )
+    # vLLM's CPU worker replaces what copies to a device, for the whole process, once another test has imported it.
+    monkeypatch.setattr(staging, "async_tensor_h2d", lambda array, device: torch.from_numpy(array).to(device))
     laid = []
     monkeypatch.setattr(verified_rows, "lay_out_rows", lambda *inputs: laid.append(inputs))
     step, buffers = DeviceStep(Proposals(4, 4, GPU), batch), RowBuffers(4, 5, GPU)
