@@ -1,8 +1,12 @@
 """What engines on GPUs run, under the interpreter: Triton's tree attention and KV moves, CUDA graphs' fixed buffers."""
 
+import json
+
 import pytest
 from engine_process import run
+from launch_keys import launch_keys, record_launch_keys
 from start_probes import start_of
+from step_watch import report, watch_steps
 
 GSD = {"num_speculative_tokens": 8, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -41,10 +45,41 @@ def test_kernels_of_gpus(start_v2, asked, expected):
     assert run(engine, again, GREEDY) == run(start_v2(None), again, GREEDY)
 
 
-def test_cuda_graphs_and_async_scheduling(start_v2, asked, expected):
-    engine = start_v2(GSD, gpu_attention=True, cuda_graphs=True, async_scheduling=True)
-    assert run(engine, *asked) == expected
-    metrics = engine.metrics()
+@pytest.fixture(scope="module")
+def graphs(start_v2):
+    return start_v2(GSD, gpu_attention=True, cuda_graphs=True, async_scheduling=True, first=(record_launch_keys,))
+
+
+def test_cuda_graphs_and_async_scheduling(graphs, asked, expected):
+    """Whatever batches come, every kernel that they launch was compiled at the start."""
+    compiled = json.loads(graphs.call(launch_keys))
+    assert run(graphs, *asked) == expected
+    metrics = graphs.metrics()
     # Of the target for batches of 1, 2 and 4 requests with 9 rows each; of the draft phase for 1, 2, 3 and 4 requests.
     assert metrics["gsd_cudagraphs_captured"] == 3 + 4
     assert metrics["gsd_cudagraph_hits"] > metrics["gsd_target_steps"] / 4
+    for kernel, keys in json.loads(graphs.call(launch_keys)).items():
+        later = set(keys) - set(compiled.get(kernel, []))
+        assert not later, f"{kernel} compiles while requests wait: {later}, beside {compiled.get(kernel)}"
+
+
+@pytest.fixture(scope="module")
+def watched(graphs, random_prompts):
+    """Decode steps, in which a copy that is not staged, a read of the device or a synchronization raises."""
+    graphs.call(watch_steps, True)
+    run(graphs, random_prompts(1, 5, 20, seed=4), {"temperature": 0, "max_tokens": 8, "ignore_eos": True})
+    return graphs.call(report)
+
+
+def test_launches_of_verification(watched):
+    """Inputs, slots, lay-out, walk, KV moves and late copies; see ``scripts/count_launches``."""
+    assert watched["decode_steps"] >= 2
+    assert watched["outside_graphs_beside_draft_phase"] <= 45
+    assert watched["by_phase"]["lay-out"] <= 2 and watched["by_phase"]["walk"] <= 8
+    assert watched["by_phase"]["KV moves"] <= 1
+
+
+def test_launches_of_drafting(watched):
+    assert watched["outside_graphs"] <= 60
+    assert watched["draft_phase_beside_model"] <= 60
+    assert watched["per_level_beside_model"] <= 6

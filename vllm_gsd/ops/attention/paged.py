@@ -97,10 +97,10 @@ def paged_tree_attention(
     roomy = _capability(query.device) >= (9, 0) and not (softcap or sliding_window > 0 or sinks is not None)
     tiles = tiles or TreeTiles.of(max_rows, group, query.shape[2], query.element_size(), roomy)
     m_tiles = -(-max_rows * group // tiles.rows)
-    attend = functools.partial(
-        _attend, inputs=inputs, scale=scale, m_tiles=m_tiles, tiles=tiles, sliding_window=sliding_window,
-        softcap=softcap, include_prefix=include_prefix, **extras,
-    )  # fmt: skip
+    launch: dict[str, Any] = {
+        "inputs": inputs, "scale": scale, "m_tiles": m_tiles, "tiles": tiles, "sliding_window": sliding_window,
+        "softcap": softcap, "include_prefix": include_prefix, **extras,
+    }  # fmt: skip
     if num_splits is None:
         longest = block_table.shape[1] * key_cache.shape[1] if include_prefix else 0
         num_splits = _splits(m_tiles * key_cache.shape[2] * num_reqs, longest, query.device)
@@ -111,8 +111,8 @@ def paged_tree_attention(
             # A later batch may have spans where this one has none. A launch without programs only compiles.
             _compiled.add(kind)
             for spans in (1, 2):
-                attend(output, lse, num_reqs=0, num_splits=spans)
-    attend(output, lse, num_reqs=num_reqs, num_splits=num_splits)
+                _attend(output, lse, num_reqs=0, num_splits=spans, **launch)
+    _attend(output, lse, num_reqs=num_reqs, num_splits=num_splits, **launch)
 
 
 _compiled: set[tuple[Any, ...]] = set()  # the kinds of launches that this process has compiled

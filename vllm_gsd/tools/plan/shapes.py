@@ -16,6 +16,7 @@ class Shapes:
 
     parameters: float
     kv_bytes: float
+    layers: int = 0
 
 
 def read_shapes(folder: Path) -> Shapes:
@@ -26,16 +27,22 @@ def read_shapes(folder: Path) -> Shapes:
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        hidden, layers, heads = (config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-        inner, vocab = config["intermediate_size"], config["vocab_size"]
+        if (trimmed := folder / "draft_vocab.json").exists():
+            config["vocab_size"] = len(json.loads(trimmed.read_text())["token_ids"])
+        shapes = shapes_of(config)
     except (OSError, ValueError, KeyError) as error:
         raise PlanError(f"{folder} has no config.json of a Llama-like model ({error!r}).") from error
     if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise PlanError(f"{folder} is a mixture of experts, but plans from data sheets are for dense models only.")
+    return shapes
+
+
+def shapes_of(config: dict[str, Any]) -> Shapes:
+    """The shapes that a config.json describes."""
+    hidden, layers, heads = (config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    inner, vocab = config["intermediate_size"], config["vocab_size"]
     size = config.get("head_dim") or hidden // heads
     kv = 2 * size * (config.get("num_key_value_heads") or heads)
     layer = hidden * (2 * size * heads + kv) + 3 * hidden * inner
-    if (trimmed := folder / "draft_vocab.json").exists():
-        vocab = len(json.loads(trimmed.read_text())["token_ids"])
     joins = 2 * hidden * hidden if str(config.get("architectures", [""])[0]).startswith("Eagle") else 0
-    return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv))
+    return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv), layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from vllm_gsd.tools.plan.machine import PlanError
@@ -35,3 +35,28 @@ def observed(path: Path) -> Observed:
     if not +accepted:
         raise PlanError(f"The trace {path} has no accepted node, so nothing tells what a graph would gain.")
     return [accepted[depth] / graphs for depth in range(max(+accepted) + 1)], rows / graphs
+
+
+def children(path: Path) -> list[float]:
+    """The draft's average probabilities of the best, second best... child of the nodes in a trace's graphs.
+
+    Raises:
+        PlanError: the file is no trace.
+    """
+    totals: dict[int, float] = defaultdict(float)
+    counts: Counter[int] = Counter()
+    try:
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            record = json.loads(line)
+            below: dict[int, list[float]] = {}
+            graph = record["graph"] if record["event"] == "step" else {"parent": [], "prob": []}
+            for parent, prob in zip(graph["parent"], graph["prob"], strict=True):
+                below.setdefault(parent, []).append(prob)
+            for parent, probs in below.items():
+                for place, prob in enumerate(sorted(probs, reverse=True) if parent >= 0 else ()):
+                    totals[place] += prob
+                    counts[place] += 1
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} cannot be read as a trace ({error!r}).") from error
+    # A node has fewer children than asked for where the draft gave them too little; these count as 0.
+    return [totals[place] / max(1, counts[0]) for place in range(len(counts))]
