@@ -71,8 +71,8 @@ def peak_of(function, *arguments) -> int:
     return meter.peak
 
 
-def propose(of):
-    count, whole = REQUESTS, np.full(REQUESTS, LENGTH, np.int64)
+def propose(of, count=REQUESTS):
+    whole = np.full(count, LENGTH, np.int64)
     known = KnownBatch(
         slots=np.arange(count),
         wanted=np.ones(count, np.bool_),
@@ -105,6 +105,16 @@ def test_a_full_step_is_bounded():
     assert max(rows) <= TOKENS
     outputs = 4 * TOKENS * (2 * HIDDEN + 3 * 4 * CONFIG.top_k)
     assert peak <= 1.1 * MAX_LOGITS_BYTES + outputs
+
+
+def test_no_batch_takes_more_than_the_profile():
+    """``GraphSpeculator.profile`` drafts for all requests at once; vLLM reserves the peak of that."""
+    whole = drafting()
+    propose(whole)  # allocates what is kept from step to step
+    reserved = peak_of(propose, whole)
+    for count in (1, 2, 31, 256, 700, REQUESTS - 1):
+        propose(whole, count)
+        assert peak_of(propose, whole, count) <= reserved, count
 
 
 @pytest.mark.parametrize(("nodes", "most"), [(4, 40), (16, 300), (64, 300)])

@@ -54,13 +54,15 @@ def counts_of(engine) -> dict[str, float]:
     return {name: metrics[name] for name in (*names, "gsd_nodes_accepted_ngram", "gsd_kv_rows_moved")}
 
 
-def test_both_runners_accept_the_same(start_engine, start_v2, four_prompts, expected, v2_options):
-    """First of all, as engines learn from what was accepted: these two have learned nothing."""
+@pytest.mark.parametrize(("workload", "batch"), [("greedy", 1), ("greedy", 4), ("seeded", 4)])
+def test_both_runners_accept_the_same(start_engine, start_v2, four_prompts, expected, v2_options, workload, batch):
+    """First of all, as engines learn from what was accepted: these two have learned the same."""
+    params, texts = expected[workload]
     engines = start_engine(GSD, **v2_options), start_v2(GSD)
     found = []
     for engine in engines:
         before = counts_of(engine)
-        assert run(engine, four_prompts[:1], GREEDY) == expected["greedy"][1][:1]
+        assert run(engine, four_prompts[:batch], params if workload == "greedy" else params[:batch]) == texts[:batch]
         found.append({name: value - before[name] for name, value in counts_of(engine).items()})
     assert found[0] == found[1]
     assert found[0]["gsd_nodes_verified"] > 0
