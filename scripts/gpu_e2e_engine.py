@@ -60,6 +60,7 @@ def main() -> None:
         json.dumps(
             {
                 **step_times(change, tokens, seconds - prefill, task["batch"]),
+                **(profiled(generate, task["batch"]) if task.get("profile") else {}),
                 "captured": compilation_counter.num_cudagraph_captured,
                 "replayed": sum(mode not in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
                 "missed": sum(mode in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
@@ -67,6 +68,31 @@ def main() -> None:
             }
         )
     )
+
+
+def profiled(generate: Any, batch: int) -> dict[str, float]:
+    """Launches and replays of CUDA graphs per step, and the share of the time in which the GPU does nothing."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        _, change, tokens = generate(24)
+    events = found.events() or []
+    on_gpu = [(of.time_range.start, of.time_range.end) for of in events if of.device_type == DeviceType.CUDA]
+    steps = step_times(change, tokens, 0.0, batch)["steps"]
+    return launches_and_gaps([of.name for of in events], on_gpu, steps)
+
+
+def launches_and_gaps(calls: list[str], on_gpu: list[tuple[float, float]], steps: float) -> dict[str, float]:
+    """What ``profiled`` tells, from the names of the host's calls and the intervals of work on the GPU."""
+    replays = sum("GraphLaunch" in name for name in calls)
+    launches = sum(name.startswith(("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset")) for name in calls)
+    busy, last = 0.0, float("-inf")
+    for begin, end in sorted(on_gpu):
+        busy += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    whole = last - min(on_gpu)[0] if on_gpu else 0.0
+    return {"launches": launches / steps, "replays": replays / steps, "idle": 1 - busy / whole if whole else 0.0}
 
 
 def start(task: dict[str, Any]) -> Any:

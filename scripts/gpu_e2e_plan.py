@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 
-def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int = 32000) -> dict[str, Any]:
     """A Llama configuration, of which only the shapes matter."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -18,7 +18,7 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": hidden // heads,
-        "vocab_size": 32000,
+        "vocab_size": vocab,
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
@@ -28,9 +28,10 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     }
 
 
-# Targets in the shapes of Llama 2, with drafts in those of JackFram/llama-160m and TinyLlama 1.1B.
+# Targets in the shapes of Llama 2 and 3.1, with drafts in those of JackFram/llama-160m, TinyLlama 1.1B, Llama 3.2 1B.
 SHAPES = {
     "7b": (llama(4096, 11008, 32, 32, 32), llama(768, 3072, 12, 12, 12)),
+    "8b": (llama(4096, 14336, 32, 32, 8, 128256), llama(2048, 8192, 16, 32, 8, 128256)),
     "13b": (llama(5120, 13824, 40, 40, 40), llama(768, 3072, 12, 12, 12)),
     "70b": (llama(8192, 28672, 80, 64, 8), llama(2048, 5632, 22, 32, 4)),
 }
@@ -70,6 +71,7 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
                 for method, config in _methods(f"draft-{shape}", options.nodes):
                     name = f"{shape}, batch {batch}, {mode}, {method}"
                     runs.append({**base, "name": name, "method": method, "cuda_graphs": graphs, "speculative": config})
+                    runs[-1]["profile"] = options.profile and graphs and batch == 1
     if options.target:
         for method, config in (("plain", None), ("gsd", {"method": "gsd", "model": options.draft, "budget": 16})):
             runs += [
@@ -125,6 +127,7 @@ def compare(plan: dict[str, Any], results: dict[str, list[dict]]) -> dict[str, A
 COLUMNS = {
     "milliseconds_per_step": "ms/step", "of_plain": "x plain", "verify_ms": "verify", "draft_ms": "draft",
     "draft_level_ms": "a level", "walk_ms": "walk", "compaction_ms": "move", "captured": "captured", "missed": "missed",
+    "launches": "launches", "replays": "replays", "idle": "GPU idle",
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """The parts of the scripts for GPU machines that run without a GPU."""
 
+import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
@@ -36,8 +38,19 @@ def plan():
 
 def test_gpu_e2e_plans_every_combination(plan):
     names = [run["name"] for run in plan["runs"]]
-    assert len(set(names)) == len(names) == 3 * 2 * 2 * 6 + 4
-    for part in ("7b", "13b", "70b", "eager", "CUDA graphs", "plain", "draft_model K=4", "gsd 64 nodes", "lossless"):
+    assert len(set(names)) == len(names) == 4 * 2 * 2 * 6 + 4
+    for part in (
+        "7b",
+        "8b",
+        "13b",
+        "70b",
+        "eager",
+        "CUDA graphs",
+        "plain",
+        "draft_model K=4",
+        "gsd 64 nodes",
+        "lossless",
+    ):
         assert any(part in name for name in names)
     for run in plan["runs"]:
         speculative = run["speculative"] or {"model": "DRAFT"}
@@ -69,7 +82,34 @@ def test_gpu_e2e_says_what_is_missing():
     assert script("gpu_e2e", "--target", "TARGET").returncode == 2
 
 
-@pytest.mark.parametrize("name", ["gpu_check", "gpu_e2e"])
+def test_gpu_all_runs_every_part(monkeypatch):
+    """The plans of its parts are valid, and a page tells what was not measured."""
+    commands = json.loads(script("gpu_all", "--dry-run").stdout)
+    assert list(commands) == ["Kernels", "Losslessness of the built-in pair", "Steps in the shapes of 8B"]
+    for command in list(commands.values())[1:]:
+        names = [run["name"] for run in json.loads(script("gpu_e2e", "--dry-run", *command[2:]).stdout)["runs"]]
+        assert names
+    assert {name.split(", ")[1] for name in names} == {"batch 1", "batch 8", "batch 32"}
+    loader = importlib.machinery.SourceFileLoader("gpu_all", str(REPOSITORY / "scripts/gpu_all"))
+    gpu_all = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_all", loader))
+    loader.exec_module(gpu_all)
+    found = {title: gpu_all.run([sys.executable, "-c", "print(7)"], limit) for title, limit in (("A", 60), ("B", 0))}
+    page = gpu_all.page("a GPU", found)
+    assert "## A\n\nright" in page and "7" in page and "B: not yet measured" in page.replace("b: ", "B: ")
+    assert gpu_all.run([sys.executable, "-c", "while 1: pass"], 0.5)[0] == "not finished in time"
+
+
+def test_launches_and_gaps(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from gpu_e2e_engine import launches_and_gaps
+
+    calls = ["cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernelEx", "aten::add", "cudaMemcpyAsync"]
+    found = launches_and_gaps(calls, [(0, 4), (2, 5), (10, 20)], 2)
+    assert found == {"launches": 1.5, "replays": 0.5, "idle": 0.25}
+
+
+@pytest.mark.parametrize("name", ["gpu_check", "gpu_e2e", "gpu_all"])
 def test_help(name):
     done = script(name, "--help")
     assert done.returncode == 0 and "Exit code 0" in done.stdout
