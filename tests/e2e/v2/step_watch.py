@@ -258,10 +258,10 @@ def staged(watch: Watch) -> None:
 
     from vllm_gsd.engine.v2 import late_copies
 
-    upstream = torch_utils.async_tensor_h2d
+    # vLLM's CPU worker has replaced this function after some modules had taken it.
     watch.stage(torch_utils, "async_tensor_h2d", 1)
     for module in list(sys.modules.values()):
-        if vars(module).get("async_tensor_h2d") is upstream:
+        if "async_tensor_h2d" in vars(module):
             module.async_tensor_h2d = torch_utils.async_tensor_h2d
     watch.stage(UvaBufferPool, "copy_to_uva", 0)  # kernels read the host's pinned memory
     watch.stage(UvaBufferPool, "copy_to_gpu", 1)

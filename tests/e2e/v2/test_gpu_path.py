@@ -5,12 +5,16 @@ import json
 import pytest
 from engine_process import run
 from launch_keys import launch_keys, record_launch_keys
+from request_tables import end_requests, tables
 from start_probes import start_of
 from step_watch import report, watch_steps
 
 GSD = {"num_speculative_tokens": 8, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 5}
+# Six blocks of 32 tokens; four requests need two each.
+SCARCE = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
+GRAPHS = {"gpu_attention": True, "cuda_graphs": True, "async_scheduling": True, **SCARCE}
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +51,27 @@ def test_kernels_of_gpus(start_v2, asked, expected):
 
 @pytest.fixture(scope="module")
 def graphs(start_v2):
-    return start_v2(GSD, gpu_attention=True, cuda_graphs=True, async_scheduling=True, first=(record_launch_keys,))
+    return start_v2(GSD, first=(record_launch_keys,), **GRAPHS)
 
 
-def test_cuda_graphs_and_async_scheduling(graphs, asked, expected):
-    """Whatever batches come, every kernel that they launch was compiled at the start."""
+def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
+    """With preemption, cached prompts and aborts; every kernel that they launch was compiled at the start."""
     compiled = json.loads(graphs.call(launch_keys))
     assert run(graphs, *asked) == expected
     metrics = graphs.metrics()
+    assert metrics["num_preemptions"] > 0
     # Of the target for batches of 1, 2 and 4 requests with 9 rows each; of the draft phase for 1, 2, 3 and 4 requests.
     assert metrics["gsd_cudagraphs_captured"] == 3 + 4
     assert metrics["gsd_cudagraph_hits"] > metrics["gsd_target_steps"] / 4
+    long = [[token for prompt in asked[0] for token in prompt][:49]]
+    texts = run(start_v2(None), long, GREEDY)
+    for cached in (0, 32):
+        (answer,) = graphs.generate(long, GREEDY)
+        assert [answer.tokens] == texts and answer.num_cached_tokens == cached
+    for how in ("abort", "preempt and abort"):
+        graphs.call(end_requests, [(2 * prompt)[:30] for prompt in asked[0]], how)
+        assert not any(graphs.call(tables).values()), how
+    assert run(graphs, *asked) == expected
     for kernel, keys in json.loads(graphs.call(launch_keys)).items():
         later = set(keys) - set(compiled.get(kernel, []))
         assert not later, f"{kernel} compiles while requests wait: {later}, beside {compiled.get(kernel)}"
