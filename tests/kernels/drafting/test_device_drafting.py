@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toy_drafting import NODES, SLOTS, VOCAB, propose, refill, toy_drafting, toy_model
+from toy_drafting import DRAFTS, NODES, SLOTS, STATES, TOKENS, VOCAB, propose, refill, toy_drafting, toy_model
 
 from vllm_gsd.engine.draft import model as draft_model
 from vllm_gsd.engine.draft.model import LOGIT_BYTES
@@ -37,10 +37,10 @@ class Recorded(DraftGraphs):
         assert addresses == [of.data_ptr() for of in (*self.drafting.graphs, *self.drafting.trees, self.drafting.known)]
 
 
-@pytest.mark.parametrize("reads_features", [False, True])
-def test_a_replay_gives_what_a_fresh_run_gives(reads_features):
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_replay_gives_what_a_fresh_run_gives(draft):
     """With other contents, other requests, and padding up to the captured size."""
-    drafting = toy_drafting(1, reads_features)
+    drafting = toy_drafting(1, draft)
     recorded = Recorded(drafting)
     drafting.cuda_graphs = lambda: recorded
     assert not drafting.draft_length.any() and not drafting.counts.any()
@@ -48,7 +48,7 @@ def test_a_replay_gives_what_a_fresh_run_gives(reads_features):
     for seed, slots in ((2, [0, 1, 2, 3, 4]), (3, [4]), (4, [3, 0]), (5, [2, 4, 0, 1])):
         refill(drafting, seed)
         ours = propose(drafting, slots)
-        fresh = toy_drafting(seed, reads_features)
+        fresh = toy_drafting(seed, draft)
         assert equal(ours, propose(fresh, slots))
         drafted += int(ours[7].sum())
     assert drafted > 2 * NODES
@@ -68,10 +68,10 @@ class _Shapes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("reads_features", [False, True])
-def test_nothing_depends_on_data(reads_features):
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_nothing_depends_on_data(draft):
     """The same operators with the same shapes, whatever the buffers hold, and nothing is read back."""
-    drafting, seen = toy_drafting(1, reads_features), []
+    drafting, seen = toy_drafting(1, draft), []
     propose(drafting)
     for padding in (False, True):
         refill(drafting, 7)
@@ -158,8 +158,8 @@ class _Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("reads_features", [False, True])
-def test_launches_beside_the_model(monkeypatch, reads_features):
+@pytest.mark.parametrize("draft", [TOKENS, STATES])
+def test_launches_beside_the_model(monkeypatch, draft):
     """At most 60 of a step, and six of a level; here an LM head counts and the toy's layers do not."""
     from triton.runtime.interpreter import GridExecutor
 
@@ -177,7 +177,7 @@ def test_launches_beside_the_model(monkeypatch, reads_features):
     monkeypatch.setattr(GridExecutor, "__call__", counted)
     totals = []
     for depth in (5, 6):
-        drafting = toy_drafting(1, reads_features, num_slots=2, max_depth=depth)
+        drafting = toy_drafting(1, draft, num_slots=2, max_depth=depth)
         propose(drafting)
         run_rows = drafting.drafter.model.run_rows
 
