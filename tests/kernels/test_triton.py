@@ -16,6 +16,7 @@ import torch
 
 FOLDER = Path(__file__).parent / "gpu"
 REPOSITORY = FOLDER.parents[2]
+DRAFTING = [REPOSITORY / "tests" / of for of in ("kernels/drafting", "e2e/v2", "e2e")]
 TRITON = Path(sys.prefix) / "triton"  # where scripts/setup puts it, out of everybody else's sight
 
 pytestmark = [
@@ -39,6 +40,15 @@ def run(*command, **environment) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_interpreted(file):
     done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / file), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_draft_phase_interpreted():
+    """It needs vLLM, too."""
+    path = os.pathsep.join(map(str, (REPOSITORY, *DRAFTING, TRITON, os.environ.get("PYTHONPATH", ""))))
+    options = "-q", "-x", "-p", "no:cacheprovider", "-p", "preload_v2"
+    done = run("-m", "pytest", *options, str(DRAFTING[0]), TRITON_INTERPRET="1", PYTHONPATH=path)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
