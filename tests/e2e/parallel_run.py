@@ -115,7 +115,8 @@ def main(job_path: str, result_path: str) -> None:
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
     while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:  # one request: steps, not tokens
-        params = SamplingParams(detokenize=False, max_tokens=400, ignore_eos=True, temperature=0.8, seed=done)
+        left = min(400, job["steps"] - done)
+        params = SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, temperature=0.8, seed=done)
         llm.generate(prompts[:1], params, use_tqdm=False)
     result["hashes"] = llm.collective_rpc(hashes) if watched else []
     Path(result_path).write_text(json.dumps(result))

@@ -21,7 +21,7 @@ from vllm_gsd.planner.calibration import Calibration
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, BLOCK_SIZE, SLOTS, NODES = 40, 64, 16, 5, 6
-TOKENS, STATES, BLOCKS = DRAFTS = "tokens", "states", "blocks"  # what a draft reads, or drafts
+TOKENS, STATES, BLOCKS = "tokens", "states", "blocks"  # what a draft reads, or drafts
 
 
 def toy_model(draft: str = TOKENS) -> DraftModel:

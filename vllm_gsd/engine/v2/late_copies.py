@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-UNDER_WAY = 2  # the newest copies of ranks in step; the older ones have nearly always arrived
+# The newest copies of ranks in step, which are not waited for. The device does not idle while the host waits for older
+# ones, because it still has a draft phase and a forward pass to run.
+UNDER_WAY = 1
 
 
 class _Copy(NamedTuple):
