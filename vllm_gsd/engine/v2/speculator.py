@@ -54,8 +54,8 @@ class GraphSpeculator(BaseSpeculator):
 
     The host learns from the accepted tokens later, when they have been copied. Some graphs depend on the host: those of
     requests with a grammar, and all graphs if texts are shared between requests. The host waits for the accepted
-    tokens of such requests and grows their graphs itself, while the device drafts for the others. Tensor-parallel ranks draft from the first rank's
-    candidates and learn of each step at the same time, so all draft the same graphs.
+    tokens of such requests and grows their graphs itself, while the device drafts for the others. Tensor-parallel ranks
+    draft from the first rank's candidates and learn of each step at the same time, so all draft the same graphs.
 
     Args:
         vllm_config: the engine's configuration.
