@@ -40,6 +40,7 @@ class SpeculatorsStudent(Student):
     def __init__(self, model: Any, target: Target):
         full = torch.arange(target.config["vocab_size"])
         super().__init__(model.float(), full[model.t2d] if model.use_draft_vocab else full, target)
+        self.scale = torch.ones(model.fc.in_features)  # of the states that the model is trained on
 
     @classmethod
     def make(cls, options: Options, target: Target, ranking: np.ndarray) -> SpeculatorsStudent:
