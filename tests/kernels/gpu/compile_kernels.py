@@ -29,6 +29,8 @@ from vllm_gsd.ops.growth import state
 from vllm_gsd.ops.growth.triton import begin_kernel, grow_kernel
 from vllm_gsd.ops.kv_move import paged as kv_move
 from vllm_gsd.ops.kv_move.triton import kv_move_kernel
+from vllm_gsd.ops.lattice import api as lattice
+from vllm_gsd.ops.lattice.triton import lattice_kernel
 from vllm_gsd.ops.lay_out import api as lay_out
 from vllm_gsd.ops.lay_out.triton import lay_out_kernel
 from vllm_gsd.ops.ngram import api as ngram
@@ -40,7 +42,7 @@ from vllm_gsd.ops.walk.triton import accept_walk_kernel
 
 KERNELS = (
     tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel, begin_kernel, grow_kernel,
-    match_kernel, graft_kernel, flatten_kernel, best_of_parts_kernel, best_of_rows_kernel,
+    lattice_kernel, match_kernel, graft_kernel, flatten_kernel, best_of_parts_kernel, best_of_rows_kernel,
 )  # fmt: skip
 # Options of attention beside those of the engines below.
 ATTENTION = {
@@ -145,6 +147,7 @@ class Engine:
         self.widths = [min(nodes, top_k**level) for level in range(max_depth)]
         self.last, self.lengths = (torch.zeros(MOST_REQUESTS, dtype=torch.int64) for _ in range(2))
         self.total = self.lengths.int()
+        self.chances = torch.empty((MOST_REQUESTS, 7, top_k, top_k))  # of drafted blocks
         self.texts = torch.zeros((MOST_REQUESTS, MOST_TOKENS), dtype=torch.int32)
         self.floats = NUM_SOURCES * NUM_DEPTHS * NUM_BINS
         self.known = torch.zeros(self.floats + MOST_REQUESTS * (NUM_SOURCES + 5), dtype=torch.int32)
@@ -209,6 +212,8 @@ class Engine:
             growth.grow_level(graphs, rows, tokens, probs, *blocks)
             if following:
                 self.attend(count * following, count, table, self.node_rows.mask, following)
+        tokens = torch.zeros((count, 7, self.top_k), dtype=torch.int64)
+        lattice.add_lattices(graphs, tokens, self.chances[:count], self.limits)
         ngram.graft_ngrams(graphs, self.ranks[:count], self.match_probs, self.texts, 2)
         flatten.flatten_graphs(graphs, self.trees, factor, trust)
 
@@ -223,7 +228,7 @@ def main() -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     launches = Launches(no_driver)
     # The tensors are on the CPU here.
-    for op in (walk, merge, kv_move, paged, lay_out, growth, ngram, flatten):
+    for op in (walk, merge, kv_move, paged, lay_out, growth, lattice, ngram, flatten):
         op.require_triton = lambda *_: None
     topk.use_triton = lambda *_: True
     capabilities = [int(of) for of in sys.argv[1:]]
