@@ -95,8 +95,6 @@ REFUSALS = (
         "pooling models", "pooling models", lambda e: e.model.runner_type != "generate", "use a text-generation model"
     ),
     Refusal("encoder-decoder models", "encoder-decoder models", lambda e: e.model.is_encoder_decoder, _OTHER_TARGET),
-    Refusal("M-RoPE positions", "models with M-RoPE positions", lambda e: e.model.uses_mrope, _OTHER_TARGET),
-    Refusal("multimodal models", "multimodal models", lambda e: e.model.is_multimodal_model, _OTHER_TARGET),
     Refusal(
         "multi-head latent attention (MLA)",
         "models with multi-head latent attention (MLA)",
@@ -236,6 +234,17 @@ REFUSALS = (
         lambda e: e.parallel.enable_batch_sharded_sampling,
         "leave it off",
         ("V2",),
+    ),
+    *(
+        Refusal(
+            "multimodal models",
+            "multimodal models with Model Runner V2 yet",
+            lambda e: e.model.is_multimodal_model,
+            instead,
+            ("V2",),
+            (platform,),
+        )
+        for platform, instead in (("GPU", _OTHER_TARGET), ("CPU", _V1_INSTEAD))
     ),
     *(
         Refusal(
