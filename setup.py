@@ -92,7 +92,11 @@ setup(
     extras_require={
         "models": ["transformers>=5.17", "accelerate>=1.15", "gguf>=0.10"],
         "xformers": ["xformers>=0.0.35"],
-        "distill": ["transformers>=5", "accelerate>=1.15", "datasets>=5", "safetensors", "tqdm"],
+        # And speculators, without its requirements: they would replace torch, torchvision and torchaudio.
+        "distill": [
+            *("transformers>=5", "accelerate>=1.15", "datasets>=5", "safetensors", "tqdm"),
+            *("aiohttp", "loguru", "openai", "protobuf", "psutil", "pyyaml"),
+        ],
         "bench": ["matplotlib>=3.9"],
         "shared": ["arctic-inference>=0.3"],
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from paged_cases import E4M3, E5M2, PagedCase, paged_case, random_parents
+from paged_cases import E4M3, E5M2, PagedCase, paged_case
 from references.kv_move import move_paged_kv_reference
-from references.masks import tree_masks_reference
+from references.lay_out import lay_out_rows_reference
 from references.merge import merge_attention_reference
 from references.walk import accept_walk_reference
+from tree_batches import tree_batch
 
-from vllm_gsd.ops.attention.masks import tree_masks
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
 from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv
+from vllm_gsd.ops.lay_out.api import lay_out_rows
 from vllm_gsd.ops.walk.api import accept_walk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -128,31 +129,39 @@ def torch_attention(case: PagedCase) -> torch.Tensor:
     return output
 
 
-def _walk_inputs(device: torch.device, trees: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Tokens, parents, samples, starts and slots of trees of 17 rows."""
-    random = torch.Generator().manual_seed(seed)
-    parents = [parent for _ in range(trees) for parent in random_parents(17, random)]
-    tokens, sampled = torch.randint(2, (2, 17 * trees), generator=random)
-    starts = torch.arange(0, 17 * trees + 1, 17, dtype=torch.int32)
-    slots = torch.randperm(17 * trees, generator=random)
-    return tuple(t.to(device) for t in (tokens, torch.tensor(parents, dtype=torch.int32), sampled, starts, slots))
+class _Step:
+    """A batch that verifies ``trees`` graphs, and what is sampled at its rows."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.batch = tree_batch(seed, device)
+        random = torch.Generator().manual_seed(seed)
+        self.positions = torch.arange(self.batch.num_rows, device=device)
+        self.sampled = torch.randint(3, (int(self.batch.starts[-1]),), generator=random).to(device)
+        self.slots = torch.randperm(self.batch.num_rows, generator=random).to(device)
+
+    def run(self, lay_out: Callable[..., Any], walk: Callable[..., Any]) -> list[torch.Tensor]:
+        """Rows, masks and the walk, from linear positions."""
+        positions = self.positions.clone()
+        mask = torch.zeros((self.batch.num_rows, 1), dtype=torch.int64, device=positions.device)
+        prefix_lens = torch.zeros(8, dtype=torch.int32, device=positions.device)
+        trees = lay_out(*self.batch, positions, mask, prefix_lens)
+        accepted = walk(trees, self.sampled, self.batch.starts, self.batch.batch_starts, self.slots)
+        return [*trees, positions, mask, prefix_lens, *accepted]
 
 
 def _exact(device: torch.device, trees: int) -> Iterator[dict[str, Any]]:
     """What has no rounding is equal."""
-    tokens, parents, sampled, starts, slots = _walk_inputs(device, trees, 0)
-    got = accept_walk(tokens, parents, sampled, starts, 6, slots)
-    want = accept_walk_reference(tokens, parents, sampled, starts, 6, slots)
-    yield {"check": "accept walk", "ok": all(map(torch.equal, got, want))}
-    assert got.src_slots is not None and got.dst_slots is not None
-    prefixes = torch.arange(trees, dtype=torch.int32, device=device)
-    arguments = (parents, starts, prefixes, 17, 17)
-    yield {"check": "tree masks", "ok": all(map(torch.equal, tree_masks(*arguments), tree_masks_reference(*arguments)))}
+    for seed in range(4):
+        step = _Step(device, seed)
+        got, want = step.run(lay_out_rows, accept_walk), step.run(lay_out_rows_reference, accept_walk_reference)
+        yield {"check": f"lay-out and walk, {seed}", "ok": all(map(torch.equal, got, want))}
+    random = torch.Generator().manual_seed(0)
+    src_slots, dst_slots = torch.randperm(17 * trees, generator=random)[: 2 * trees].view(2, trees, 1).to(device)
     for dtype in (*DTYPES, E4M3):
         caches = _caches(device, trees, dtype, 1)
         moved = [[cache.clone() for cache in caches] for _ in range(2)]
-        move_paged_kv(PagedCaches(moved[0]), got.src_slots, got.dst_slots)
-        move_paged_kv_reference(PagedCaches(moved[1]), got.src_slots, got.dst_slots)
+        move_paged_kv(PagedCaches(moved[0]), src_slots, dst_slots)
+        move_paged_kv_reference(PagedCaches(moved[1]), src_slots, dst_slots)
         same = all(torch.equal(_raw(a), _raw(b)) for a, b in zip(*moved, strict=True))
         yield {"check": f"KV move, {_name(dtype)}", "ok": same}
     parts, lses = torch.randn(3, 5, 4, 80, device=device), torch.randn(3, 5, 4, device=device)
@@ -173,20 +182,19 @@ def _captured(device: torch.device) -> Iterator[dict[str, Any]]:
     """Each op, captured once with one content of its tensors and replayed with another, does what it does eagerly."""
     for num_splits in (1, 4):
         yield _captured_attention(device, num_splits)
-    inputs, others = (list(_walk_inputs(device, 8, seed)) for seed in (1, 2))
+    # Two batches of one shape.
+    first, second = _Step(device, 4), _Step(device, 4)
+    second.sampled, second.slots = 2 - second.sampled, second.slots.flip(0)
     caches, other_caches = (_caches(device, 8, torch.bfloat16, seed) for seed in (1, 2))
-    tokens, parents, sampled, starts, slots = inputs
     paged = PagedCaches(caches)
-    prefixes = torch.arange(8, dtype=torch.int32, device=device)
 
     def step() -> list[torch.Tensor]:
-        masks = tree_masks(parents, starts, prefixes, 17, 17)
-        accepted = accept_walk(tokens, parents, sampled, starts, 6, slots)
-        assert accepted.src_slots is not None and accepted.dst_slots is not None
-        move_paged_kv(paged, accepted.src_slots, accepted.dst_slots)
-        return [*masks, *accepted, *caches]
+        results = first.run(lay_out_rows, accept_walk)
+        move_paged_kv(paged, *results[-2:])
+        return [*results, *caches]
 
-    yield _replayed("masks, walk and KV move", [*inputs, *caches], [*others, *other_caches], step)
+    inputs, others = [first.sampled, first.slots, *caches], [second.sampled, second.slots, *other_caches]
+    yield _replayed("lay-out, walk and KV move", inputs, others, step)
 
 
 def _captured_attention(device: torch.device, num_splits: int) -> dict[str, Any]:

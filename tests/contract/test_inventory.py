@@ -17,7 +17,13 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.gemma4_dspark import (
+    Gemma4DSparkAttention,
+    Gemma4DSparkForCausalLM,
+    Gemma4DSparkModel,
+)
 from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention, DFlashQwen3ForCausalLM
@@ -201,6 +207,23 @@ def test_block_drafts():
     assert "block_size=1 + speculative_config.num_speculative_tokens" in inspect.getsource(DFlash2Qwen3DecoderLayer)
     config = SimpleNamespace(dflash_config={"mask_token_id": 7})
     assert get_parallel_drafting_token_id(config) == 7
+
+
+def test_gemma4_dspark():
+    """What is other than in Qwen3-shaped drafts, where ``ContextKV`` and ``share_ends`` tell them apart."""
+    assert issubclass(Gemma4DSparkForCausalLM, Qwen3DSparkForCausalLM)
+    assert Gemma4DSparkForCausalLM.dspark_shares_target_embeddings is False
+    assert "process_eagle_weight" not in inspect.getsource(Gemma4DSparkForCausalLM)
+    attention = inspect.getsource(Gemma4DSparkAttention)
+    assert all(f"self.{name} = " in attention for name in ("k_proj", "k_norm", "v_norm"))
+    assert "assert all(a.use_k_eq_v for a in layers_attn)" in inspect.getsource(Gemma4DSparkModel)
+
+
+def test_windows_of_attention_and_of_its_cache():
+    """The attention implementation has the window from its constructor; the layer's own is for the cache."""
+    assert "if self.sliding_window is not None:" in inspect.getsource(Attention.get_kv_cache_spec)
+    others = inspect.getsource(Attention).replace(inspect.getsource(Attention.get_kv_cache_spec), "")
+    assert re.findall(r"self\.sliding_window\b.*", others) == ["self.sliding_window = sliding_window"]
 
 
 def test_queues_remove_their_memory_by_its_name():

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pa
 from engine_pool import Kept, Pool
 from engine_process import ENVIRONMENT, Engine, draft_every_level
 from text_pair import build_text_pair
+from tiny_blocks import BLOCKS, build_tiny_block
 from tiny_eagle import build_tiny_eagle
 from tiny_eagle3 import build_tiny_eagle3
 from tiny_pair import VOCAB_SIZE, build_tiny_pair
@@ -68,6 +69,15 @@ def tiny_eagle3(tiny_pair, random_prompts, tmp_path_factory):
     # Some of test_eagle.py, and of v2/test_v2.py.
     prompts = [*random_prompts(12, 5, 150, seed=31)[:4], *random_prompts(4, 5, 20, seed=3)[:2]]
     return build_tiny_eagle3(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle3"), prompts)
+
+
+@pytest.fixture(scope="session")
+def tiny_blocks(tiny_pair, tmp_path_factory):
+    """A folder with a draft of whole blocks for the tiny target for each of ``tiny_blocks.BLOCKS``."""
+    folder = tmp_path_factory.mktemp("tiny_blocks")
+    return {
+        name: build_tiny_block(kind, tiny_pair.target, folder / name, **keys) for name, (kind, keys) in BLOCKS.items()
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""``vllm-gsd distill`` on the tiny target: killed at every stage it goes on, and its draft works at once."""
+"""``vllm-gsd distill`` on a tiny target: killed at every stage it goes on, and vLLM and gsd load its drafts."""
 
 import json
 import os
@@ -8,25 +8,40 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
+from engine_probes import drafts_of_steps
+from engine_process import Engine
 from patience import SECONDS
+from tiny_pair import build_tiny_pair
 
-from vllm_gsd.tools.distill.hidden_states import Features, write_features
-from vllm_gsd.tools.distill.train import load_answers
+from vllm_gsd.tools.distill.data import States, load_answers
+from vllm_gsd.tools.distill.states import write_missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": 3, "num_speculative_tokens": 3, "budget": 3}
+# Those that are trained on. A random target's answers to others cannot be guessed.
+PROMPTS = [[(7 * i + j) % 500 for j in range(12)] for i in range(40)]
+CHAIN |= {"theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0}
 
 
-@pytest.fixture
-def command(tiny_pair, preforked, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": " ".join(f"w{(7 * i + j) % 500}" for j in range(12))} for i in range(40)]
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """Of three layers, as EAGLE-3 heads read so many."""
+    return build_tiny_pair(tmp_path_factory.mktemp("three layers"), num_hidden_layers=3).target
+
+
+@pytest.fixture(scope="module")
+def command(target, preforked, tmp_path_factory):
+    """The command, without ``--out``."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in PROMPTS]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     return [
-        preforked, *VLLM_GSD, "distill", "--target", str(tiny_pair.target), "--out", str(tmp_path / "draft"),
-        "--prompts", str(prompts), "--max-tokens", "16", "--params", "300000", "--vocab-size", "400", "--epochs", "40",
+        preforked, *VLLM_GSD, "distill", "--target", str(target), "--prompts", str(prompts), "--max-tokens", "16",
+        "--vocab-size", "400", "--epochs", "40",
     ]  # fmt: skip
 
 
@@ -42,68 +57,97 @@ def kill_once(command, path, pattern):
     process.wait()
 
 
-def test_killed_at_any_stage_it_goes_on(command, tmp_path, tiny_pair, start_engine, random_prompts):
-    work = tmp_path / "draft.work"
-    size = command.index("--params")
-    command[size : size + 2] = ["--eagle", "--eager"]
+@pytest.fixture(scope="module")
+def head(command, target, tmp_path_factory):
+    """An EAGLE-3 head, made by a run that was killed at every stage, and the results that the run printed."""
+    folder = tmp_path_factory.mktemp("head")
+    work = folder / "draft.work"
+    command = [*command, "--kind", "eagle3", "--eager", "--out", str(folder / "draft")]
     written = {}
-    for stage in ("features/*[0-9].npy", "answers/*.parquet", "checkpoints/checkpoint-*/trainer_state.json"):
+    for stage in ("states/*.safetensors", "answers/*.parquet", "checkpoints/checkpoint-*/trainer_state.json"):
         kill_once(command[1:], work, stage)  # not forked from a process that would outlive it
-        if stage.startswith("answers"):  # hidden states come with the answers, and are made where they are missing
+        if stage.startswith("answers"):  # states come with the answers, and are computed where they are missing
             answers = list(work.glob("answers/*.parquet"))
-            (work / "features").rename(tmp_path / "with-answers")
-        written |= {
-            file: file.stat().st_mtime_ns for name in ("answers", "features") for file in work.glob(f"{name}/*")
-        }
+            (work / "states").rename(folder / "with answers")
+        written |= {file: file.stat().st_mtime_ns for name in ("answers", "states") for file in work.glob(f"{name}/*")}
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kept = {file: time_ns for file, time_ns in written.items() if ".partial" not in file.name}
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
-    assert {file.suffix for file in kept} == {".parquet", ".npy"}
-    again = write_features(tiny_pair.target, answers, tmp_path / "again")
+    assert {file.suffix for file in kept} == {".parquet", ".safetensors"}
+    write_missing(target, answers, folder / "again")
     for row in load_answers(answers, 640):
-        expected = again.of(row)[:-1]
-        for folder in (tmp_path / "with-answers", work / "features"):
-            np.testing.assert_allclose(Features(folder).of(row)[:-1], expected, rtol=0.1, atol=0.1)
-    results = json.loads(done.stdout.splitlines()[-1])
-    draft = tmp_path / "draft"
+        expected = States(folder / "again").of(row)[:-1]
+        for states in (folder / "with answers", work / "states"):
+            torch.testing.assert_close(States(states).of(row)[:-1], expected, rtol=0.1, atol=0.1)
+    return folder / "draft", json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_eagle3_head(head, target):
+    """It has a card, agrees with the target, and drafts the same chains in vLLM's own method and here."""
+    draft, results = head
     assert results["draft"] == str(draft)
-    assert 0 <= results["top_1"] <= results["top_4"] <= 1
-    assert results["tokens_per_step"] >= 1
-    assert results["speed_up"] > 0
+    assert all(0 <= best <= four <= 1 for best, four in zip(results["top_1"], results["top_4"], strict=True))
+    assert results["chain"] >= 0 and results["tokens_per_step"] >= 1 and results["speed_up"] > 0
     card = (draft / "README.md").read_text()
-    assert "vllm-gsd distill" in card
-    assert "400 most frequent" in card
+    assert "vllm-gsd distill" in card and "400\nmost frequent" in card
+    steps = []
+    for config in ({"method": "eagle3", "num_speculative_tokens": 3}, {"method": "gsd", **CHAIN}):
+        engine = Engine(target, {**config, "model": str(draft)}, skip_tokenizer_init=True)
+        tokens, found = engine.call(drafts_of_steps, PROMPTS[1], 40)
+        steps.append((tokens, [(count, drafts[: 40 - count - 1]) for count, drafts in found if 0 < count < 40]))
+        engine.close()
+    assert steps[0] == steps[1] and steps[0][1]
 
-    prompts, params = random_prompts(4), [{"temperature": 0.0, "max_tokens": 24}] * 4
-    plain = start_engine(None).generate(prompts, params)
-    graph = start_engine({"model": str(draft), "budget": 16, "sources": ["draft"]})
-    assert graph.generate(prompts, params) == plain
-    assert graph.metrics()["gsd_nodes_verified"] > 0
+
+@pytest.fixture(scope="module")
+def of_same_answers(command, head):
+    """Function that makes another draft of the head's answers."""
+
+    def make(out, *options):
+        own = command[: command.index("--prompts")]
+        data = str(head[0].with_name("draft.work"))
+        done = subprocess.run([*own, "--data", data, "--no-engine", "--out", str(out), *options], capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return make
 
 
-def test_goes_on_with_a_draft_in_the_time_given(command, tmp_path, tiny_pair):
-    size = command.index("--params")
-    command[size : size + 2] = ["--init", str(tiny_pair.draft), "--minutes", "0.05", "--no-engine"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    steps = json.loads((tmp_path / "draft.work" / "steps.json").read_text())["steps"]
-    assert 1 <= steps < 40 * 39 // 8  # 40 passes over the answers take longer than a second
-    assert "trained on" in (tmp_path / "draft" / "README.md").read_text()
+def test_a_block_of_the_same_answers(of_same_answers, target, tmp_path):
+    made = of_same_answers(tmp_path / "first", "--vocab-size", "400", "--depth", "4", "--rank", "16", "--epochs", "20")
+    assert len(made["top_1"]) == 4
+    again = of_same_answers(tmp_path / "draft", "--init", str(tmp_path / "first"), "--minutes", "0.05")
+    assert 1 <= again["steps"] < 6 * 39 // 8  # six passes over the answers take longer
+    prompts, texts = PROMPTS[1:5], []
+    for config in (None, {"method": "gsd", "model": str(tmp_path / "draft"), "sources": ["draft"], "budget": 16}):
+        engine = Engine(target, config, skip_tokenizer_init=True)
+        texts.append([answer.tokens for answer in engine.generate(prompts, [GREEDY] * 4)])
+        if config is not None:
+            assert engine.metrics()["gsd_nodes_accepted_native"] > 5
+        engine.close()
+    assert texts[0] == texts[1]
+
+
+def test_a_language_model_of_the_same_answers(of_same_answers, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    made = of_same_answers(tmp_path / "draft", "--kind", "lm", "--layers", "2", "--epochs", "10")
+    assert len(made["top_1"]) == 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.num_hidden_layers == 2
 
 
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (["--cost", "0.1"], "exclude each other"),
-        (["--params", "10"], "10 parameters"),
-        (["--layers", "a"], "--layers"),
+        (["--kind", "eagle"], "must be one of dspark, eagle3, lm"),
+        (["--kind", "lm", "--rank", "8"], "has no --rank"),
         (["--prompts", "nowhere"], "cannot be read"),
         (["--target", "nowhere"], "config.json"),
     ],
 )
-def test_refusals(command, extra, sentence):
-    done = subprocess.run([*command, *extra], capture_output=True, text=True)
+def test_refusals(command, extra, sentence, tmp_path):
+    done = subprocess.run([*command, "--out", str(tmp_path / "draft"), *extra], capture_output=True, text=True)
     assert done.returncode == 1
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
@@ -113,6 +157,6 @@ def test_other_options_need_another_work_folder(command, tmp_path):
     work = tmp_path / "draft.work"
     work.mkdir()
     (work / "options.json").write_text('{"answers": 3}')
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([*command, "--out", str(tmp_path / "draft")], capture_output=True, text=True)
     assert done.returncode == 1
     assert "other options" in done.stderr

@@ -77,11 +77,11 @@ def accepted_by(engine, prompts, params=GREEDY):
 
 
 def test_chains_are_those_of_the_student(start_engine, tiny_eagle, tiny_pair, prompts):
-    """Steps and accepted drafts, counted by the student of the training code over the target of ``transformers``."""
+    """Steps and accepted drafts, counted by the layer and the target of ``transformers``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
-    student = load_exact(tiny_eagle, tiny_pair.target)
+    student = load_exact(tiny_eagle, model)
     engine = start_engine({"model": str(tiny_eagle), **CONFIGS["chain"]}, **ENGINE)
     engine.call(forget_prefixes)
     tokens, found = accepted_by(engine, prompts)

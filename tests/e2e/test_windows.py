@@ -1,4 +1,4 @@
-"""Models whose layers attend within a sliding window, and cap their scores: plain vLLM's tokens, with graphs."""
+"""Layers with sliding windows, capped scores or attention sinks give plain vLLM's tokens along graphs."""
 
 import contextlib
 import json
@@ -32,6 +32,8 @@ FAMILIES = {
         "Gemma3",
         {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"]},
     ),
+    # gpt-oss: a mixture of experts, whose heads have a logit without a value (a sink) in each softmax.
+    "every other layer, with sinks": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
@@ -43,6 +45,10 @@ def build(folder, family, keys):
     torch.manual_seed(3)
     config = getattr(transformers, f"{kind}Config")(**SHAPE, **keys)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(".sinks"):
+                weight.normal_(2.0, 1.0)  # the weight of several keys
     model.save_pretrained(folder / "target")
     with torch.no_grad():
         for weight in model.parameters():
@@ -68,7 +74,7 @@ def engines(request, tmp_path_factory):
         ]
         for engine in started:
             stack.callback(engine.close)
-        yield started
+        yield request.param, started
 
 
 def answers(engine, prompts, batch):
@@ -78,21 +84,18 @@ def answers(engine, prompts, batch):
     return [answer.tokens for params in sampling for part in parts for answer in engine.generate(part, params)]
 
 
-def forget_windows(_llm):
-    """Let graphs attend what lies behind the window too."""
+def forget(_llm, option):
+    """Let graphs attend without an argument of ``tree_attention``: what lies behind the window too, or no sinks."""
     from vllm_gsd.engine.attention import cpu as cpu_attention
 
     attend = cpu_attention.tree_attention
-
-    def everything(*args, sliding_window, **kwargs):
-        return attend(*args, sliding_window=-1, **kwargs)
-
-    cpu_attention.tree_attention = everything
+    nothing = {"sliding_window": -1, "sinks": None}[option]
+    cpu_attention.tree_attention = lambda *args, **kwargs: attend(*args, **{**kwargs, option: nothing})
 
 
 def test_equals_plain_vllm(engines, random_prompts):
     prompts = [prompt + prompt[-20:] for prompt in random_prompts(6, 30, 150)]
-    plain, drafted, copied = engines
+    family, (plain, drafted, copied) = engines
     for batch in (1, 6):
         expected = answers(plain, prompts, batch)
         for engine in (drafted, copied):
@@ -102,7 +105,7 @@ def test_equals_plain_vllm(engines, random_prompts):
     counts = drafted.metrics()
     assert counts["gsd_nodes_accepted_native"] > counts["gsd_target_steps"] / 5
     assert counts["gsd_kv_rows_moved"] > 0
-    drafted.call(forget_windows)
+    drafted.call(forget, "sinks" if "sinks" in family else "sliding_window")
     assert answers(drafted, prompts, 6) != expected  # or equal answers would prove nothing
 
 

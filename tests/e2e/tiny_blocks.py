@@ -12,16 +12,35 @@ import torch
 from safetensors.torch import load_file, save_file
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
+WINDOWS = {"layer_types": LAYERS * ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
+# Drafts by name: the kind and what ``build_tiny_block`` is given.
+BLOCKS = {
+    "dspark": ("dspark", {}),
+    "trimmed dspark": ("dspark", {"trimmed": True, "sample_from_anchor": False, "speculators": True}),
+    "dflash2": ("dflash2", {}),
+    "dflash2 of speculators": ("dflash2", {"speculators": True}),
+    "dflash": ("dflash", {}),
+    "dflash with windows": ("dflash", WINDOWS),
+    "gemma4": ("dspark", {"gemma4": True}),
+    "dflash of speculators": ("dflash", {"speculators": True}),
+}
 
 
 def build_tiny_block(
-    kind: str, target: Path, folder: Path, trimmed: bool = False, speculators: bool = False, **keys
+    kind: str,
+    target: Path,
+    folder: Path,
+    trimmed: bool = False,
+    speculators: bool = False,
+    gemma4: bool = False,
+    **keys,
 ) -> Path:
     """Write a draft of ``kind`` ("dflash", "dflash2" or "dspark") to ``folder``.
 
     Args:
         trimmed: a DSpark draft of every second token of the vocabulary, with an LM head of its own.
         speculators: in the format of the speculators package; else as its authors publish it.
+        gemma4: a DSpark draft of Gemma 4's shape.
         keys: of its config.json, beside or instead of the usual ones.
     """
     torch.manual_seed(11)
@@ -58,6 +77,11 @@ def build_tiny_block(
             weights["lm_head.weight"] = load_file(target / "model.safetensors")["lm_head.weight"][ids]
     else:
         config["dflash_config"] = own
+    if gemma4:
+        config |= {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "attention_k_eq_v": True}
+        config |= {"layer_types": LAYERS * ["full_attention"], "final_logit_softcapping": 8.0}
+        config |= {"global_head_dim": HEAD_DIM, "num_global_key_value_heads": KV_HEADS}
+        weights = _as_gemma4(weights, load_file(target / "model.safetensors"))
     if kind == "dflash2":
         own |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 6}
         weights |= _convolutions_and_selector(vocab)
@@ -123,6 +147,16 @@ def _backbone() -> dict[str, torch.Tensor]:
         # The same in all layers, as vLLM's own method takes the first layer's for all on CPUs.
         weights[f"layers.{layer}.self_attn.k_norm.weight"] = keys_norm.clone()
     return weights
+
+
+def _as_gemma4(weights: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keys are values, layers have two norms more, and the ends are copies of the target's."""
+    kept = {name: weight for name, weight in weights.items() if "v_proj" not in name}
+    names = [
+        f"layers.{layer}.{name}_feedforward_layernorm.weight" for layer in range(LAYERS) for name in ("pre", "post")
+    ]
+    ends = {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": target["lm_head.weight"]}
+    return {**kept, **{name: torch.ones(HIDDEN) for name in names}, **ends}
 
 
 def _convolutions_and_selector(vocab: int) -> dict[str, torch.Tensor]:

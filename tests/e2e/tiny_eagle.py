@@ -1,62 +1,87 @@
 """A draft of EAGLE's kind for the tiny target: fitted to its hidden states over random text, never trained."""
 
+import json
+import shutil
 from pathlib import Path
 
-import numpy as np
 import torch
-from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from vllm_gsd.tools.distill import eagle, hidden_states
-from vllm_gsd.tools.distill.train import load_answers
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+KEPT = (*SIZES, "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id")
 
 
+class EagleHead(torch.nn.Module):
+    """One decoder layer that reads a token and the hidden state before it, in float32."""
+
+    def __init__(self, config: dict, target):
+        super().__init__()
+        own = LlamaConfig(**config, attn_implementation="sdpa")
+        self.fc = torch.nn.Linear(2 * own.hidden_size, own.hidden_size, bias=False)
+        layer = LlamaDecoderLayer(own, 0)
+        layer.input_layernorm = torch.nn.Identity()  # EAGLE's first layer has none
+        self.layers = torch.nn.ModuleList([layer])
+        self.rotary = LlamaRotaryEmbedding(own)
+        self.embed, self.head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
+
+    def forward(self, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Predicted hidden states [batch, length, hidden] from tokens [batch, length] and the states before them."""
+        hidden = self.fc(torch.cat((self.embed[tokens], before), dim=-1))
+        turns = self.rotary(hidden, torch.arange(tokens.shape[1])[None])
+        return self.layers[0](hidden, position_embeddings=turns)
+
+
+@torch.no_grad()
 def build_tiny_eagle(target: Path, folder: Path, vocab_size: int) -> Path:
-    """Build it in ``folder``; the layer is random but for what the fit says."""
-    from transformers import AutoModelForCausalLM
-
+    """Build it in ``folder``; the layer is random but for a least-squares fit of the next hidden state."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     torch.manual_seed(5)
     prompts = torch.randint(3, vocab_size, (64, 8))
-    texts = model.generate(prompts, max_new_tokens=56, do_sample=False, eos_token_id=None, pad_token_id=0).numpy()
-    answer = {"prompt_len": 8, "top_ids": [0] * 8, "top_logprobs": [0.0] * 8, "text": ""}
-    folder.mkdir()
-    file = folder / "answers.parquet"
-    Dataset.from_list([{"input_ids": text.tolist(), **answer} for text in texts]).to_parquet(str(file))
-    features = hidden_states.write_features(target, [file], folder / "features")
-    eagle.make_start(target, folder / "start", np.arange(vocab_size), load_answers([file], 100), features)
-    student = eagle.load(folder / "start", target)
-    for module in (student.layers[0].self_attn.o_proj, student.layers[0].mlp.down_proj):
+    texts = model.generate(prompts, max_new_tokens=56, do_sample=False, eos_token_id=None, pad_token_id=0)
+    states = model.model(texts)[0]
+    config = json.loads((target / "config.json").read_text())
+    config = {name: config[name] for name in KEPT if config.get(name) is not None}
+    config = {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, **config}
+    head = EagleHead(config, model)
+    known = torch.cat((head.embed[texts][:, 1:-1], states[:, :-2]), -1).flatten(0, 1)
+    head.fc.weight.copy_(torch.linalg.lstsq(known, states[:, 1:-1].flatten(0, 1)).solution.T)
+    for module in (head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj):
         torch.nn.init.normal_(module.weight, std=0.02)
-    eagle.save_trained(student, folder / "start", folder / "draft")
-    return folder / "draft"
+    folder.mkdir()
+    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    for file in target.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return folder
 
 
-def load_exact(draft: Path, target: Path) -> eagle.EagleStudent:
-    """The student as an engine in float32 runs it."""
-    student = eagle.load(draft, target)
-    embedding, head = eagle.target_ends(target)
-    student.embedding, student.head = embedding.float(), head[student.token_ids].float()
-    return student
+def load_exact(draft: Path, model) -> EagleHead:
+    """The head as an engine in float32 runs it. ``model``: the target."""
+    head = EagleHead(json.loads((draft / "config.json").read_text()), model)
+    head.load_state_dict({name: weight.float() for name, weight in load_file(draft / "model.safetensors").items()})
+    return head
 
 
-def chain_steps(student: eagle.EagleStudent, model, text: list[int], first: int, length: int) -> tuple[int, int]:
+@torch.no_grad()
+def chain_steps(head: EagleHead, model, text: list[int], first: int, length: int) -> tuple[int, int]:
     """Target steps, and drafts accepted, of a greedy chain of ``length`` drafts, where the text is the target's own.
 
     Args:
         text: prompt and answer; ``first``: the prompt's length.
     """
-    with torch.no_grad():
-        states = model.model(input_ids=torch.tensor([text]))[0]
-    features = torch.nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
+    features = pad(model.model(input_ids=torch.tensor([text]))[0][:, :-1], (0, 0, 1, 0))
     steps, accepted, known = 1, 0, first + 1  # the prompt's own step gives a token
     while known < len(text):
         path = list(text[:known])
         before = features[:, :known]
         most = min(length, len(text) - known - 1)  # the last place is the bonus token's
         for _ in range(most):
-            with torch.no_grad():
-                hidden = student.levels(torch.tensor([path]), before, 1)[0][:, -1:]
-            path.append(int(student.token_ids[(hidden @ student.head.T).argmax()]))
+            hidden = head(torch.tensor([path]), before)[:, -1:]
+            path.append(int((hidden @ head.head.T).argmax()))
             before = torch.cat((before, hidden), 1)
         right = 0
         while right < most and path[known + right] == text[known + right]:

@@ -21,26 +21,29 @@ class TinyPair:
     eos: int  # a token that greedy text does contain
 
 
-def build_tiny_pair(folder: Path, vocab_size: int = VOCAB_SIZE, logit_scale: float = LOGIT_SCALE) -> TinyPair:
-    """Build the pair in ``folder``."""
+def build_tiny_pair(
+    folder: Path, vocab_size: int = VOCAB_SIZE, logit_scale: float = LOGIT_SCALE, **shape: int
+) -> TinyPair:
+    """Build the pair in ``folder``; ``shape`` replaces fields of the configuration below."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.12,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.12,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = LlamaConfig(**{**config, **shape})
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         model.lm_head.weight *= logit_scale

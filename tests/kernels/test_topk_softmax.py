@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from vllm_gsd.method.verify import follow
 from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.ops.topk.api import (
-    _topk_softmax_selecting,
     argmax_of_walks,
     argmax_of_walks_reference,
     topk_softmax,
@@ -39,20 +38,6 @@ def check(logits, k):
 @pytest.mark.parametrize("k", [1, 4, 13, 256])
 def test_topk_softmax(isa, shape, k, dtype):
     check((4 * torch.randn(shape)).to(dtype), min(k, shape[1]))
-
-
-@pytest.mark.parametrize("k", [1, 4, 13])
-def test_what_gpus_do(k):
-    """It selects; equal logits come in the order of their tokens, as far as they are among the k."""
-    logits = torch.randn(5, 300)
-    logits[1] = logits[1].round()
-    logits[:, 7] = logits[:, 200] = 9.0
-    probs, ids = _topk_softmax_selecting(logits, k)
-    expected, expected_ids = topk_softmax_reference(logits, k)
-    torch.testing.assert_close(probs, expected)
-    assert torch.equal(ids[[0, 2, 3, 4]], expected_ids[[0, 2, 3, 4]]) or k == 1
-    ties = probs[:, 1:] == probs[:, :-1]
-    assert (ids[:, 1:] > ids[:, :-1])[ties].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,7 +82,7 @@ def test_extreme_logits(isa):
     check(logits, 3)
 
 
-@pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference, _topk_softmax_selecting])
+@pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference])
 def test_row_of_minus_infinity_has_no_softmax(op):
     probs, ids = op(torch.full((1, 5000), -torch.inf), 3)
     assert probs.tolist() == [[0, 0, 0]] and ids.tolist() == [[0, 1, 2]]
@@ -108,7 +93,7 @@ NAN_PLACES = [[0], [2], [700], [4095], [4096], [8998], [8999], [5, 6000], range(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("places", NAN_PLACES, ids=str)
-@pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference, _topk_softmax_selecting])
+@pytest.mark.parametrize("op", [topk_softmax, topk_softmax_reference])
 def test_rows_with_nan_have_no_probabilities(isa, op, places, dtype):
     """Nor do those with +inf, and no other row minds."""
     logits = (4 * torch.randn(5, 9000)).to(dtype)

@@ -6,18 +6,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.tools.distill import generate, prompts, run, student
-from vllm_gsd.tools.distill.generate import TOP
-from vllm_gsd.tools.distill.train import Distillation, collate, count_parameters, load_answers
+from vllm_gsd.config.draft_check import check_draft
+from vllm_gsd.config.draft_kind import kind_of
+from vllm_gsd.tools.distill import answers, generate, prompts, run, states
+from vllm_gsd.tools.distill.data import States, load_answers, state_layers
+from vllm_gsd.tools.distill.lm import LanguageModel, project
+from vllm_gsd.tools.distill.options import DistillError, Options
+from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
+from vllm_gsd.tools.distill.target import Target, check_target
+from vllm_gsd.tools.distill.train import train
 from vllm_gsd.tools.distill.validate import agreement
 from vllm_gsd.tools.prompt_file import PromptsError
-
-CONFIG = {
-    "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "num_key_value_heads": 4,
-}  # fmt: skip
 
 
 class TestPrompts:
@@ -62,131 +64,188 @@ class TestPrompts:
             prompts.from_file(tmp_path / "none")
 
 
-class TestShape:
-    @pytest.mark.parametrize("params", [500_000, 1_500_000, 10**9])
-    def test_the_widest_that_fits(self, params):
-        shape = student.choose_shape(CONFIG, params, None, 500)
-
-        def size(width):
-            other = student.Shape(width, student.DEPTH, 500)
-            return student.DEPTH * other.layer_parameters() + 1000 * width
-
-        assert size(shape.width) <= params
-        assert shape.width == CONFIG["hidden_size"] or size(shape.width + student.WIDTH_STEP) > params
-
-    def test_by_cost(self):
-        shape = student.choose_shape(CONFIG, None, 0.3, 500)
-        read = student.DEPTH * shape.layer_parameters() + 500 * shape.width
-        assert 0.1 < read / student.target_parameters(CONFIG) <= 0.3
-
-    def test_too_small(self):
-        with pytest.raises(student.StudentError, match="1,000 parameters"):
-            student.choose_shape(CONFIG, 1000, None, 500)
-
-    @pytest.mark.parametrize("layers", [(0, 6), (-1,), ()])
-    def test_layers_that_are_not_there(self, layers):
-        with pytest.raises(student.StudentError, match="layers 0 to 5"):
-            student.layers_shape(CONFIG, layers, 500)
-
-    def test_no_llama(self, tmp_path):
-        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-        with pytest.raises(student.StudentError, match="'gpt2'"):
-            student.target_config(tmp_path)
-
-    def test_ranking(self):
-        assert student.rank_tokens(np.array([0, 5, 2, 5, 0]), [4]).tolist() == [4, 1, 3, 2, 0]
-
-    def test_projection_keeps_what_is_alike(self):
-        base = torch.randn(100, 4) @ torch.randn(4, 64)
-        small = student.project(base, 4)
-        torch.testing.assert_close(small @ small.T, base @ base.T, rtol=1e-3, atol=1e-2)
+CONFIG = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": None, "initializer_range": 0.12,
+}  # fmt: skip
+PROMPT = 3
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"}))
-    model.save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder, safe_serialization=True)
     return folder
 
 
-def answers(count, vocab_size):
-    random = np.random.default_rng(0)
-    rows = []
-    for _ in range(count):
-        length, prompt_len = int(random.integers(4, 12)), 3
-        known = length - prompt_len
-        top = np.log(np.sort(random.dirichlet(np.ones(TOP + 1), known), axis=1)[:, ::-1][:, :TOP])
-        rows.append({
-            "input_ids": random.integers(0, vocab_size, length), "prompt_len": np.int64(prompt_len),
-            "top_ids": np.concatenate([random.choice(vocab_size, TOP, replace=False) for _ in range(known)]),
-            "top_logprobs": top.ravel(),
-        })  # fmt: skip
-    return rows
+@pytest.fixture(scope="module")
+def work(target, tmp_path_factory):
+    """A work folder with two files of answers and their states."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "answers").mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("first-00000", "second-00000"):
+        texts = [rng.integers(0, 300, length).tolist() for length in rng.integers(12, 40, 12)]
+        rows = [{"input_ids": text, "prompt_len": PROMPT, "text": ""} for text in texts]
+        Dataset.from_list(rows).to_parquet(str(folder / "answers" / f"{name}.parquet"))
+    states.write_missing(target, files(folder), folder / "states", batch_tokens=64)
+    return folder
 
 
-class Rows(list):
-    """A list with the interface of a dataset."""
+def files(work):
+    return sorted((work / "answers").glob("*.parquet"))
 
 
-def test_students_load_and_count(target, tmp_path):
-    config, ranking = student.target_config(target), np.arange(1000)[::-1]
-    narrow = student.Shape(128, 2, 300)
-    student.make_student(target, tmp_path / "narrow", narrow, ranking, 0)
-    own = student.layers_shape(config, (0, 5), 300)
-    student.make_student(target, tmp_path / "own", own, ranking, 0)
-    whole = LlamaForCausalLM.from_pretrained(target)
-    taken = LlamaForCausalLM.from_pretrained(tmp_path / "own")
-    torch.testing.assert_close(taken.model.layers[1].mlp.up_proj.weight, whole.model.layers[5].mlp.up_proj.weight)
-    torch.testing.assert_close(taken.model.embed_tokens.weight, whole.model.embed_tokens.weight)
-    total, read = count_parameters(tmp_path / "narrow", 300)
-    norms = 5 * 128
-    assert total == 2 * narrow.layer_parameters() + 1000 * 128 + norms
-    assert read == total - norms + 4 * 128 - 700 * 128
+def student(kind, target, **options):
+    """A new student of 256 tokens, or one made from ``init``."""
+    own = Options(target=str(target), kind=kind, **({"vocab_size": 256} if "init" not in options else {}), **options)
+    made = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}[kind]
+    return made.make(own, Target(target), np.arange(300))
 
 
-def test_loss_is_the_cross_entropy_over_the_trimmed_vocabulary(target):
-    whole = LlamaForCausalLM.from_pretrained(target)
-    token_ids = torch.arange(0, 1000, 3)
-    model = Distillation(whole, token_ids, freeze_embedding=True)
-    rows = answers(5, 1000)
-    expected, positions = 0.0, 0
-    for row in rows:
-        logits = whole(torch.from_numpy(row["input_ids"])[None]).logits[0].detach()
-        for place in range(len(row["input_ids"]) - 3):
-            q = logits[2 + place][token_ids].log_softmax(0)
-            for token, logprob in zip(
-                row["top_ids"][TOP * place :][:TOP], row["top_logprobs"][TOP * place :][:TOP], strict=True
-            ):
-                if token % 3 == 0:
-                    expected -= np.exp(logprob) * float(q[token // 3])
-            positions += 1
-    loss = model(**collate(rows))["loss"]
-    assert float(loss.detach()) == pytest.approx(expected / positions, rel=1e-4)
-    trained = set(model.state_dict())
-    assert not any("embed_tokens" in name or "lm_head" in name for name in trained)
-    assert any("up_proj" in name for name in trained)
+class TestStates:
+    @pytest.mark.parametrize(
+        ("depth", "layers"), [(30, [8, 16, 24, 30]), (32, [8, 16, 24, 32]), (5, [2, 4, 5]), (2, [1, 2]), (1, [1])]
+    )
+    def test_layers(self, depth, layers):
+        assert state_layers(depth) == layers
+
+    def test_they_are_the_targets(self, target, work):
+        """As transformers has them, with the last layer's before the final norm: its logits are the target's."""
+        whole = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+        data, reader = load_answers(files(work), 30), States(work / "states")
+        assert 0 < len(data) < 24 and max(data["length"]) <= 30
+        for row in data:
+            with torch.no_grad():
+                output = whole(torch.from_numpy(row["input_ids"])[None], output_hidden_states=True)
+            found = reader.of(row)
+            for index, layer in enumerate(state_layers(5)[:-1]):
+                torch.testing.assert_close(found[:, index].float(), output.hidden_states[layer][0], rtol=0.1, atol=0.1)
+            logits = Target(target).logits(found[:, -1]).float()
+            torch.testing.assert_close(logits, output.logits[0], rtol=0.1, atol=0.3)
+
+    def test_a_batch_has_texts_one_after_the_other(self, work):
+        data = load_answers(files(work), 640)
+        reader, rows = States(work / "states", padding=2), [data[0], data[20]]
+        batch = reader.collate(rows)
+        first = int(rows[0]["length"])
+        assert batch["document_ids"].tolist() == [[0] * (first + 2) + [1] * (int(rows[1]["length"]) + 2)]
+        assert batch["input_ids"][0, first + 2 :][:-2].tolist() == rows[1]["input_ids"].tolist()
+        assert batch["position_ids"][0, first + 2] == 0
+        known = batch["loss_mask"][0, : first + 2].nonzero()[:, 0].tolist()
+        assert known == list(range(PROMPT - 1, first - 1))
+        own = reader.of(rows[1])
+        assert torch.equal(batch["verifier_last_hidden_states"][0, first + 2 :][:-2], own[:, -1])
+        assert torch.equal(batch["hidden_states"][0, first + 2 :][:-2], own.flatten(1))
+
+    def test_shifted_a_token_has_the_states_before_it(self, work):
+        row = load_answers(files(work), 640)[3]
+        plain, shifted = (States(work / "states", shift=shift).collate([row]) for shift in (False, True))
+        for name, rows in shifted.items():
+            assert torch.equal(rows, plain[name][:, :-1] if name == "hidden_states" else plain[name][:, 1:])
+
+    def test_what_is_there_is_not_run_again(self, target, work, monkeypatch):
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("runs"))
+        states.write_missing(target, files(work), work / "states")
 
 
-def test_agreement_counts_the_targets_best_token(target):
-    whole = LlamaForCausalLM.from_pretrained(target)
-    model = Distillation(whole, torch.arange(1000), freeze_embedding=True)
-    rows = answers(6, 1000)
-    for index, row in enumerate(rows):
-        logits = whole(torch.from_numpy(row["input_ids"])[None]).logits[0].detach()[2:-1]
-        rank = [0, 3, 4][index % 3]  # of the token that the fake target prefers
-        row["top_ids"].reshape(-1, TOP)[:, 0] = logits.argsort(descending=True)[:, rank]
-    found = agreement(model, Rows(rows), collate)
-    counts = np.array([len(row["input_ids"]) - 3 for row in rows], float)
-    share = [counts[0::3].sum() / counts.sum(), (counts[0::3].sum() + counts[1::3].sum()) / counts.sum()]
-    assert found["top_1"] == pytest.approx(share[0], abs=0.1)
-    assert found["top_4"] == pytest.approx(share[1], abs=0.1)
+class TestStudents:
+    def test_the_target_agrees_with_itself(self, target, work, monkeypatch):
+        """Whether texts are packed or not."""
+        model, data = student("lm", target, init=str(target)), load_answers(files(work), 640)
+        reader = model.states(work / "states")
+        for size in (1, 3):
+            monkeypatch.setattr("vllm_gsd.tools.distill.validate.pack_size", lambda _, size=size: size)
+            found = agreement(model, data, reader)
+            assert found["top_1"][0] > 0.9 and found["top_4"] == [1.0]
+            assert found["chain"] == found["top_1"][0]
+        # A text does not see the one before it in a batch.
+        with torch.no_grad():
+            together = model.drafted(reader.collate([data[0], data[1]])).logits
+            alone = model.drafted(reader.collate([data[1]])).logits
+        torch.testing.assert_close(together[-len(alone) :], alone, rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+    def test_what_is_drafted_depends_on_the_text_before_alone(self, target, work, kind):
+        """Changed tokens and states change the drafts behind them, not those before."""
+        model, data = student(kind, target), load_answers(files(work), 640)
+        reader = model.states(work / "states")
+        batch = reader.collate([data[0], data[1]])
+        batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
+        changed, place = {name: rows.clone() for name, rows in batch.items()}, int(data[0]["length"]) - 5
+        changed["input_ids"][0, place:] = 7
+        changed["hidden_states"][0, place:] += 1
+        found = []
+        for inputs in (batch, changed):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                found.append(model.drafted(inputs))
+        (drafted, other), rows = found, found[0].rows
+        assert torch.equal(drafted.chains, other.chains) and drafted.chains.shape[1] == model.depth
+        starts = rows[drafted.chains[:, 0]]
+        first = drafted.chains[:, 0]
+        same = (drafted.logits[first] - other.logits[first]).abs().amax(1) < 1e-4
+        assert same[starts < place].all() and not same[starts >= place].any()
+        assert (starts < place).any() and (starts >= place).any()
+        chains = rows[drafted.chains]
+        assert torch.equal(chains, chains[:, :1] + torch.arange(model.depth))
+        assert batch["loss_mask"][0, chains].all()
+
+    @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
+    def test_they_learn_are_saved_and_load_again(self, target, work, tmp_path, kind):
+        model, data = student(kind, target), load_answers(files(work), 640)
+        reader = model.states(work / "states")
+        options = Options(target=str(target), kind=kind, epochs=20, learning_rate=3e-3)
+        before = agreement(model, data, reader)
+        assert train(model, tmp_path, data, reader, options, None) == 60
+        after = agreement(model, data, reader)
+        assert after["chain"] > before["chain"] + 0.1
+        assert all(0 <= best <= four <= 1 for best, four in zip(after["top_1"], after["top_4"], strict=True))
+        model.save(tmp_path / "draft")
+        assert kind_of(tmp_path / "draft") == ("language model" if kind == "lm" else kind)
+        check_draft(str(tmp_path / "draft"), 300, target)
+        assert str(target) not in (tmp_path / "draft" / "config.json").read_text()
+        again = student(kind, target, init=str(tmp_path / "draft"))
+        assert agreement(again, data, reader)["chain"] == pytest.approx(after["chain"], abs=0.1)
+
+    def test_projection_keeps_what_is_alike(self):
+        base = torch.randn(100, 4) @ torch.randn(4, 64)
+        small = project(base, 4)
+        torch.testing.assert_close(small @ small.T, base @ base.T, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "eagle"}, "must be one of dspark, eagle3, lm"),
+        ({"kind": "lm", "rank": 8}, "lm has no --rank"),
+        ({"kind": "eagle3", "vocab_size": 300, "init": "x"}, "draft's own --vocab-size"),
+        ({"prompts": "a", "data": "b"}, "exclude each other"),
+        ({"init": "TARGET"}, "language model, but --kind is dspark"),
+        ({"data": "nowhere"}, "has no answers"),
+    ],
+)
+def test_what_does_not_go_together(target, tmp_path, options, said):
+    options = {key: str(target) if value == "TARGET" else value for key, value in options.items()}
+    with pytest.raises(DistillError, match=said):
+        run.distill(Options(target=str(target), **options), tmp_path / "out", tmp_path / "work")
+
+
+def test_targets(target, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(DistillError, match="'gpt2'"):
+        check_target(tmp_path)
+    shallow = {**json.loads((target / "config.json").read_text()), "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shallow))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(DistillError, match="reads 3 layers, but the target has only 2"):
+        run.distill(Options(target=str(tmp_path), kind="eagle3"), tmp_path / "out", tmp_path / "work")
 
 
 def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(answers.time, "perf_counter", lambda: now[0])
     left = generate.shard_path(tmp_path / "answers", "first", 0)
     left.parent.mkdir()
     left.write_text("of a run that was killed")
@@ -195,28 +254,29 @@ def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch):
         assert not left.exists() and len(chats) in (0, generate.SHARD)
         now[0] += seconds
 
-    options = run.Options(target="t", minutes=20)
     for _ in range(2):  # decided once
-        planned = run._planned_answers(options, tmp_path, lambda: takes(100), lambda chats: takes(40, chats))
-        # 40% of 1,200 seconds, where later shards take 1.5 times as long as the first.
+        planned = answers.planned_answers(
+            Options(target="t"), tmp_path, 8, lambda: takes(100), lambda chats: takes(40, chats)
+        )
+        # 480 seconds, where later shards take 1.5 times as long as the first.
         assert planned == generate.SHARD * (1 + (480 - 140) // 60)
     assert now == [140.0]
-    assert run._planned_answers(run.Options(target="t", answers=7), tmp_path, None, None) == 7
+    assert answers.planned_answers(Options(target="t", answers=7), tmp_path, None, None, None) == 7
 
 
 def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monkeypatch):
     """The second round asks about answers, so each must stay with its request."""
 
     def output(length):
-        flat = {"token_ids": [5] * TOP * length, "logprobs": [-1.0] * TOP * length}
-        flat |= {"start_indices": range(0, TOP * length, TOP), "end_indices": range(TOP, TOP * length + 1, TOP)}
-        completion = {"token_ids": [5] * length, "text": f"{length} tokens", "logprobs": SimpleNamespace(**flat)}
-        return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[SimpleNamespace(**completion)])
+        completion = SimpleNamespace(token_ids=[5] * length, text=f"{length} tokens")
+        return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[completion])
 
+    monkeypatch.setattr(states.Recorder, "attached", lambda llm: None)
+    (tmp_path / "answers").mkdir()
     monkeypatch.setattr(generate, "_generate", lambda llm, chats, *rest: [output(length) for length in (4, 1, 3)])
     texts = generate.answer(AskingTarget("template"), [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
     assert texts == ["4 tokens", "1 tokens", "3 tokens"]
-    data = load_answers([generate.shard_path(tmp_path, "first", 0)], 640)
+    data = load_answers(files(tmp_path), 640)
     assert [int(row["first"]) for row in data] == [0, 6 + 3]
 
 
@@ -225,7 +285,7 @@ def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monke
 )
 def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second):
     size = generate.SHARD
-    assert run.later_rounds(int(shards * size)) == (own * size, second * size)
+    assert answers.later_rounds(int(shards * size)) == (own * size, second * size)
 
 
 class AskingTarget:

@@ -56,7 +56,9 @@ class Runner:
 
 def test_forwards_are_watched_until_they_are_not():
     runner, seen = Runner(), []
-    assert forwards.watch(runner, lambda: seen.append("begun"), lambda *given: seen.append(given), seen.append)
+    assert forwards.watch(
+        runner, lambda: seen.append("begun"), lambda *given: seen.append(given) or given[1], seen.append
+    )
     assert runner.execute_model(10) == (11, 21)
     assert seen == ["begun", (10, 11), (20, 21), 10]
     forwards.unwatch(runner)

@@ -18,6 +18,7 @@ USED = {
     "multimodal models": ("V1", "CPU", {"model.is_multimodal_model": True}, "multimodal"),
     "multi-head latent attention (MLA)": ("V2", "GPU", {"model.use_mla": True}, "MLA"),
     "Mamba, hybrid and attention-free models": ("V1", "CPU", {"model.is_hybrid": True}, "hybrid"),
+    "chunked local attention (Llama 4)": ("V1", "CPU", {"model.attention_chunk_size": 8192}, "chunks of 8192 tokens"),
     "diffusion language models": ("V1", "CPU", {"vllm_config.diffusion_config": 1}, "diffusion"),
     'sliding windows of at most "num_speculative_tokens" tokens': (
         *("V1", "CPU", {"model.get_sliding_window": lambda: 16}),
@@ -67,6 +68,7 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
         **dict.fromkeys(("is_encoder_decoder", "uses_mrope", "is_multimodal_model", "use_mla", "is_hybrid"), False),
         **dict.fromkeys(("is_attention_free", "is_moe", "enable_prompt_embeds", "enable_trace_replay"), False),
         "return_sampling_mask": False,
+        "attention_chunk_size": None,
     }
     sizes = ("pipeline", "decode_context", "prefill_context", "data", "tensor")
     parallel = {

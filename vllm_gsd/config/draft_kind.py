@@ -27,6 +27,8 @@ def kind_of_config(config: dict[str, Any]) -> str:
     for kind in _IN_NAMES:
         if kind in names:
             return kind
+    if "dflash_config" in config:
+        return "dflash"
     return EAGLE3 if any(config.get(key) for key in _EAGLE3_KEYS) else LANGUAGE_MODEL
 
 

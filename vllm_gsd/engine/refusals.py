@@ -103,9 +103,15 @@ REFUSALS = (
     ),
     Refusal(
         "Mamba, hybrid and attention-free models",
-        "Mamba, hybrid or attention-free models",
+        "Mamba, hybrid or attention-free models, whose recurrent states (Mamba, GDN) cannot follow branches",
         lambda e: e.model.is_hybrid or e.model.is_attention_free,
-        _OTHER_TARGET,
+        f"{_OTHER_TARGET} (docs/hybrids.md says why)",
+    ),
+    Refusal(
+        "chunked local attention (Llama 4)",
+        "chunked local attention (chunks of {e.model.attention_chunk_size} tokens)",
+        lambda e: e.model.attention_chunk_size is not None,
+        "use a model whose layers have full or sliding-window attention",
     ),
     Refusal(
         "diffusion language models",

@@ -3,13 +3,9 @@
 Two kinds of kernels serve them. The C++ extension ``vllm_gsd._C`` (``kernels/cpu``) serves CPU tensors, and Triton
 kernels serve GPU tensors. ``dispatch`` chooses the Triton kernels.
 
-Some operators also have a PyTorch version in this package, because it runs in production or in engine tests:
-
-- ``tree_attention_reference``, ``topk_softmax_reference``, ``argmax_of_walks_reference``, ``move_kv_reference`` and the
-  references of ``state_rows`` serve CPUs where the extension is not built.
-- ``_merge_reference``, ``_graft_reference``, ``_flatten_reference`` and the loop in ``row_masks`` grow graphs on the
-  device path where no Triton kernel serves: on the CPU, and in the interpreter, where kernels that visit the nodes one
-  by one are too slow.
+Some operators also have a PyTorch version in this package, because it runs in production:
+``tree_attention_reference``, ``topk_softmax_reference``, ``argmax_of_walks_reference``, ``move_kv_reference`` and the
+references of ``state_rows`` serve CPUs where the extension is not built.
 
 All other references are in ``tests/kernels/references``.
 """

@@ -20,16 +20,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and have_triton()
 
 
-def use_triton(tensor: torch.Tensor, node_by_node: bool = False) -> bool:
-    """Whether Triton kernels serve ``tensor``: it is on a GPU, or on the CPU while Triton interprets.
-
-    Args:
-        node_by_node: whether the kernel visits the nodes one by one. Such a kernel takes seconds in the interpreter, so
-            only the tests of that kernel run it there.
-    """
-    if tensor.is_cuda:
-        return have_triton()
-    return tensor.device.type == "cpu" and interpreted() and not node_by_node
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels serve ``tensor``: it is on a GPU, or on the CPU while Triton interprets."""
+    return have_triton() if tensor.is_cuda else tensor.device.type == "cpu" and interpreted()
 
 
 def require_triton(operator: str, tensor: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,20 @@ def share_ends(draft: Any, target: Any) -> None:
     embedding = target.model.embed_tokens
     embedding = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
     own = draft.model.embed_tokens.weight
-    if not getattr(draft, "has_own_embed_tokens", False) or torch.equal(own, embedding.weight):
+    has_both = not getattr(draft, "dspark_shares_target_embeddings", True)  # as Gemma 4's, which say nothing else
+    if not getattr(draft, "has_own_embed_tokens", has_both) or torch.equal(own, embedding.weight):
         draft.model.embed_tokens = embedding
-    if not getattr(draft, "has_own_lm_head", False):
+    if not getattr(draft, "has_own_lm_head", has_both):
         draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
+
+
+def keep_all_keys(layers: Iterable[Any]) -> None:
+    """Make attention layers keep the keys and values of all tokens; their sliding windows still limit the attention.
+
+    All layers of an engine share one block table, whose blocks hold the whole text.
+    """
+    for layer in layers:
+        layer.sliding_window = None
 
 
 def take_logits(model: Any) -> None:

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-def watch(runner: Any, begun: Callable[[], None], forward: Callable[..., None], done: Callable[..., None]) -> bool:
+def watch(runner: Any, begun: Callable[[], None], forward: Callable[..., Any], done: Callable[..., None]) -> bool:
     """Call the given functions at every step until :func:`unwatch`.
 
     Args:
         runner: the model runner.
         begun: called before a step.
-        forward: called after each forward pass with its positions and hidden states.
+        forward: called after each forward pass with its positions and the model's output. The runner gets what it
+            returns.
         done: called after a step with its ``SchedulerOutput``.
 
     Returns:
@@ -27,8 +28,7 @@ def watch(runner: Any, begun: Callable[[], None], forward: Callable[..., None], 
 
     def model_forward(*args: Any, **kwargs: Any) -> Any:
         output = upstream_forward(*args, **kwargs)
-        forward(kwargs["positions"] if "positions" in kwargs else args[1], output)
-        return output
+        return forward(kwargs["positions"] if "positions" in kwargs else args[1], output)
 
     def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         begun()

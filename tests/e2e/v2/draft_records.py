@@ -3,6 +3,18 @@
 from engine_process import model_runner
 
 
+def name_layers_apart() -> None:
+    """Give the layers of Gemma 4's DSpark draft a prefix: vLLM 0.32 names them as those of a target for text only."""
+    from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkForCausalLM
+
+    upstream = Gemma4DSparkForCausalLM.__init__
+
+    def init(self, *, vllm_config, prefix=""):
+        upstream(self, vllm_config=vllm_config, prefix=prefix or "draft")
+
+    Gemma4DSparkForCausalLM.__init__ = init
+
+
 def record_drafts(llm) -> None:
     """Start recording."""
     speculator, drafts = model_runner(llm).speculator, []

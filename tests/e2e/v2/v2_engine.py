@@ -35,6 +35,7 @@ class V2Engine(Engine):
             GPU; else those of CPUs.
         cuda_graphs: emulated ones, with ``gpu_attention``.
         split_groups: every layer in an attention group of its own.
+        first: functions called before anything else.
     """
 
     server = forkserver.ForkServer()
@@ -48,9 +49,10 @@ class V2Engine(Engine):
         gpu_attention: bool = False,
         cuda_graphs: bool = False,
         split_groups: bool = False,
+        first: tuple = (),
         **options,
     ):
-        before = [interpreter.turn_on_async_scheduling] if async_scheduling else []
+        before = [*first, interpreter.turn_on_async_scheduling] if async_scheduling else [*first]
         before += [interpreter.attend_as_on_gpus] if gpu_attention else []
         before += [interpreter.emulate_cuda_graphs] if cuda_graphs else []
         before += [interpreter.split_attention_groups] if split_groups else []

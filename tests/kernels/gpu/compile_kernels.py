@@ -12,25 +12,31 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
+from device_graphs import Pair, empty_trees
 from paged_cases import E4M3, E5M2, paged_case
+from tree_batches import tree_batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_gsd.ops.attention import masks as tree_masks
 from vllm_gsd.ops.attention import merge as merge_attention
 from vllm_gsd.ops.attention import paged as paged_tree_attention
-from vllm_gsd.ops.attention.masks_triton import tree_masks_kernel
 from vllm_gsd.ops.attention.merge_triton import merge_kernel
 from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel
-from vllm_gsd.ops.flatten import api as graph_flatten
-from vllm_gsd.ops.growth import api as graph_growth
-from vllm_gsd.ops.growth.state import start_graphs
-from vllm_gsd.ops.growth.triton import flatten_kernel, graft_kernel, merge_nodes_kernel
+from vllm_gsd.ops.flatten import api as flatten
+from vllm_gsd.ops.flatten.triton import flatten_kernel
+from vllm_gsd.ops.growth import api as growth
+from vllm_gsd.ops.growth.triton import begin_kernel, grow_kernel
 from vllm_gsd.ops.kv_move import paged as paged_kv_move
 from vllm_gsd.ops.kv_move.triton import kv_move_kernel
-from vllm_gsd.ops.ngram import api as graph_ngram
+from vllm_gsd.ops.lay_out import api as lay_out
+from vllm_gsd.ops.lay_out.triton import lay_out_kernel
+from vllm_gsd.ops.ngram import api as ngram
+from vllm_gsd.ops.ngram.triton import graft_kernel, match_kernel
+from vllm_gsd.ops.topk import api as topk
+from vllm_gsd.ops.topk.triton import best_of_parts_kernel, best_of_rows_kernel
 from vllm_gsd.ops.walk import api as accept_walk
 from vllm_gsd.ops.walk.triton import accept_walk_kernel
 
@@ -80,8 +86,9 @@ def main() -> None:
     capability = int(sys.argv[1])
     driver.set_active(NoDriver(capability))
     compiled: dict[str, list] = {}
-    kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, tree_masks_kernel)
-    kernels += (merge_nodes_kernel, graft_kernel, flatten_kernel)
+    kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel)
+    kernels += (begin_kernel, grow_kernel, match_kernel, graft_kernel, flatten_kernel)
+    kernels += (best_of_parts_kernel, best_of_rows_kernel)
     for kernel in kernels:
 
         def compile_only(*arguments, launch=kernel.run, name=kernel.__name__, warmup=None, **options):
@@ -89,10 +96,9 @@ def main() -> None:
 
         kernel.run = compile_only
     # The tensors are on the CPU here.
-    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, tree_masks):
+    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, lay_out, growth, ngram, flatten):
         op.require_triton = lambda *_: None
-    for op in (graph_growth, graph_ngram, graph_flatten):
-        op.use_triton = lambda *_, **__: True
+    topk.use_triton = lambda *_: True
 
     report = []
     for name, case in CASES.items():
@@ -103,23 +109,25 @@ def main() -> None:
     cache = torch.zeros(2, 8, 16, 256, dtype=torch.bfloat16)
     slots = torch.zeros(2, 7, dtype=torch.int64)
     paged_kv_move.move_paged_kv(paged_kv_move.PagedCaches([cache]), slots, slots)
-    starts, rows = torch.tensor([0, 17], dtype=torch.int32), torch.zeros(17, dtype=torch.int64)
-    accept_walk.accept_walk(rows, rows.int(), rows, starts, 6, rows)
-    tree_masks.tree_masks(rows.int(), starts, starts, 6, 17)
+    batch = tree_batch(4, torch.device("cpu"))
+    rows = torch.zeros(batch.num_rows, dtype=torch.int64)
+    trees = lay_out.lay_out_rows(*batch, rows, rows[:, None].clone(), torch.zeros(8, dtype=torch.int32))
+    accept_walk.accept_walk(trees, rows, batch.starts, batch.batch_starts, rows)
     grow()
     report += [{"case": name, **describe(done[0], capability)} for name, done in compiled.items()]
     print(json.dumps(report))
 
 
 def grow() -> None:
-    """The kernels of growth, in the sizes of the default config."""
-    ones, texts = torch.ones(3, dtype=torch.int64), torch.ones(3, 100, dtype=torch.int32)
-    graphs = start_graphs(texts, ones, 449, merging=True)
-    tokens = torch.zeros(3, 16, 4, dtype=torch.int64)
-    frontier = torch.zeros(3, 16, dtype=torch.int64)
-    graph_growth.add_candidates(graphs, frontier, ones, tokens, tokens.float(), ones, 0.1, ones, longest_ngram=2)
-    graph_ngram.graft_ngrams(graphs, texts, ones, 4, ones, 16, min_match=2)
-    graph_flatten.flatten_graphs(graphs, 16, ones, ones, torch.ones(5, 3, 8), torch.ones(3, 5))
+    """The kernels of the draft phase, in the sizes of the default config."""
+    pair = Pair(torch.device("cpu"), np.random.default_rng(0), [[1, 2]] * 3, 897, 16, 2, 8)
+    pair.begin(17)
+    pair.level(10, 16, 16)
+    ranks, match_probs = ngram.new_matches(3, 8, torch.device("cpu"))
+    texts, trust = torch.ones(3, 100, dtype=torch.int32), torch.ones(3, 5)
+    ngram.graft_ngrams(pair.graphs, ranks, match_probs, texts, 2)
+    flatten.flatten_graphs(pair.graphs, empty_trees(3, 16, torch.device("cpu")), torch.ones(5, 3, 8), trust)
+    topk.topk_softmax(torch.ones(3, 128256, dtype=torch.bfloat16), 8)
 
 
 def describe(done, capability: int) -> dict:

@@ -12,7 +12,8 @@ import torch
 
 from vllm_gsd.ops.dispatch import interpreted
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # for paged_cases and references
+FOLDERS = Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "property"
+sys.path[:0] = map(str, FOLDERS)  # for paged_cases, references and reference_graph
 
 ON_GPU = torch.cuda.is_available() and not interpreted()
 if not ON_GPU and not interpreted():

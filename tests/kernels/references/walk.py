@@ -1,47 +1,49 @@
 """Reference of ``vllm_gsd.ops.walk``."""
 
-import itertools
-
 import torch
 
 from vllm_gsd.method.constants import NONE
-from vllm_gsd.method.verify import child_carrying
-from vllm_gsd.ops.walk.api import PADDING, Accepted, check_walk
+from vllm_gsd.ops.flatten.api import DeviceTrees
+from vllm_gsd.ops.walk.api import Accepted, check_walk
 
 
 def accept_walk_reference(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
+    trees: DeviceTrees,
     sampled: torch.Tensor,
     starts: torch.Tensor,
-    max_depth: int,
-    slots: torch.Tensor | None = None,
+    batch_starts: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    invalid: torch.Tensor | None = None,
+    max_steps: int | None = None,
 ) -> Accepted:
     """``accept_walk`` in plain Python."""
-    check_walk(tokens, parents, sampled, starts, max_depth, slots, None)
-    accepted = Accepted.empty(len(starts) - 1, max_depth, tokens.device, slots is not None)
-    for tensor in accepted:
-        if tensor is not None:
-            tensor.fill_(PADDING)
-    accepted.length.zero_()
-    bounds = starts.tolist()
-    for tree, (first, end) in enumerate(itertools.pairwise(bounds)):
-        if first == end:
-            continue
-        token, parent = tokens[first:end].numpy(force=True), parents[first:end].numpy(force=True)
-        drawn = sampled[first:end].tolist()
-        place = 0
-        for depth in range(max_depth):
-            child = child_carrying(token, parent, place, drawn[place])
-            if child == NONE:
+    places = check_walk(trees, sampled, starts, batch_starts, slot_mapping, invalid)
+    accepted = Accepted.empty(len(trees.size), places + 1, sampled.device)
+    accepted.tokens.zero_()
+    accepted.src_slots.fill_(NONE)
+    accepted.dst_slots.fill_(NONE)
+    for tree, size in enumerate(trees.size.tolist()):
+        first, end = starts[tree : tree + 2].tolist()
+        root = int(batch_starts[tree + 1]) - (end - first)
+        token, parent = trees.token[tree, :size].tolist(), trees.parent[tree, :size].tolist()
+        path = [0]  # rows within the tree
+        while True:
+            drawn = int(sampled[first + path[-1]])
+            accepted.tokens[tree, len(path) - 1] = drawn
+            children = [
+                place + 1
+                for place in range(size)
+                if parent[place] == path[-1] - 1 and token[place] == drawn
+                if invalid is None or not invalid[first + 1 + place]
+            ]
+            if not children or len(path) - 1 == (places if max_steps is None else max_steps):
                 break
-            accepted.tokens[tree, depth] = drawn[place]
-            place = child
-            accepted.path[tree, depth] = place
-            accepted.length[tree] += 1
-            if slots is not None and place != depth + 1:
-                assert accepted.src_slots is not None and accepted.dst_slots is not None
-                accepted.src_slots[tree, depth] = slots[first + place]
-                accepted.dst_slots[tree, depth] = slots[first + depth + 1]
-        accepted.tokens[tree, accepted.length[tree]] = drawn[place]
+            path.append(children[0])
+            depth = len(path) - 1
+            if path[-1] != depth:
+                accepted.src_slots[tree, depth - 1] = slot_mapping[root + path[-1]]
+                accepted.dst_slots[tree, depth - 1] = slot_mapping[root + depth]
+        accepted.count[tree], accepted.last[tree] = len(path), path[-1]
+        padded = path + path[-1:] * (places + 1 - len(path))
+        accepted.rows[tree] = first + torch.tensor(padded)
     return accepted

@@ -24,6 +24,7 @@ from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.host import add_lattices
 from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.planner.planner import Planner
+from vllm_gsd.upstream.drafts import keep_all_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,11 +81,13 @@ class BlockDrafter:
         Raises:
             GSDConfigError: the draft has layers that cannot attend in blocks.
         """
-        if any(window_of(layer.impl) is not None for layer in layers.values()):
+        window = min((window for layer in layers.values() if (window := window_of(layer.impl))), default=None)
+        if window is not None and window < self.num_rows:  # rows of a block all see each other
             raise GSDConfigError(
-                f'"model" is {self.config.model!r}, a draft of whole blocks with sliding-window attention, which gsd '
-                "does not support yet; use one with full attention."
+                f'"model" is {self.config.model!r}, a draft of blocks of {self.num_rows} rows, which must fit into its '
+                f'sliding window of {window} tokens; set "max_depth" below that.'
             )
+        keep_all_keys(layers.values())
         causal = set(self.model.model.get_draft_attn_causal())
         if len(causal) > 1:
             raise GSDConfigError(

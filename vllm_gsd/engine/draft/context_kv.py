@@ -16,7 +16,7 @@ class ContextKV:
     """Writes and moves the draft's keys and values.
 
     Args:
-        model: vLLM's draft model, a ``DFlashQwen3ForCausalLM`` or a subclass.
+        model: vLLM's draft model, a ``DFlashQwen3ForCausalLM`` or a subclass, such as ``Gemma4DSparkForCausalLM``.
         layers: its attention layers by name, with allocated caches.
     """
 
@@ -33,12 +33,8 @@ class ContextKV:
         """
         states = self.norm(states)
         for layer in self.layers:
-            projected, _ = layer.qkv_proj(states)
-            _, keys, values = projected.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)
-            keys = layer.k_norm(keys.unflatten(-1, (-1, layer.head_dim))).flatten(1)
+            keys, values = _of_gemma4(layer, states) if hasattr(layer, "v_norm") else _of_qwen3(layer, states)
             keys, _ = layer.rotary_emb(positions, keys, None)
-            if layer.v_scale is not None:
-                values = values * layer.v_scale
             heads = layer.num_kv_heads, layer.head_dim
             attn = layer.attn
             attn.impl.do_kv_cache_update(attn, keys.view(-1, *heads), values.view(-1, *heads), attn.kv_cache, slots)
@@ -46,3 +42,15 @@ class ContextKV:
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Move keys and values between slots; see ``TargetKV.move``."""
         self.kv.move(sources, destinations)
+
+
+def _of_qwen3(layer: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    projected, _ = layer.qkv_proj(states)
+    _, keys, values = projected.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)
+    keys = layer.k_norm(keys.unflatten(-1, (-1, layer.head_dim))).flatten(1)
+    return keys, values if layer.v_scale is None else values * layer.v_scale
+
+
+def _of_gemma4(layer: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    projected = layer.k_proj(states)[0].unflatten(-1, (-1, layer.head_dim))  # keys are values too
+    return layer.k_norm(projected).flatten(1), layer.v_norm(projected).flatten(1)

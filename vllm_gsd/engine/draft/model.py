@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.v1.worker.utils import AttentionGroup
 
-# Maximum bytes for the draft's logits at a time, and bytes per logit: itself, its float32 copy and its exponential.
+# Maximum bytes for the draft's logits at a time, and most bytes per logit; ``topk_softmax`` copies none.
 MAX_LOGITS_BYTES = 1 << 30
-LOGIT_BYTES = 12
+LOGIT_BYTES = 4
 
 
 class DraftModel:
@@ -82,8 +82,6 @@ class DraftModel:
         self.builders: list[tuple[Any, list[str]]] = []  # metadata builders and their draft layers
         self.idle_runs = itertools.count()
         self.device = torch.device(vllm_config.device_config.device_type)
-        # Returns the draft's CUDA graphs, or None. The code that captures them sets it.
-        self.graphs: Callable[[], Any] = lambda: None
 
     @property
     def hidden_size(self) -> int:
@@ -292,10 +290,6 @@ class DraftModel:
         count = len(input_ids)
         if not self.has_kv_cache:
             return self.run_idle(count)
-        graphs = self.graphs()
-        size = None if graphs is None else graphs.size_for(count)
-        if size is not None:
-            return graphs.replay(size, input_ids, positions, slots, by_layer)
         with set_forward_context(
             by_layer,
             self.vllm_config,
@@ -420,6 +414,6 @@ def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfi
         SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
     if kind == EAGLE3:
         config.update({"architectures": [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]})
-    if kind == "dspark":  # the name that some checkpoints of this shape have is another model class in vLLM
+    if config.architectures == ["DSparkDraftModel"]:  # the name of another model class in vLLM
         config.update({"architectures": ["Qwen3DSparkModel"]})
     return config

@@ -2,9 +2,24 @@
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class _Copy(NamedTuple):
+    """Labelled tensors in one host buffer, one after another."""
+
+    label: Any
+    tensors: dict[str, tuple[torch.dtype, torch.Size]]
+    bytes: torch.Tensor  # uint8
+    event: torch.cuda.Event | None
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The tensors."""
+        sizes = [dtype.itemsize * shape.numel() for dtype, shape in self.tensors.values()]
+        parts = zip(self.tensors.items(), self.bytes.split(sizes), strict=True)
+        return {name: part.view(dtype).view(shape) for (name, (dtype, shape)), part in parts}
 
 
 class LateCopies:
@@ -16,20 +31,19 @@ class LateCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.queue: deque[tuple[Any, dict[str, torch.Tensor], torch.cuda.Event | None]] = deque()
+        self.queue: deque[_Copy] = deque()
 
     def send(self, label: Any, tensors: dict[str, torch.Tensor]) -> None:
-        """Start copying the current values of tensors; ``take`` returns them with ``label``."""
-        if self.device.type == "cpu":
-            self.queue.append((label, {name: tensor.clone() for name, tensor in tensors.items()}, None))
-            return
-        copies = {}
-        for name, tensor in tensors.items():
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies[name] = pinned.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self.queue.append((label, copies, event))
+        """Start copying the current values of tensors, all with one copy; ``take`` returns them with ``label``."""
+        # Wide elements first, so that all are aligned.
+        ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in ordered.values()])
+        kinds, event = {name: (tensor.dtype, tensor.shape) for name, tensor in ordered.items()}, None
+        if self.device.type != "cpu":
+            pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            packed, event = pinned.copy_(packed, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self.queue.append(_Copy(label, kinds, packed, event))
 
     def take(self, wait: bool) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
         """Remove and yield the finished copies, oldest first, as label and host tensors.
@@ -38,11 +52,11 @@ class LateCopies:
             wait: whether to wait until all copies are finished.
         """
         while self.queue:
-            _, _, event = self.queue[0]
+            event = self.queue[0].event
             if event is not None:
                 if wait:
                     event.synchronize()
                 elif not event.query():
                     return
-            label, tensors, _ = self.queue.popleft()
-            yield label, tensors
+            done = self.queue.popleft()
+            yield done.label, done.values()

@@ -25,13 +25,13 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
-from vllm_gsd.engine.v2.device_step import DeviceStep
-from vllm_gsd.engine.v2.padded_rows import PaddedTreeRows
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
+from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
 from vllm_gsd.engine.v2.whole_graphs import whole_graphs
 from vllm_gsd.engine.verify.step import attach_to, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
+from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.upstream import instances, wire
 
 
@@ -58,6 +58,7 @@ class GraphModelRunner(GPUModelRunner):
             self.model.set_aux_hidden_state_layers(layers)
         self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
+        self.row_buffers = RowBuffers(self.max_num_reqs, self.decode_query_len, self.device)
         self.speculator.prepare(self.req_states)
         instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
 
@@ -70,7 +71,6 @@ class GraphModelRunner(GPUModelRunner):
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = self.compilation_config.static_forward_context
         self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
-        self.padded_rows = PaddedTreeRows(self.max_num_reqs, self.decode_query_len, self.device)
         assert self.cudagraph_manager is not None
         instances.wrap_dispatch(self.cudagraph_manager, self._counted)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
@@ -85,13 +85,16 @@ class GraphModelRunner(GPUModelRunner):
         super()._dummy_sampler_run(hidden_states)
         batch = whole_graphs(self.input_buffers, self.max_num_reqs, self.max_num_tokens, self.decode_query_len)
         logits = self.model.compute_logits(hidden_states.new_zeros((batch.num_tokens, hidden_states.shape[1])))
-        self.rejection_sampler.step = self.speculator.lay_out(batch)
-        processed = self.sampler.needs_logits_processing
-        for needed in (False, True):  # once with all rows at once, once level by level
-            processed[batch.idx_mapping_np] = needed
-            self.rejection_sampler(logits, batch)
-        processed[batch.idx_mapping_np] = False
-        self.rejection_sampler.step = self.rejection_sampler.paths = None
+        step = self.rejection_sampler.step = self.speculator.lay_out(batch)
+        step.lay(self.row_buffers, torch.zeros(batch.num_tokens, dtype=torch.int64, device=self.device))
+        processed, penalized = self.sampler.needs_logits_processing, self.sampler.penalties_state.use_penalty
+        processed[batch.idx_mapping_np] = True
+        self.rejection_sampler(logits, batch)  # all rows at once
+        # Half of the requests level by level. Their rows are sampled at once too, for the others' sake.
+        penalized[batch.idx_mapping_np[::2]] = True
+        self.rejection_sampler(logits, batch)
+        processed[batch.idx_mapping_np] = penalized[batch.idx_mapping_np] = False
+        self.rejection_sampler.step = self.rejection_sampler.accepted = None
 
     def profile_cudagraph_memory(self) -> int:
         """Profile as upstream does, then release everything that refers to its temporary KV cache."""
@@ -144,17 +147,15 @@ class GraphModelRunner(GPUModelRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         """Prepare the inputs and assign the nodes of the proposed graphs to their rows."""
         input_batch = super().prepare_inputs(*args, **kwargs)
-        self.speculator.longest = int(input_batch.seq_lens_cpu_upper_bound.max())
         self.step = self.speculator.lay_out(input_batch)
         self.rejection_sampler.step = self.step
         return input_batch
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Compute KV slots from positions in row order, then set the positions of graph rows by depth."""
+        """Compute KV slots from positions in row order, then lay the graphs out."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)
-        self.slot_mapping = slot_mappings[0]
         assert self.step is not None
-        self.step.set_positions(input_batch.positions)
+        self.step.lay(self.row_buffers, slot_mappings[0])
         return block_tables, slot_mappings
 
     def _with_tree_rows(self, upstream: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -171,23 +172,24 @@ class GraphModelRunner(GPUModelRunner):
             **kwargs: Any,
         ) -> dict[str, Any]:
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
-            draft_layers = set(self.speculation.layer_names)
-            step, whole = self.step, kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+            draft_layers, step = set(self.speculation.layer_names), self.step
+            full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+            graphs = step if step is not None and step.num_tree_requests else None
             if step is None:
-                self.padded_rows.clear()  # a dummy batch
-            elif self.padded_rows.fits(step, input_batch.num_tokens) and (whole or step.num_tree_requests):
-                self.padded_rows.fill(step, input_batch.positions)
-                whole = True
-            elif step.num_tree_requests:
+                self.row_buffers.clear()  # a dummy batch
+            if full or (graphs is not None and graphs.whole):
+                assert step is None or step.whole  # upstream replays full graphs for nothing else
+                num_requests, num_rows = input_batch.num_reqs, input_batch.num_tokens
+                if full:
+                    num_requests = input_batch.num_reqs_after_padding
+                    num_rows = num_requests * self.decode_query_len
+                inputs = input_batch.query_start_loc, input_batch.positions, block_tables[0]
+                rows = self.row_buffers.rows(num_requests, num_rows, *inputs)
+                attach_to(rows, attn_groups[0], draft_layers, metadata)
+            elif graphs is not None:
                 common = _common(input_batch, block_tables[0], slot_mappings[0])
-                step.attach_tree_rows(attn_groups[0], draft_layers, metadata, common)
-            if whole:  # full CUDA graphs are captured with padded rows, and replayed only for batches that fit them
-                assert step is None or self.padded_rows.fits(step, input_batch.num_tokens)
-                full = cudagraph_mode == CUDAGraphMode.FULL
-                num_requests = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
-                buffers = input_batch.query_start_loc, input_batch.positions, block_tables[0]
-                attach_to(self.padded_rows.rows(num_requests, *buffers), attn_groups[0], draft_layers, metadata)
-            if whole or (step is not None and step.num_tree_requests):
+                graphs.attach_tree_rows(self.row_buffers, attn_groups[0], draft_layers, metadata, common)
+            if full or graphs is not None:
                 check_attached(self.target_kv.names, metadata)
             return metadata
 
@@ -221,29 +223,30 @@ class GraphModelRunner(GPUModelRunner):
 
         If the draft reads the target's hidden states, they are stored first.
         """
+        step = self.step
+        assert step is not None
         if self.speculation.features is not None:
-            slots = self.slot_mapping[: input_batch.num_tokens].long()
+            slots = step.slot_mapping[: input_batch.num_tokens]
             self.speculation.keep_features(slots, input_batch.positions, hidden_states, self.aux_hidden_states)
         with self.speculation.stats.timed("walk_seconds"):
             result = super().sample(hidden_states, input_batch, grammar_output)
-        step, paths = self.step, self.rejection_sampler.paths
-        assert step is not None
-        ends = torch.zeros(input_batch.num_reqs, dtype=torch.int64, device=self.device)
         if input_batch.num_draft_tokens:
-            assert paths is not None
-            ends = paths.place.gather(1, paths.accepted[:, None]).squeeze(1)
+            accepted = self.rejection_sampler.accepted
+            assert accepted is not None
+            ends = accepted.last
             with self.speculation.stats.timed("compaction_seconds"):
-                self._compact(step, paths.place)
+                self._compact(accepted)
+        else:
+            ends = torch.zeros(input_batch.num_reqs, dtype=torch.int64, device=self.device)
         self.speculator.verified(input_batch, step, ends, result[0].sampled_token_ids, result[1])
         return result
 
-    def _compact(self, step: DeviceStep, places: torch.Tensor) -> None:
+    def _compact(self, accepted: Accepted) -> None:
         """Move the target KV of accepted nodes to the slots plain decoding would have used."""
-        if step.num_tree_requests:
-            moves = step.moves(places, self.slot_mapping)
-            self.target_kv.move(*moves)
-            if self.speculation.features is not None:
-                self.speculation.features.move(*moves)
+        moves = accepted.src_slots, accepted.dst_slots
+        self.target_kv.move(*moves)
+        if self.speculation.features is not None:
+            self.speculation.features.move(*moves)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
         """Finish the step and attach its statistics to the output."""

@@ -18,15 +18,16 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
-from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.speculation import Speculation, has_grammar
-from vllm_gsd.engine.v2.device_drafting import COUNTS, DeviceDrafting, KnownBatch
-from vllm_gsd.engine.v2.device_step import DeviceStep, Proposals, to_device, to_host
+from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
+from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.texts import Texts
+from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
+from vllm_gsd.ops.growth.state import COUNTS
 
 logger = init_logger("vllm.gsd")
 
@@ -66,11 +67,11 @@ class GraphSpeculator(BaseSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.speculation = V2Speculation(vllm_config)
         self.device = device
+        self.vllm_config = vllm_config
         self.num_rows = vllm_config.num_speculative_tokens  # nodes per request; rows are scheduled for all of them
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         num_slots, max_length = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.texts = Texts(num_slots, max_length)
-        self.longest = max_length  # upper bound of the batch's sequence lengths; the model runner sets it every step
         self.requests: dict[str, NewRequestData] = {}
         self.slots: dict[str, int] = {}
         self.ends = np.zeros(num_slots, np.int64)  # the maximum number of tokens of each slot's request
@@ -107,13 +108,18 @@ class GraphSpeculator(BaseSpeculator):
             None if isinstance(speculation.drafter, BlockDrafter) else speculation.drafter,
             req_states,
             speculation.graphs.capacity,
-            self.num_rows,
+            self.proposals.trees,
             self.device,
         )
 
     def bind(self, block_tables: BlockTables | None) -> None:
         """Use V2's block tables; None releases them."""
         self.block_tables = block_tables
+        assert self.drafting is not None
+        if block_tables is None:
+            self.drafting.unbind()
+        else:
+            self.drafting.bind(block_tables.input_block_tables[0], block_tables.block_sizes[0])
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -122,14 +128,14 @@ class GraphSpeculator(BaseSpeculator):
         return None if drafter is None else drafter.model.model
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Prepare CUDA graphs of the draft's forward pass, if possible."""
-        drafter = self.speculation.drafter
+        """Prepare CUDA graphs of the draft phase, if possible."""
+        drafting = self.drafting
+        assert drafting is not None
         self.draft_graphs = None
-        if isinstance(drafter, Drafter) and DraftGraphs.possible(cudagraph_mode, drafter.model):
-            arguments = drafter.model.model, drafter.model.layer_names, self.speculation.stats
-            self.draft_graphs = DraftGraphs(drafter.model.vllm_config, self.device, *arguments)
+        if not self.host_only and DraftGraphs.possible(cudagraph_mode):
+            self.draft_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
             # A weak reference, because vLLM drops the graphs that it captures to profile memory.
-            drafter.model.graphs = weakref.ref(self.draft_graphs)
+            drafting.cuda_graphs = weakref.ref(self.draft_graphs)
 
     def capture(self) -> None:
         """Capture the CUDA graphs that ``init_cudagraph_manager`` prepared."""
@@ -138,8 +144,8 @@ class GraphSpeculator(BaseSpeculator):
 
     @property
     def num_graphs(self) -> int:
-        """The number of sizes for which the draft is captured."""
-        return 0 if self.draft_graphs is None else self.draft_graphs.num_sizes
+        """The number of batch sizes for which the draft phase is captured."""
+        return 0 if self.draft_graphs is None else len(self.draft_graphs.graphs)
 
     def admit(self, request: NewRequestData, slot: int) -> None:
         """Start or resume a request in a slot."""
@@ -221,10 +227,13 @@ class GraphSpeculator(BaseSpeculator):
         on_host = self.host_only or any(
             has_grammar(request) or self.speculation.traces(request) for request in requests
         )
-        grow = self._grow_on_host if on_host else self._grow_on_device
-        trees = grow(input_batch)
-        self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
-        return trees.token
+        if on_host:
+            trees = self._grow_on_host(input_batch)
+            self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
+            return trees.token
+        self._grow_on_device(input_batch)
+        self.proposals.fresh[input_batch.idx_mapping_np] = True
+        return self.proposals.trees.token[input_batch.idx_mapping]
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -244,13 +253,10 @@ class GraphSpeculator(BaseSpeculator):
             end=whole,
             trust=np.ones((count, NUM_SOURCES), np.float32),
             factor=self.speculation.planner.calibration.factor,
-            most_new=1 + self.num_rows,
-            longest=longest,
         )
         drafter = self.speculation.drafter
         with nullcontext() if drafter is None else drafter.model.without_kv_cache():
-            block_table = torch.zeros((count, 1), dtype=torch.int32, device=self.device)
-            self.drafting.propose(known, torch.from_numpy(slots).to(self.device), block_table, block_size=1)
+            self.drafting.propose(known, torch.zeros((count, 1), dtype=torch.int32, device=self.device))
         self.drafting.reset()
 
     def forget_warm_up(self) -> None:
@@ -265,7 +271,8 @@ class GraphSpeculator(BaseSpeculator):
 
     # --- growing ----------------------------------------------------------------------------------
 
-    def _grow_on_device(self, input_batch: InputBatch) -> DeviceTrees:
+    def _grow_on_device(self, input_batch: InputBatch) -> None:
+        """Draft without knowing the accepted tokens, and write the graphs to ``proposals``."""
         assert self.drafting is not None
         speculation, slots = self.speculation, input_batch.idx_mapping_np
         batch, prompts = self._batch(input_batch), input_batch.is_prefilling_np
@@ -279,7 +286,6 @@ class GraphSpeculator(BaseSpeculator):
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
             for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
                 draft_length[request] = speculation.draft_kv.length[batch.request_ids[request]]
-        drafts = input_batch.num_draft_tokens_per_req
         known_batch = KnownBatch(
             slots=slots,
             wanted=speculates & batch.sampled,
@@ -288,11 +294,8 @@ class GraphSpeculator(BaseSpeculator):
             end=self.ends[slots],
             trust=speculation.trust.of(batch.request_ids),
             factor=speculation.planner.calibration.factor,
-            most_new=1 if drafts is None else 1 + int(drafts.max()),
-            # Every row may have added a token, and the last one also the bonus token.
-            longest=min(self.texts.tokens.shape[1], 1 + self.longest),
         )
-        return self.drafting.propose(known_batch, input_batch.idx_mapping, batch.block_table, batch.block_size)
+        self.drafting.propose(known_batch, batch.block_table)
 
     def _grow_on_host(self, input_batch: InputBatch) -> DeviceTrees:
         """Wait for the accepted tokens, then grow the graphs on the host."""
@@ -332,10 +335,7 @@ class GraphSpeculator(BaseSpeculator):
 
     def lay_out(self, input_batch: InputBatch) -> DeviceStep:
         """Create the step that verifies the proposed graphs."""
-        drafts, count = input_batch.num_draft_tokens_per_req, input_batch.num_reqs
-        sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
-        ends = input_batch.query_start_loc_np[1 : count + 1].astype(np.int64)
-        return DeviceStep(self.proposals, input_batch.idx_mapping, input_batch.idx_mapping_np, sizes, ends)
+        return DeviceStep(self.proposals, input_batch)
 
     def verified(
         self,

@@ -1,9 +1,12 @@
 """The walk on Model Runner V2: samples the accepted path of every request without synchronizing with the device.
 
-V2 derives sampling noise from seed and position, and a row's position follows from its depth. The walk therefore
-samples exactly what plain decoding samples, with or without a seed. If the sampler depends on earlier tokens
-(penalties, bad words and the like), the walk proceeds level by level: at each depth, one row per request goes through
-vLLM's sampler, and the path so far counts as output. Otherwise all rows are sampled at once.
+V2 derives sampling noise from seed and position, and a row's position follows from its depth. A row is therefore
+sampled exactly as plain decoding samples it, with or without a seed. All rows are sampled at once, and one kernel walks
+the trees. Temperature, top-k, top-p, min-p, logit bias, allowed tokens, minimum lengths and grammar masks depend on the
+row alone.
+
+Penalties, bad words, thinking budgets and custom logits processors depend on the path. Their requests, and no others,
+are sampled again level by level: one row per request goes through vLLM's sampler, and the path so far counts as output.
 
 All shapes depend only on the number of scheduled rows, so the host never waits for the device. Custom logits processors
 are the exception: they may update their state whenever they see a row of a request. At each depth they may see only the
@@ -25,19 +28,29 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_gsd.engine.v2.device_step import DeviceStep
-from vllm_gsd.engine.verify.draft_tree import FOREIGN
-from vllm_gsd.ops.walk.api import accept_walk
+from vllm_gsd.engine.v2.verified_rows import DeviceStep
+from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.ops.walk.api import Accepted, accept_walk
 
 BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)  # the processors of upstream's sampler that are not custom
 
 
-class Paths(NamedTuple):
-    """The accepted paths of a step, on the device."""
+class _Rows(NamedTuple):
+    """Rows for vLLM's sampler, and the requests that they belong to."""
 
-    # int64 [num_requests, levels], the row of the accepted node at each depth; the depth itself after the path's end
-    place: torch.Tensor
-    accepted: torch.Tensor  # int64 [num_requests], the number of accepted nodes
+    lines: torch.Tensor | None  # int64 [n], places among the verified rows; None for all of them
+    slots: torch.Tensor  # int64 [n], the request slot of each row
+    requests: torch.Tensor  # int64, the request slots of the batch
+    requests_np: np.ndarray  # the slots of the requests whose parameters apply
+    lengths: np.ndarray  # int32, upper bounds on the sequence lengths of these requests
+
+
+class _Scores(NamedTuple):
+    """Log probabilities of all verified rows; the fields of ``LogprobsTensors`` with one row more, for what is lost."""
+
+    logprob_token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    selected_token_ranks: torch.Tensor
 
 
 class GraphSampler:
@@ -54,7 +67,7 @@ class GraphSampler:
         self.sampler = sampler
         self.custom = any(not isinstance(processor, BUILT_IN) for processor in sampler.logits_processors)
         self.step: DeviceStep | None = None  # the step to verify next
-        self.paths: Paths | None = None  # the paths of the step verified last
+        self.accepted: Accepted | None = None  # the paths of the step verified last
 
     def __call__(
         self,
@@ -71,166 +84,91 @@ class GraphSampler:
             draft_logits: unused, because nodes are chosen rather than sampled.
             invalid_drafts: bool [num_rows], rows that the request's grammar has not checked; None if there are none.
         """
-        assert self.step is not None
-        sampler, step = self.sampler, self.step
-        token, parent = step.token, step.parent
-        if invalid_drafts is not None:
-            parent = parent.masked_fill(invalid_drafts[step.lines()], FOREIGN)
-        history = _History(sampler, input_batch)
-        scores: list[LogprobsTensors] = []
-        if history.read or sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None:
-            tokens, self.paths = self._by_level(logits, input_batch, token, parent, history, scores)
-        else:
-            tokens, self.paths = self._at_once(logits, input_batch, token, parent)
+        sampler, by_level = self.sampler, self._by_level(input_batch.idx_mapping_np)
+        rows = _Rows(
+            None,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np[~by_level],
+            input_batch.seq_lens_cpu_upper_bound.numpy()[: len(by_level)][~by_level],
+        )
+        sampled, scores = None, None
+        if len(rows.requests_np):
+            sampled, scores = self._sample(logits, input_batch, rows)
+        if by_level.any():
+            path_sampler = _PathSampler(self, logits, input_batch, invalid_drafts)
+            sampled, scores = path_sampler.run(np.flatnonzero(by_level), sampled, scores)
+        assert sampled is not None
+        self.accepted = accepted = self.walk(sampled, input_batch, invalid_drafts)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            (self.paths.accepted + 1).to(torch.int32),
+            accepted.count,
             input_batch.seq_lens,
             input_batch.cu_num_logits,
             input_batch.idx_mapping,
             sampler.req_states.prefill_len.gpu,
         )
         return SamplerOutput(
-            sampled_token_ids=tokens,
-            logprobs_tensors=_stack(scores, input_batch.num_reqs),
+            sampled_token_ids=accepted.tokens,
+            logprobs_tensors=None if scores is None else _along(scores, accepted.rows),
             num_nans=get_num_nans(logits) if sampler.compute_nans else None,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
 
-    def _at_once(
-        self, logits: torch.Tensor, input_batch: InputBatch, token: torch.Tensor, parent: torch.Tensor
-    ) -> tuple[torch.Tensor, Paths]:
-        """Sample all rows at once, then walk. This requires a sampler that does not read earlier tokens.
-
-        Args:
-            logits: [num_rows, vocab].
-            input_batch: the batch.
-            token: int64 [num_requests, most rows], as in ``DeviceStep``.
-            parent: int64 [num_requests, most rows], as in ``DeviceStep``.
-
-        Returns:
-            The tokens sampled along each path, int64 [num_requests, levels], padded with zeros; and the paths.
-        """
-        assert self.step is not None
-        sampler, rows = self.sampler, input_batch.logits_indices
-        sampled, _ = sampler.sample(
-            logits,
-            input_batch.expanded_idx_mapping,
-            input_batch.idx_mapping,
-            input_batch.idx_mapping_np,
-            input_batch.positions[rows],
-            input_batch.input_ids[rows],
-            input_batch.expanded_local_pos,
-            input_batch.seq_lens_cpu_upper_bound.numpy(),
-        )
-        count, most = token.shape
-        walked = accept_walk(
-            token.flatten(),
-            parent.flatten().int(),
-            sampled[self.step.lines()].flatten(),
-            torch.arange(count + 1, dtype=torch.int32, device=token.device) * most,
-            max_depth=most - 1,
-            max_nodes=most,
-        )
-        places = torch.nn.functional.pad(walked.path.long(), (1, 0))
-        places = torch.where(places < 0, torch.arange(most, device=token.device), places)
-        return walked.tokens.clamp(min=0), Paths(places, walked.length.long())
-
-    def _by_level(
+    def walk(
         self,
-        logits: torch.Tensor,
+        sampled: torch.Tensor,
         input_batch: InputBatch,
-        token: torch.Tensor,
-        parent: torch.Tensor,
-        history: "_History",
-        scores: list[LogprobsTensors],
-    ) -> tuple[torch.Tensor, Paths]:
-        """Sample and walk level by level, one row per request and level. Otherwise like ``_at_once``.
+        invalid_drafts: torch.Tensor | None,
+        max_steps: int | None = None,
+    ) -> Accepted:
+        """Walk the step's trees by the tokens sampled at their rows; see ``accept_walk``."""
+        step = self.step
+        assert step is not None
+        return accept_walk(
+            step.trees, sampled, input_batch.cu_num_logits, input_batch.query_start_loc, step.slot_mapping,
+            invalid_drafts, max_steps,
+        )  # fmt: skip
 
-        Args:
-            logits: [num_rows, vocab].
-            input_batch: the batch.
-            token: int64 [num_requests, most rows], as in ``DeviceStep``.
-            parent: int64 [num_requests, most rows], as in ``DeviceStep``.
-            history: extended along the paths, and restored at the end.
-            scores: the log probabilities of each level are appended to it, if a request asks for them.
-        """
-        num_requests, levels = token.shape
-        first = input_batch.cu_num_logits[:num_requests].long()
-        place = torch.zeros_like(first)
-        active = torch.ones_like(first, dtype=torch.bool)
-        tokens = place.new_zeros((num_requests, levels))
-        places = torch.arange(levels, device=first.device).repeat(num_requests, 1)
-        accepted = torch.zeros_like(first)
-        for level in range(levels):
-            if self.custom and history.read:
-                going = active.nonzero().squeeze(1)
-                if len(going) == 0:
-                    break
-                sampled, score = self._sample_some(logits, input_batch, first + place, going)
-            else:
-                sampled, score = self._sample(logits[first + place], input_batch, first + place)
-            tokens[:, level] = sampled
-            scores += [] if score is None else [score]
-            if level + 1 == levels:
-                break
-            child = (parent == place[:, None]) & (token == sampled[:, None])
-            active = active & child.any(dim=1)
-            place = torch.where(active, child.int().argmax(dim=1), place)
-            places[:, level + 1] = torch.where(active, place, places[:, level + 1])
-            accepted += active
-            history.append(sampled, active)
-        history.restore()
-        return tokens, Paths(places, accepted)
-
-    def _sample_some(
-        self, logits: torch.Tensor, input_batch: InputBatch, lines: torch.Tensor, requests: torch.Tensor
-    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Like ``_sample``, for the requests with indices ``requests``, int64 [n], only; all others get zeros."""
-        sampled, score = self._sample(logits[lines[requests]], input_batch, lines[requests], requests)
-
-        def spread(part: torch.Tensor) -> torch.Tensor:
-            return part.new_zeros((len(lines), *part.shape[1:])).index_copy(0, requests, part)
-
-        names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
-        if score is not None:
-            score = LogprobsTensors(*(spread(getattr(score, name)) for name in names))
-        return spread(sampled), score
+    def _by_level(self, slots: np.ndarray) -> np.ndarray:
+        """Whether what a request samples at a row depends on the path to it, bool [num_requests]."""
+        sampler = self.sampler
+        if self.custom:  # upstream does not tell which processors a request uses
+            return sampler.needs_logits_processing[slots]
+        found = sampler.penalties_state.use_penalty[slots]
+        for processor in sampler.logits_processors:
+            if isinstance(processor, BadWordsState):
+                found = found | (processor.num_bad_words.np[slots] > 0)
+        budget = sampler.thinking_budget_state
+        return found | budget.use_thinking_budget[slots] if budget.enabled else found
 
     def _sample(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        lines: torch.Tensor,
-        requests: torch.Tensor | None = None,
+        self, logits: torch.Tensor, input_batch: InputBatch, rows: _Rows
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Sample one row of each request, as decoding without drafts does.
+        """Sample some rows as decoding without drafts does.
 
         Args:
             logits: [n, vocab], the logits of these rows.
             input_batch: the batch.
-            lines: int64 [n], the indices of the rows among all rows to verify.
-            requests: int64 [n], the indices of the requests; None for all requests.
+            rows: the rows.
 
         Returns:
             The sampled tokens, [n], and their log probabilities if any request of the batch asks for them.
         """
-        sampler, slots, slots_np = self.sampler, input_batch.idx_mapping, input_batch.idx_mapping_np
-        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()
-        rows = input_batch.logits_indices[lines]
-        dims = sampler.get_logprobs_dims(slots_np)
-        if requests is not None:
-            chosen = requests.cpu().numpy()
-            slots, slots_np, lengths = slots[requests], slots_np[chosen], lengths[chosen]
+        sampler, places = self.sampler, input_batch.logits_indices
+        if rows.lines is not None:
+            places = places[rows.lines]
+        local = input_batch.expanded_local_pos
+        dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         sampled, processed = sampler.sample(
             logits,
-            slots,
-            slots,
-            slots_np,
-            input_batch.positions[rows],
-            input_batch.input_ids[rows],
-            torch.zeros_like(slots, dtype=torch.int32),
-            lengths,
+            rows.slots,
+            rows.requests,
+            rows.requests_np,
+            input_batch.positions[places],
+            input_batch.input_ids[places],
+            local if rows.lines is None else torch.zeros_like(rows.slots, dtype=torch.int32),
+            rows.lengths,
             return_logprobs=dims is not None,
         )
         if dims is None:
@@ -241,10 +179,79 @@ class GraphSampler:
             sampled,
             None,
             logprob_token_ids_state=sampler.logprob_token_ids_state,
-            expanded_idx_mapping=slots,
+            expanded_idx_mapping=rows.slots,
             max_per_req_token_ids=dims[1],
             logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+class _PathSampler:
+    """Samples the requests whose distribution depends on the path, one row per request and level."""
+
+    def __init__(
+        self,
+        graph_sampler: GraphSampler,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        invalid_drafts: torch.Tensor | None,
+    ) -> None:
+        self.graph_sampler, self.logits, self.batch = graph_sampler, logits, input_batch
+        self.invalid = invalid_drafts
+        self.history = _History(graph_sampler.sampler)
+
+    def run(
+        self, requests_np: np.ndarray, sampled: torch.Tensor | None, scores: LogprobsTensors | None
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Sample along the paths of some requests.
+
+        Args:
+            requests_np: int64 [n], these requests' places in the batch.
+            sampled: int64 [num_rows], the tokens sampled at all rows; None if there are none yet.
+            scores: the log probabilities of all rows, if any request asks for them; None if there are none yet.
+
+        Returns:
+            ``sampled`` and ``scores`` with the rows along these requests' paths replaced.
+        """
+        own, num_rows = self.graph_sampler, len(self.logits)
+        # One row more, for what is sampled where a walk has ended.
+        whole = self.batch.input_ids.new_zeros(num_rows + 1, dtype=torch.int64)
+        if sampled is not None:
+            whole[:num_rows] = sampled
+        kept = None if scores is None else _widened(scores)
+        (requests,) = Staging(self.logits.device).send(requests_np)
+        drawn: torch.Tensor | None = None
+        assert own.step is not None
+        for level in range(own.step.trees.token.shape[1] + 1):
+            walked = own.walk(whole[:num_rows], self.batch, self.invalid, level)
+            active = walked.count[requests] == level + 1
+            if own.custom:
+                going = active.nonzero().squeeze(1)
+                if not len(going):
+                    break
+                requests, requests_np, active = requests[going], requests_np[going.cpu().numpy()], active[going]
+                drawn = None if drawn is None else drawn[going]
+            if drawn is not None:
+                self.history.append(self.batch.idx_mapping[requests], drawn, active)
+            lines = walked.rows[requests, level]
+            drawn, found = self._sample(lines, requests, requests_np)
+            target = torch.where(active, lines, num_rows)
+            whole[target] = drawn
+            if found is not None:
+                kept = _widened(found, num_rows) if kept is None else kept
+                for values, name in zip(kept, _Scores._fields, strict=True):
+                    values[target] = getattr(found, name)
+        self.history.restore()
+        done = None if kept is None else LogprobsTensors(*(values[:num_rows] for values in kept))
+        return whole[:num_rows], done
+
+    def _sample(
+        self, lines: torch.Tensor, requests: torch.Tensor, requests_np: np.ndarray
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        batch = self.batch
+        slots = batch.idx_mapping[requests]
+        lengths = batch.seq_lens_cpu_upper_bound.numpy()[requests_np]
+        rows = _Rows(lines, slots, slots, batch.idx_mapping_np[requests_np], lengths)
+        return self.graph_sampler._sample(self.logits[lines], batch, rows)
 
 
 class _History:
@@ -254,39 +261,39 @@ class _History:
     accepted tokens itself.
     """
 
-    def __init__(self, sampler: Sampler, input_batch: InputBatch) -> None:
-        # Whether any logits processor reads the states; the host knows this without asking the device.
-        self.read = bool(np.any(sampler.needs_logits_processing[input_batch.idx_mapping_np]))
-        self.slots = input_batch.idx_mapping
+    def __init__(self, sampler: Sampler) -> None:
         self.token_ids = sampler.req_states.all_token_ids.gpu
         self.length = sampler.req_states.total_len.gpu
         self.counts = sampler.penalties_state.output_bin_counts
-        self.appended: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.appended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def append(self, sampled: torch.Tensor, active: torch.Tensor) -> None:
-        """Append each request's sampled token if its walk continues."""
-        if not self.read:
-            return
+    def append(self, slots: torch.Tensor, sampled: torch.Tensor, active: torch.Tensor) -> None:
+        """Append a token to each of some slots' requests if its walk continues."""
         more = active.to(self.length.dtype)
-        end = self.length[self.slots].long().clamp(max=self.token_ids.shape[1] - 1)
+        end = self.length[slots].long().clamp(max=self.token_ids.shape[1] - 1)
         # Writing is harmless where a walk has ended, because tokens beyond the length are never read.
-        self.token_ids[self.slots, end] = sampled.to(self.token_ids.dtype)
-        self.length[self.slots] += more
-        self.counts[self.slots, sampled] += more
-        self.appended.append((sampled, more))
+        self.token_ids[slots, end] = sampled.to(self.token_ids.dtype)
+        self.length[slots] += more
+        self.counts[slots, sampled] += more
+        self.appended.append((slots, sampled, more))
 
     def restore(self) -> None:
         """Undo all calls of ``append``."""
-        for sampled, more in self.appended:
-            self.length[self.slots] -= more
-            self.counts[self.slots, sampled] -= more
+        for slots, sampled, more in self.appended:
+            self.length[slots] -= more
+            self.counts[slots, sampled] -= more
 
 
-def _stack(scores: list[LogprobsTensors], num_requests: int) -> LogprobsTensors | None:
-    """Combine the log probabilities of all levels, ordered by request and then by level."""
-    if not scores:
-        return None
-    names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
-    stacked = [torch.stack([getattr(score, name) for score in scores], dim=1).flatten(0, 1) for name in names]
-    starts = (np.arange(num_requests + 1) * len(scores)).tolist()
-    return LogprobsTensors(*stacked, cu_num_generated_tokens=starts)
+def _widened(scores: LogprobsTensors, num_rows: int | None = None) -> _Scores:
+    """The scores with one row more; zeros for ``num_rows`` rows and one more if a number is given."""
+    parts = (getattr(scores, name) for name in _Scores._fields)
+    if num_rows is not None:
+        return _Scores(*(part.new_zeros((num_rows + 1, *part.shape[1:])) for part in parts))
+    return _Scores(*(torch.cat([part, part[:1]]) for part in parts))
+
+
+def _along(scores: LogprobsTensors, rows: torch.Tensor) -> LogprobsTensors:
+    """The log probabilities along the paths, ordered by request and then by level."""
+    kept = (getattr(scores, name)[rows.flatten()] for name in _Scores._fields)
+    starts = (np.arange(len(rows) + 1) * rows.shape[1]).tolist()
+    return LogprobsTensors(*kept, cu_num_generated_tokens=starts)

@@ -12,6 +12,7 @@ import torch
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, SOURCE_OF, FlatTree, WalkTrees
+from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.host import ancestor_masks, batch_masks, is_chain, lay_tree
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.upstream import wire
@@ -200,13 +201,13 @@ class VerifyStep:
         plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
         start_loc = common.query_start_loc_cpu.numpy()
         lengths = (start_loc[1:] - start_loc[:-1])[plain]
-        new_start_loc = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        device = common.block_table_tensor.device
-        index, rows_index = torch.from_numpy(plain).to(device), torch.from_numpy(plain_rows).to(device)
+        index, rows_index, starts = Staging(common.block_table_tensor.device).send(
+            plain, plain_rows, np.concatenate([[0], np.cumsum(lengths)])
+        )
         plain_common = replace(
             common,
-            query_start_loc=new_start_loc.to(device),
-            query_start_loc_cpu=new_start_loc,
+            query_start_loc=starts.int(),
+            query_start_loc_cpu=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
             seq_lens=common.seq_lens[index],
             seq_lens_cpu_upper_bound=None,
             num_reqs=len(plain),

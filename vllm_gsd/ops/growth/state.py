@@ -1,8 +1,8 @@
-"""Token graphs of a batch as device tensors: the counterpart of ``method.graph``, for growth without the host.
+"""Token graphs of a batch as device tensors: the counterpart of ``method.graph`` and ``method.draft_level``.
 
-All functions here and in ``growth.api``, ``ngram`` and ``flatten`` are safe to capture: shapes depend on shapes and
-numbers only, nothing is read back, and no branch depends on a tensor's content. Where ``method`` walks lists of
-children, they compare all nodes at once. Nodes have the same numbers as in ``method``, so ties break in the same way.
+All tensors are allocated once and updated in place, and ``begin`` resets them. Kernels here and in ``ngram`` and
+``flatten`` have one program for each graph, so that shapes depend on the batch's bucket alone and a CUDA graph can hold
+them. Nodes have the same numbers as in ``method``, so ties break in the same way.
 """
 
 from __future__ import annotations
@@ -11,146 +11,118 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.method.constants import MAX_CONTEXT, NONE, ORIGIN_ROOT
-from vllm_gsd.ops.dispatch import check_tensor
-
-WORD = 64  # bits of a word
+# Columns of ``DeviceGraphs.state``.
+SIZE, USED, FRONTIER, LENGTH, BASE, DEEPEST, ROOM, MERGES, MAX_DEPTH, NUM_NODES, COPIES, SLOT = range(12)
+# Rows of ``DeviceGraphs.nodes``.
+TOKEN, PARENT, DEPTH, ORIGIN, MERGED, LINE = range(6)
+# What the device counts, in ``DeviceGraphs.counts``.
+COUNTS = ("nodes_added", "nodes_merged", "nodes_pruned", "draft_nodes", "draft_rows_invalid")
 
 
 class DeviceGraphs(NamedTuple):
-    """Graphs of a batch; row ``b`` belongs to one request, and C is the capacity.
+    """Graphs of a batch; row ``b`` belongs to one request, C is the capacity and N the most verified nodes."""
 
-    Shapes: ``[num_graphs, C + 1]`` unless stated otherwise. Column C is padding: it takes discarded writes. Node
-    numbers are int64, the type of indices. All tensors are updated in place.
-    """
-
-    token: torch.Tensor  # int64
-    parent: torch.Tensor  # int64, NONE for the root and unused nodes
-    depth: torch.Tensor  # int64
-    prob: torch.Tensor  # float32
-    survival: torch.Tensor  # float32
-    origin: torch.Tensor  # int64, ORIGIN_*
-    merged: torch.Tensor  # int64, target of a merged edge, else NONE
-    size: torch.Tensor  # int64 [num_graphs], nodes in use
-    context: torch.Tensor  # int64 [num_graphs, MAX_CONTEXT], tokens before the root, nearest first; NONE pads
-    # int64 [num_graphs, C + 1, words], bit j of a node's word w is set if a walk down from node 64 * w + j reaches
-    # the node. There are no words without merging.
+    # int32 [num_graphs, 6, C]: token, parent, depth, origin, target of a merged edge, and the node's row among its
+    # graph's rows in the draft forward that ran it. Parent and target are NONE where there is none.
+    nodes: torch.Tensor
+    chances: torch.Tensor  # float32 [num_graphs, 2, C]: prob and survival
+    # int32 [num_graphs, n, C], the n-gram that ends at the node, backwards. It continues before the root in the text;
+    # -i stands for place i before the root if the text has none there. n is 0 without merging.
+    grams: torch.Tensor
+    # int64 [num_graphs, words, C], bit j of word w is set if a walk down from node 64 * w + j reaches the node. There
+    # are no words without merging.
     above: torch.Tensor
+    slots: torch.Tensor  # int64 [num_graphs, words, C], draft KV slots of the node and its ancestors below the root
+    best: torch.Tensor  # float32 [num_graphs, N], the highest survivals, falling; padded with zeros
+    frontier: torch.Tensor  # int32 [num_graphs, N], the nodes that the draft runs next or has just run
+    # int32 [num_graphs, 12]: nodes in use, draft KV slots in use, places of the frontier in use, tokens of the text,
+    # those of them before the first draft slot, deepest node that the draft runs, most draft slots, whether nodes
+    # merge, deepest node to verify, most nodes to verify, most tokens to copy, and the request's slot or NONE.
+    state: torch.Tensor
+    counts: torch.Tensor  # int64 [5], ``COUNTS`` of all graphs; only added to
 
     @property
     def capacity(self) -> int:
         """Maximum number of nodes of a graph, including the root."""
-        return self.token.shape[1] - 1
+        return self.nodes.shape[2]
 
-    def real(self) -> torch.Tensor:
-        """Which columns are nodes, bool ``[num_graphs, C]``."""
-        return torch.arange(self.capacity, device=self.size.device) < self.size[:, None]
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes of a graph that are verified."""
+        return self.best.shape[1]
+
+    def first(self, count: int) -> DeviceGraphs:
+        """The first ``count`` graphs."""
+        return self._replace(**{name: of[:count] for name, of in self._asdict().items() if name != "counts"})
 
 
-def start_graphs(texts: torch.Tensor, length: torch.Tensor, capacity: int, merging: bool) -> DeviceGraphs:
-    """Create graphs with a root only: the last token of each text, with the tokens before it as context.
+class Rows(NamedTuple):
+    """Rows of a draft forward, ``width`` for each request. Rows that are not in use hold zeros, and slot -1."""
+
+    token: torch.Tensor  # int32 [num_graphs * width]
+    position: torch.Tensor  # int64
+    slot: torch.Tensor  # int64, physical KV slot
+    mask: torch.Tensor  # int64 [num_graphs * width, words], the KV after the prefix that the row attends
+    prefix: torch.Tensor  # int32 [num_graphs], leading tokens that all rows of the request attend
+    # int64, what the row's hidden state comes from: of text the KV slot of the token before it, -1 for none; of a node
+    # its parent's row in the forward before.
+    source: torch.Tensor
+
+    def first(self, count: int, width: int) -> Rows:
+        """The rows of the first ``count`` requests, ``width`` for each."""
+        rows = count * width
+        return Rows(**{name: of[: count if name == "prefix" else rows] for name, of in self._asdict().items()})
+
+
+class Known(NamedTuple):
+    """What the host knows about a batch before it learns which tokens were accepted."""
+
+    # int32 [num_requests, 5]: slot in vLLM's request states, NONE for padding; whether to draft; leading tokens with
+    # draft KV, NONE if only the device knows; KV slots in allocated blocks; the request's maximum number of tokens.
+    limits: torch.Tensor
+    trust: torch.Tensor  # float32 [num_requests, sources], from ``SourceTrust``
+    factor: torch.Tensor  # float32 [sources, NUM_DEPTHS, NUM_BINS], from ``Calibration``
+
+
+def new_graphs(
+    count: int, capacity: int, num_nodes: int, merge_ngram: int, max_slots: int, device: torch.device
+) -> DeviceGraphs:
+    """Allocate graphs; ``begin`` resets them.
 
     Args:
-        texts: int64 or int32 ``[num_graphs, most]``, committed tokens.
-        length: int64 ``[num_graphs]``, tokens in use of each text, at least 1.
-        capacity: maximum number of nodes of a graph, including the root.
-        merging: whether ``add_candidates`` may merge nodes.
+        count: number of graphs.
+        capacity: maximum number of nodes of each, including the root.
+        num_nodes: most nodes of each that are verified.
+        merge_ngram: length of the n-grams by which nodes merge; 0 without merging.
+        max_slots: most draft KV slots of each.
+        device: where to allocate.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or there is no room for a root.
+        ValueError: there is no room for a root.
     """
-    device, count = length.device, len(length)
-    check_tensor("length", length, device, 1, torch.int64)
-    check_tensor("texts", texts, device, 2, torch.int64, torch.int32, rows=count)
     if capacity < 1:
         raise ValueError(f"capacity is {capacity}, but must be at least 1")
-    shape = (count, capacity + 1)
 
-    def filled(value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
-    back = length[:, None] - 1 - torch.arange(1 + MAX_CONTEXT, device=device)
-    latest = texts[:count].gather(1, back.clamp(min=0)).long()
-    words = -(-capacity // WORD) if merging else 0
-    graphs = DeviceGraphs(
-        token=filled(0),
-        parent=filled(NONE),
-        depth=filled(0),
-        prob=filled(0.0, torch.float32),
-        survival=filled(0.0, torch.float32),
-        origin=filled(ORIGIN_ROOT),
-        merged=filled(NONE),
-        size=torch.ones_like(length),
-        context=torch.where(back >= 0, latest, NONE)[:, 1:],
-        above=torch.zeros((*shape, words), dtype=torch.int64, device=device),
+    words = -(-capacity // 64) if merge_ngram else 0
+    return DeviceGraphs(
+        nodes=zeros(count, 6, capacity),
+        chances=zeros(count, 2, capacity, dtype=torch.float32),
+        grams=zeros(count, merge_ngram, capacity),
+        above=zeros(count, words, capacity, dtype=torch.int64),
+        slots=zeros(count, -(-max_slots // 64), capacity, dtype=torch.int64),
+        best=zeros(count, num_nodes, dtype=torch.float32),
+        frontier=zeros(count, num_nodes),
+        state=zeros(count, 12),
+        counts=zeros(len(COUNTS), dtype=torch.int64),
     )
-    graphs.token[:, 0] = latest[:, 0]
-    graphs.prob[:, 0] = 1.0
-    graphs.survival[:, 0] = 1.0
-    graphs.above[:, 0, :1] = 1
-    return graphs
 
 
-def append(
-    graphs: DeviceGraphs,
-    parent: torch.Tensor,
-    token: torch.Tensor,
-    prob: torch.Tensor,
-    wanted: torch.Tensor,
-    origin: int,
-) -> torch.Tensor:
-    """Add nodes in the given order while there is room; none may be the parent of another.
-
-    Args:
-        parent, token: int64 ``[num_graphs, n]``; prob: float32; wanted: bool, which nodes to add.
-        origin: the origin of all nodes.
-
-    Returns:
-        int64 ``[num_graphs, n]``, the added nodes; C for one that was not added.
-    """
-    capacity = graphs.capacity
-    node = graphs.size[:, None] + wanted.cumsum(1) - 1
-    node = torch.where(wanted & (node < capacity), node, capacity)
-    graphs.size.copy_((graphs.size + wanted.sum(1)).clamp(max=capacity))
-    graphs.token.scatter_(1, node, token)
-    graphs.parent.scatter_(1, node, parent)
-    graphs.depth.scatter_(1, node, graphs.depth.gather(1, parent) + 1)
-    graphs.prob.scatter_(1, node, prob)
-    graphs.survival.scatter_(1, node, graphs.survival.gather(1, parent) * prob)
-    graphs.origin.scatter_(1, node, torch.full_like(node, origin))
-    words = graphs.above.shape[2]
-    above = rows_of(graphs.above, parent) | one_bit(node, words)
-    graphs.above.scatter_(1, node[:, :, None].expand(-1, -1, words), above)
-    return node
-
-
-def find_child(graphs: DeviceGraphs, parent: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """The child of ``parent`` that carries ``token``, or NONE; all int64 ``[num_graphs, n]``."""
-    capacity = graphs.capacity
-    is_child = (graphs.parent[:, None, :capacity] == parent[:, :, None]) & (
-        graphs.token[:, None, :capacity] == token[:, :, None]
-    )
-    return torch.where(is_child.any(2), is_child.int().argmax(2), NONE)
-
-
-def rows_of(values: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
-    """The rows ``[num_graphs, n, words]`` of ``values`` ``[num_graphs, C + 1, words]`` at ``node``."""
-    return values.gather(1, node[:, :, None].expand(-1, -1, values.shape[2]))
-
-
-def one_bit(place: torch.Tensor, words: int) -> torch.Tensor:
-    """Masks with the bit ``place`` set, int64 ``[*place.shape, words]``; 0 for a place beyond the words."""
-    word = torch.arange(words, device=place.device)
-    bit = torch.ones_like(place) << (place % WORD)
-    return torch.where(word == place[..., None] // WORD, bit[..., None], 0)
-
-
-def has_bit(masks: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Whether masks int64 ``[num_graphs, n, words]`` have the bit at each graph's ``place`` ``[num_graphs]``, bool."""
-    word = masks.gather(2, (place // WORD)[:, None, None].expand(-1, masks.shape[1], 1)).squeeze(2)
-    return (word >> (place % WORD)[:, None] & 1).bool()
-
-
-def bits(masks: torch.Tensor) -> torch.Tensor:
-    """All bits of masks int64 ``[..., words]``, bool ``[..., 64 * words]``."""
-    return (masks[..., None] >> torch.arange(WORD, device=masks.device) & 1).bool().flatten(-2)
+def new_rows(count: int, width: int, words: int, device: torch.device) -> Rows:
+    """Allocate ``width`` rows for each of ``count`` requests, with masks of ``words`` words."""
+    whole = torch.zeros(count * width, dtype=torch.int64, device=device)
+    mask = torch.zeros((count * width, words), dtype=torch.int64, device=device)
+    prefix = torch.zeros(count, dtype=torch.int32, device=device)
+    return Rows(whole.int(), whole, torch.full_like(whole, -1), mask, prefix, whole.clone())

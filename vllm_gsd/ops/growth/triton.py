@@ -1,247 +1,321 @@
-"""Triton kernels of ``ops.growth``, ``ops.ngram`` and ``ops.flatten``: the steps that visit nodes one after the other.
-
-A program holds one graph. Its lanes hold the nodes, so that one instruction compares all of them.
-"""
+"""Triton kernels of ``ops.growth``: a program holds one graph, and its lanes hold candidates or nodes."""
 
 import triton
 import triton.language as tl
 
+from vllm_gsd.method import constants
+from vllm_gsd.ops.growth import state as columns
+
+SIZE, USED, FRONTIER = tl.constexpr(columns.SIZE), tl.constexpr(columns.USED), tl.constexpr(columns.FRONTIER)
+LENGTH, BASE, DEEPEST = tl.constexpr(columns.LENGTH), tl.constexpr(columns.BASE), tl.constexpr(columns.DEEPEST)
+ROOM, MERGES, MAX_DEPTH = tl.constexpr(columns.ROOM), tl.constexpr(columns.MERGES), tl.constexpr(columns.MAX_DEPTH)
+NUM_NODES, COPIES, SLOT = tl.constexpr(columns.NUM_NODES), tl.constexpr(columns.COPIES), tl.constexpr(columns.SLOT)
+STATES = tl.constexpr(12)
+TOKEN, PARENT, DEPTH = tl.constexpr(columns.TOKEN), tl.constexpr(columns.PARENT), tl.constexpr(columns.DEPTH)
+ORIGIN, TARGET, LINE = tl.constexpr(columns.ORIGIN), tl.constexpr(columns.MERGED), tl.constexpr(columns.LINE)
+DRAFT, ROOT = tl.constexpr(constants.ORIGIN_DRAFT), tl.constexpr(constants.ORIGIN_ROOT)
+SOURCES, NGRAM = tl.constexpr(constants.NUM_SOURCES), tl.constexpr(constants.NGRAM)
+MERGED, OFF_BELOW = tl.constexpr(constants.MERGED), tl.constexpr(constants.OFF_BELOW)
+
 
 @triton.jit
-def merge_nodes_kernel(
-    merged, above, candidate, parent, node, num_candidates, capacity, WORDS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Grid (graphs). Turn new nodes into merged edges in their order; see ``ops.growth.api._merge_reference``."""
+def _physical(block_table, index, block_size):
+    """The KV slots of logical indices of one request."""
+    block = tl.load(block_table + index // block_size).to(tl.int64)
+    return block * block_size + index % block_size
+
+
+@triton.jit
+def _start(nodes, chances, grams, above, best, frontier, text, length, capacity, num_nodes, GRAM, WORDS, BEST):
+    """Reset a graph to its root, the text's last token."""
+    tl.store(nodes + TOKEN * capacity, tl.load(text + length - 1))
+    tl.store(nodes + PARENT * capacity, -1)
+    tl.store(nodes + DEPTH * capacity, 0)
+    tl.store(nodes + ORIGIN * capacity, ROOT)
+    tl.store(nodes + TARGET * capacity, -1)
+    tl.store(nodes + LINE * capacity, 0)
+    tl.store(chances, 1.0)
+    tl.store(chances + capacity, 1.0)
+    for back in range(0, GRAM):
+        known = length - 1 - back >= 0
+        tl.store(grams + back * capacity, tl.load(text + length - 1 - back, mask=known, other=-back))
+    for word in range(0, WORDS):
+        tl.store(above + word * capacity, 1 if word == 0 else 0)
+    place = tl.arange(0, BEST)
+    tl.store(best + place, 0.0, mask=place < num_nodes)
+    tl.store(frontier, 0)
+
+
+@triton.jit
+def _text_rows(
+    token, position, slot, mask, prefix, source, last, text, block_table, request, done, fresh, most, width, block_size,
+    SHIFT, WORDS, WIDTH,
+):  # fmt: skip
+    """The rows of a text's ``fresh`` tokens after the first ``done``; each attends the rows before it and itself."""
+    place = tl.arange(0, WIDTH)
+    inside, real = place < width, place < fresh
+    row = request * width + place
+    at = tl.minimum(done + place, most - 1)
+    tl.store(token + row, tl.load(text + at + SHIFT, mask=real, other=0), mask=inside)
+    tl.store(position + row, tl.where(real, at, 0).to(tl.int64), mask=inside)
+    at = tl.where(real, at, 0)
+    tl.store(slot + row, tl.where(real, _physical(block_table, at, block_size), -1), mask=inside)
+    before = at - 1 + SHIFT
+    stored = real & (before >= 0)
+    before = _physical(block_table, tl.where(stored, before, 0), block_size)
+    tl.store(source + row, tl.where(stored, before, -1), mask=inside)
+    for word in range(0, WORDS):
+        ones = tl.minimum(tl.maximum(place + 1 - 64 * word, 0), 64).to(tl.int64)
+        bits = tl.where(ones == 64, -1, (tl.full([WIDTH], 1, tl.int64) << (ones % 64)) - 1)
+        tl.store(mask + row * WORDS + word, tl.where(real, bits, 0), mask=inside)
+    tl.store(prefix + request, tl.where(fresh > 0, done, 0))
+    tl.store(last + request, (request * width + tl.maximum(fresh - 1, 0)).to(tl.int64))
+
+
+@triton.jit
+def begin_kernel(
+    nodes, chances, grams, above, best, frontier, state, token, position, slot, mask, prefix, source, last,
+    limits, trust, texts, total_len, draft_length, block_table, text_row, block_row, block_size, max_length,
+    max_positions, max_slots, capacity, num_nodes, width, DRAFTS: tl.constexpr, SHIFT: tl.constexpr,
+    GRAM: tl.constexpr, GRAPH_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, BEST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid (graphs). See ``ops.growth.api.begin``."""
     graph = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < capacity
-    merged += graph * (capacity + 1)
-    above += graph * (capacity + 1) * WORDS
-    native = tl.load(merged + lane, mask=inside, other=0) == -1
-    for place in range(0, num_candidates):
-        line = graph * num_candidates + place
-        own = tl.load(node + line)
-        source = tl.load(parent + line)
-        fits = native & (tl.load(candidate + line * capacity + lane, mask=inside, other=0) != 0)
-        if tl.max(fits.to(tl.int32), 0) > 0:
-            words = tl.load(above + source * WORDS + lane // 64, mask=inside, other=0)
-            fits = fits & ((words >> (lane % 64)) & 1 == 0)
-            target = tl.min(tl.where(fits, lane, BLOCK), 0)
-            if target < BLOCK:
-                tl.store(merged + own, target.to(tl.int64))
-                native = native & (lane != own)
-                # The source and its ancestors now reach everything that the target reaches.
-                word = tl.load(above + lane * WORDS + target // 64, mask=inside, other=0)
-                joined = inside & ((word >> (target % 64)) & 1 != 0)
-                for index in range(0, WORDS):
-                    more = tl.load(above + source * WORDS + index)
-                    old = tl.load(above + lane * WORDS + index, mask=joined, other=0)
-                    tl.debug_barrier()  # the stores may write the source's own row
-                    tl.store(above + lane * WORDS + index, old | more, mask=joined)
-                tl.debug_barrier()
+    own = tl.load(limits + 5 * graph)
+    request = tl.maximum(own, 0).to(tl.int64)
+    # A finished request may run for another step, beyond the end of its text.
+    length = tl.minimum(tl.maximum(tl.load(total_len + request).to(tl.int32), 1), max_length)
+    max_depth = tl.minimum(tl.load(limits + 5 * graph + 4), max_length) - length - 1
+    wanted = (tl.load(limits + 5 * graph + 1) > 0) & (own >= 0) & (max_depth > 0)
+    text = texts + request * text_row
+    _start(nodes + graph * 6 * capacity, chances + graph * 2 * capacity, grams + graph * GRAM * capacity,
+           above + graph * GRAPH_WORDS * capacity, best + graph * num_nodes, frontier + graph * num_nodes, text, length,
+           capacity, num_nodes, GRAM, GRAPH_WORDS, BEST)  # fmt: skip
+    state += graph * STATES
+    base = length - SHIFT
+    if DRAFTS:
+        room = tl.load(limits + 5 * graph + 3)
+        done = tl.load(limits + 5 * graph + 2)
+        done = tl.where(done < 0, tl.load(draft_length + request).to(tl.int32), done)
+        missing = tl.where(wanted, tl.minimum(tl.minimum(base, room), max_positions) - done, 0)
+        fresh = tl.minimum(tl.maximum(missing, 0), width)
+        most = tl.minimum(max_positions, max_length - SHIFT)
+        _text_rows(token, position, slot, mask, prefix, source, last, text, block_table + graph * block_row, graph,
+                   done, fresh, most, width, block_size, SHIFT, ROW_WORDS, WIDTH)  # fmt: skip
+        tl.store(draft_length + request, (done + fresh).to(tl.int64), mask=own >= 0)
+        tl.store(state + FRONTIER, ((fresh > 0) & (done + fresh == base)).to(tl.int32))
+        tl.store(state + DEEPEST, tl.minimum(max_depth, max_positions - base))
+        tl.store(state + ROOM, tl.minimum(room - base, max_slots))
+    tl.store(state + SIZE, 1)
+    tl.store(state + USED, 0)
+    tl.store(state + LENGTH, length)
+    tl.store(state + BASE, base)
+    tl.store(state + MERGES, (tl.load(trust + graph * SOURCES + MERGED) >= OFF_BELOW).to(tl.int32))
+    tl.store(state + MAX_DEPTH, max_depth)
+    tl.store(state + NUM_NODES, tl.where(wanted, num_nodes, 0))
+    copies = wanted & (tl.load(trust + graph * SOURCES + NGRAM) >= OFF_BELOW)
+    tl.store(state + COPIES, tl.where(copies, tl.minimum(max_depth, num_nodes), 0))
+    tl.store(state + SLOT, own)
 
 
 @triton.jit
-def _copy_token(
-    node, copied, chance, walking, lane, count, capacity, tokens, parents, depths, probs, survivals, origins,
-    NGRAM, DRAFT, AGREED, BLOCK,
+def _add_children(
+    nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib, num_nodes, capacity, lane,
+    TOP_K, GRAM, WORDS,
 ):  # fmt: skip
-    """One step of a copy's walk: agree with the child of ``node`` that carries the token, or add one."""
-    child = tl.min(tl.where((parents == node) & (tokens == copied), lane, BLOCK), 0).to(tl.int64)
-    missing = child == BLOCK
-    adds = walking & missing & (count < capacity)
-    walking = walking & ((child < BLOCK) | adds)
-    # A token that the draft proposed too is wrong only if both are wrong. A new token gets the chance that its surest
-    # copied sibling leaves.
-    agreed = walking & (lane == child) & (origins == DRAFT)
-    chance *= 1.0 - tl.max(tl.where((parents == node) & (origins != DRAFT) & missing, probs, 0.0), 0)
-    probs = tl.where(agreed, probs + chance * (1.0 - probs), probs)
-    origins = tl.where(agreed, AGREED, origins)
-    likely = tl.sum(tl.where(lane == node, survivals, 0.0), 0) * chance
-    level = tl.sum(tl.where(lane == node, depths, 0), 0) + 1
-    new = adds & (lane == count)
-    tokens = tl.where(new, copied, tokens)
-    parents = tl.where(new, node, parents)
-    depths = tl.where(new, level, depths)
-    survivals = tl.where(new, likely, survivals)
-    probs = tl.where(new, chance, probs)
-    origins = tl.where(new, NGRAM, origins)
-    child = tl.where(missing, count, child)
-    count = count + adds.to(tl.int64)
-    return child, walking, count, tokens, parents, depths, probs, survivals, origins
+    """Add the candidates that pass, in their order, while there is room; return the new number of nodes."""
+    place = lane // TOP_K
+    asked = place < tl.load(state + FRONTIER)
+    parent = tl.load(frontier + place, mask=asked, other=0)
+    token = tl.load(tokens + lane, mask=asked, other=-1).to(tl.int32)
+    prob = tl.load(probs + lane, mask=asked, other=0.0)
+    first = tl.load(probs + place * TOP_K, mask=asked, other=0.0)
+    invalid = asked & (lane % TOP_K == 0) & (first == 0.0)
+    asked = asked & (token >= 0)
+    survival = tl.load(chances + capacity + parent) * prob
+    strong = asked & (prob >= theta_sib * first) & (survival > tl.load(best + num_nodes - 1))
+    size = tl.load(state + SIZE)
+    node = size + tl.cumsum(strong.to(tl.int32), 0) - 1
+    added = strong & (node < capacity)
+    tl.store(nodes + TOKEN * capacity + node, token, mask=added)
+    tl.store(nodes + PARENT * capacity + node, parent, mask=added)
+    tl.store(nodes + DEPTH * capacity + node, tl.load(nodes + DEPTH * capacity + parent) + 1, mask=added)
+    tl.store(nodes + ORIGIN * capacity + node, DRAFT, mask=added)
+    tl.store(nodes + TARGET * capacity + node, -1, mask=added)
+    tl.store(chances + node, prob, mask=added)
+    tl.store(chances + capacity + node, survival, mask=added)
+    for back in range(0, GRAM):
+        symbol = token
+        if back > 0:
+            symbol = tl.load(grams + (back - 1) * capacity + parent)
+        tl.store(grams + back * capacity + node, symbol, mask=added)
+    for word in range(0, WORDS):
+        bit = tl.where(node // 64 == word, tl.full(node.shape, 1, tl.int64) << (node % 64).to(tl.int64), 0)
+        tl.store(above + word * capacity + node, tl.load(above + word * capacity + parent) | bit, mask=added)
+    total = tl.sum(added.to(tl.int64), 0)
+    tl.atomic_add(counts, total)
+    tl.atomic_add(counts + 2, tl.sum(asked.to(tl.int64), 0) - total)
+    tl.atomic_add(counts + 4, tl.sum(invalid.to(tl.int64), 0))
+    tl.store(state + SIZE, size + total.to(tl.int32))
+    return size + total.to(tl.int32)
 
 
 @triton.jit
-def graft_kernel(
-    token, parent, depth, prob, survival, origin, merged, size, texts, text_row, length, starts, matched, max_depth,
-    match_probs, num_matches, capacity, NGRAM: tl.constexpr, DRAFT: tl.constexpr, AGREED: tl.constexpr,
-    MAX_MATCH: tl.constexpr, BLOCK: tl.constexpr,
+def _repeats(targets, grams, new, end, capacity, GRAM, CHUNK):
+    """Which new nodes end in the n-gram of an earlier native node."""
+    found = new < 0
+    for start in range(1, end, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        native = (other < end) & (tl.load(targets + other, mask=other < end, other=0) == -1)
+        same = native[None, :] & (other[None, :] < new[:, None]) & (new[:, None] < end)
+        for back in range(0, GRAM):
+            ours = tl.load(grams + back * capacity + new, mask=new < end, other=0)
+            theirs = tl.load(grams + back * capacity + other, mask=other < end, other=0)
+            same = same & (ours[:, None] == theirs[None, :])
+        found = found | (tl.max(same.to(tl.int32), 1) > 0)
+    return found
+
+
+@triton.jit
+def _merge(nodes, grams, above, counts, first, end, capacity, lane, GRAM, WORDS, BLOCK, CHUNK):
+    """Turn new nodes into merged edges, one after the other, since each changes what the next may point to."""
+    new, node = first + lane, tl.arange(0, BLOCK)
+    targets = nodes + TARGET * capacity
+    repeats = _repeats(targets, grams, new, end, capacity, GRAM, CHUNK)
+    own = tl.min(tl.where(repeats, new, end), 0)
+    while own < end:
+        parent = tl.load(nodes + PARENT * capacity + own)
+        before = node < own
+        fits = before & (node > 0) & (tl.load(targets + node, mask=before, other=0) == -1)
+        for back in range(0, GRAM):
+            theirs = tl.load(grams + back * capacity + node, mask=before, other=0)
+            fits = fits & (theirs == tl.load(grams + back * capacity + own))
+        # Refuse targets that reach the parent, which would close a cycle. Take the oldest of the others.
+        reaching = tl.load(above + (node // 64) * capacity + parent, mask=before, other=0)
+        fits = fits & ((reaching >> (node % 64)) & 1 == 0)
+        target = tl.min(tl.where(fits, node, BLOCK), 0)
+        if target < BLOCK:
+            tl.store(targets + own, target)
+            tl.atomic_add(counts + 1, tl.full([], 1, tl.int64))
+            # The parent and its ancestors now reach everything that the target reaches.
+            reached = tl.load(above + (target // 64) * capacity + node, mask=node < end, other=0)
+            joined = (node < end) & ((reached >> (target % 64)) & 1 != 0)
+            for word in range(0, WORDS):
+                more = tl.load(above + word * capacity + parent)
+                old = tl.load(above + word * capacity + node, mask=joined, other=0)
+                tl.debug_barrier()  # the stores may write the parent's own row
+                tl.store(above + word * capacity + node, old | more, mask=joined)
+            tl.debug_barrier()
+        own = tl.min(tl.where(repeats & (new > own), new, end), 0)
+
+
+@triton.jit
+def _num_before(values, targets, begin, end, own, number, NATIVE: tl.constexpr, CHUNK: tl.constexpr):
+    """How many values come before each of ``own``: the higher ones, and equal ones at places below ``number``."""
+    count = tl.zeros(own.shape, tl.int32)
+    for start in range(begin, end, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        value = tl.load(values + place, mask=place < end, other=-1.0)
+        if NATIVE:
+            value = tl.where(tl.load(targets + place, mask=place < end, other=0) == -1, value, -1.0)
+        equal = (value[None, :] == own[:, None]) & (place[None, :] < number[:, None])
+        count += tl.sum(((value[None, :] > own[:, None]) | equal).to(tl.int32), 1)
+    return count
+
+
+@triton.jit
+def _choose(
+    nodes, chances, best, frontier, state, counts, theta_prob, first, end, num_nodes, next_width, capacity, lane,
+    BEST, CHUNK,
 ):  # fmt: skip
-    """Grid (graphs). The copies walk down from the root one after the other and add missing nodes."""
+    """Merge the new survivals into the list of the best, and choose the next frontier, best first."""
+    new, place = first + lane, tl.arange(0, BEST)
+    real, listed = new < end, place < num_nodes
+    values, targets = chances + capacity, nodes + TARGET * capacity
+    value = tl.load(values + new, mask=real, other=-1.0)
+    kept = tl.load(best + place, mask=listed, other=-1.0)
+    rank = _num_before(values, targets, first, end, value, new, False, CHUNK)
+    rank += _num_before(best, targets, 0, num_nodes, value, tl.full(new.shape, 1 << 30, tl.int32), False, CHUNK)
+    kept_rank = place + _num_before(values, targets, first, end, kept, tl.full([BEST], -1, tl.int32), False, CHUNK)
+    tl.debug_barrier()
+    tl.store(best + rank, value, mask=real & (rank < num_nodes))
+    tl.store(best + kept_rank, kept, mask=listed & (kept_rank < num_nodes))
+    floor = tl.sum(tl.where(real & (rank == num_nodes - 1), value, 0.0), 0)
+    floor += tl.sum(tl.where(listed & (kept_rank == num_nodes - 1), kept, 0.0), 0)
+    native = real & (tl.load(targets + new, mask=real, other=0) == -1)
+    depth = tl.load(nodes + DEPTH * capacity + new, mask=real, other=0)
+    wanted = native & (value >= theta_prob) & (value >= floor) & (depth < tl.load(state + DEEPEST))
+    place = _num_before(values, targets, first, end, value, new, True, CHUNK)
+    room = tl.maximum(tl.load(state + ROOM) - tl.load(state + USED), 0)
+    most = tl.minimum(tl.minimum(room, next_width), tl.sum(wanted.to(tl.int32), 0))
+    tl.store(frontier + place, new, mask=wanted & (place < most))
+    tl.store(state + FRONTIER, most)
+    tl.atomic_add(counts + 3, most.to(tl.int64))
+    return most
+
+
+@triton.jit
+def _node_rows(
+    token, position, slot, mask, prefix, source, nodes, slots, frontier, state, block_table, graph, size, width, before,
+    capacity, block_size, max_positions, WORDS, WIDTH,
+):  # fmt: skip
+    """Give the frontier's ``size`` nodes draft KV slots, and write their rows."""
+    place = tl.arange(0, WIDTH)
+    inside, real = place < width, place < size
+    row = graph * width + place
+    node = tl.load(frontier + place, mask=real, other=0)
+    parent = tl.maximum(tl.load(nodes + PARENT * capacity + node), 0)
+    used, base = tl.load(state + USED), tl.load(state + BASE)
+    own = used + place
+    depth = tl.load(nodes + DEPTH * capacity + node)
+    tl.store(token + row, tl.where(real, tl.load(nodes + TOKEN * capacity + node), 0), mask=inside)
+    at = tl.minimum(base - 1 + depth, max_positions - 1)
+    tl.store(position + row, tl.where(real, at, 0).to(tl.int64), mask=inside)
+    physical = _physical(block_table, tl.where(real, base + own, 0), block_size)
+    tl.store(slot + row, tl.where(real, physical, -1), mask=inside)
+    above = tl.load(nodes + LINE * capacity + parent, mask=real, other=0)
+    tl.store(source + row, graph * before + above, mask=inside)
+    tl.store(nodes + LINE * capacity + node, place, mask=real)
+    for word in range(0, WORDS):
+        # The root's key and value are in the committed text, so its children inherit no slot.
+        bits = tl.load(slots + word * capacity + parent, mask=real & (parent > 0), other=0)
+        bits |= tl.where(own // 64 == word, tl.full([WIDTH], 1, tl.int64) << (own % 64).to(tl.int64), 0)
+        tl.store(slots + word * capacity + node, bits, mask=real)
+        tl.store(mask + row * WORDS + word, tl.where(real, bits, 0), mask=inside)
+    tl.store(prefix + graph, tl.where(size > 0, base, 0))
+    tl.store(state + USED, used + size)
+
+
+@triton.jit
+def grow_kernel(
+    nodes, chances, grams, above, slots, best, frontier, state, counts, token, position, slot, mask, prefix, source,
+    tokens, probs, block_table, block_row, block_size, max_positions, theta_sib, theta_prob, num_nodes, capacity, width,
+    next_width, TOP_K: tl.constexpr, GRAM: tl.constexpr, GRAPH_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
+    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, BEST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid (graphs). See ``ops.growth.api.grow_level``."""
     graph = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    row = graph * (capacity + 1)
-    inside = lane < capacity
-    tokens = tl.load(token + row + lane, mask=inside, other=-1)
-    parents = tl.load(parent + row + lane, mask=inside, other=-1)
-    depths = tl.load(depth + row + lane, mask=inside, other=0)
-    survivals = tl.load(survival + row + lane, mask=inside, other=0.0)
-    targets = tl.load(merged + row + lane, mask=inside, other=-1)
-    probs = tl.load(prob + row + lane, mask=inside, other=0.0)
-    origins = tl.load(origin + row + lane, mask=inside, other=0)
-    count = tl.load(size + graph)
-    text_length = tl.load(length + graph)
-    most = tl.load(max_depth + graph)
-    for match in range(0, num_matches):
-        start = tl.load(starts + graph * num_matches + match)
-        agreeing = tl.load(matched + graph * num_matches + match)
-        walking = agreeing > 0
-        node = start * 0
-        steps = tl.where(walking, tl.minimum(most, text_length - start), 0)
-        for i in range(0, steps):
-            copied = tl.load(texts + graph * text_row + start + i).to(tl.int64)
-            chance = tl.load(match_probs + tl.minimum(agreeing + i, MAX_MATCH))
-            child, walking, count, tokens, parents, depths, probs, survivals, origins = _copy_token(
-                node, copied, chance, walking, lane, count, capacity, tokens, parents, depths, probs, survivals,
-                origins, NGRAM, DRAFT, AGREED, BLOCK,
-            )  # fmt: skip
-            # A merged edge continues as its target.
-            target = tl.sum(tl.where(lane == child, targets, 0), 0)
-            node = tl.where(target == -1, child, target)
-    inside = lane < count
-    tl.store(token + row + lane, tokens, mask=inside)
-    tl.store(parent + row + lane, parents, mask=inside)
-    tl.store(depth + row + lane, depths, mask=inside)
-    tl.store(survival + row + lane, survivals, mask=inside)
-    tl.store(prob + row + lane, probs, mask=inside)
-    tl.store(origin + row + lane, origins, mask=inside)
-    tl.store(size + graph, count)
-
-
-@triton.jit
-def _worth(likely, chance, crossed, level, probs, targets, kinds, trust, factor, DEPTHS: tl.constexpr):
-    """Calibrated survival that each node would have as a child of a place; as ``method.cells.calibrated``."""
-    below = likely * probs
-    cell = (below <= 0.5).to(tl.int32) + (below <= 0.25).to(tl.int32) + (below <= 0.125).to(tl.int32)
-    cell += (below <= 0.0625).to(tl.int32) + (below <= 0.03125).to(tl.int32)
-    cell += (below <= 0.015625).to(tl.int32) + (below <= 0.0078125).to(tl.int32)
-    own = tl.where(crossed | (targets != -1), 1, 0)
-    kind = tl.where(kinds == -1, own, kinds)
-    index = (kind * DEPTHS + tl.minimum(level, DEPTHS) - 1) * 8 + cell
-    value = tl.load(trust + kind) * tl.minimum(below * tl.load(factor + index), 1.0)
-    return tl.minimum(value, chance)
-
-
-@triton.jit
-def _kinds(origins, NGRAM, SHARED, AGREED, NGRAM_KIND, SHARED_KIND, AGREED_KIND):
-    """The source of copied nodes; -1 for drafted ones, whose source depends on the path."""
-    kinds = tl.where(origins == NGRAM, NGRAM_KIND, tl.where(origins == SHARED, SHARED_KIND, -1))
-    return tl.where(origins == AGREED, AGREED_KIND, kinds)
-
-
-@triton.jit
-def _best_child(value, candidate, lane, BLOCK):
-    """The highest value among the candidates, -inf without any, and the first node that has it."""
-    value = tl.where(candidate, value, float("-inf"))
-    highest = tl.max(value, 0)
-    return highest, tl.min(tl.where(value == highest, lane, BLOCK), 0)
-
-
-@triton.jit
-def _place(here, source, depth, over, likely, chance):
-    """The node, depth, crossing, survival and value of the place that the mask ``here`` names."""
-    node = tl.sum(tl.where(here, source, 0), 0)
-    level = tl.sum(tl.where(here, depth, 0), 0)
-    crossed = tl.sum(tl.where(here, over, 0), 0) != 0
-    return node, level, crossed, tl.sum(tl.where(here, likely, 0.0), 0), tl.sum(tl.where(here, chance, 0.0), 0)
-
-
-@triton.jit
-def _store_place(
-    line, row, child, parent, level, crossed, survival, value, token, origin, merged,
-    out_token, out_parent, out_depth, out_origin, out_crossed, out_survival, out_value,
-):  # fmt: skip
-    tl.store(out_token + line, tl.load(token + row + child))
-    tl.store(out_parent + line, parent.to(tl.int64))
-    tl.store(out_depth + line, level.to(tl.int64))
-    tl.store(out_origin + line, tl.load(origin + row + child))
-    tl.store(out_crossed + line, crossed | (tl.load(merged + row + child) != -1))
-    tl.store(out_survival + line, survival)
-    tl.store(out_value + line, value)
-
-
-@triton.jit
-def flatten_kernel(
-    out_token, out_parent, out_depth, out_origin, out_crossed, out_survival, out_value, out_size,
-    token, parent, prob, origin, merged, size, num_nodes, max_depth, factor, trust, trust_row, num_places, capacity,
-    NGRAM: tl.constexpr, SHARED: tl.constexpr, AGREED: tl.constexpr, NGRAM_KIND: tl.constexpr,
-    SHARED_KIND: tl.constexpr, AGREED_KIND: tl.constexpr, DEPTHS: tl.constexpr, PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid (graphs). Every place keeps its best child that is not taken; each step takes the best of these."""
-    graph = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    place = tl.arange(0, PLACES)
-    row = graph * (capacity + 1)
-    real = lane < tl.load(size + graph)
-    parents = tl.load(parent + row + lane, mask=real, other=-1)
-    probs = tl.load(prob + row + lane, mask=real, other=0.0)
-    targets = tl.load(merged + row + lane, mask=real, other=-1)
-    origins = tl.load(origin + row + lane, mask=real, other=0)
-    kinds = _kinds(origins, NGRAM, SHARED, AGREED, NGRAM_KIND, SHARED_KIND, AGREED_KIND)
-    most = tl.load(num_nodes + graph)
-    deepest = tl.load(max_depth + graph)
-    trust += graph * trust_row
-    # One entry per place, the root's first: the node it continues as, depth, whether the path crosses a merged edge,
-    # survival, value, and the best child that is not taken with its value.
-    source = tl.full([PLACES], 0, tl.int64)
-    depth = tl.full([PLACES], 0, tl.int32)
-    over = tl.full([PLACES], 0, tl.int32)
-    likely = tl.full([PLACES], 1.0, tl.float32)
-    chance = tl.full([PLACES], 1.0, tl.float32)
-    best = tl.full([PLACES], float("-inf"), tl.float32)
-    heir = tl.full([PLACES], 0, tl.int32)
-    count = 0
-    going = True
-    for step in range(0, num_places):
-        going = going & (step < most)
-        if going:
-            # Expand the newest place.
-            here = place == step
-            node, level, crossed, own, above = _place(here, source, depth, over, likely, chance)
-            target = tl.load(merged + row + node)
-            crossed = crossed | (target != -1)
-            node = tl.where(target == -1, node, target)
-            source = tl.where(here, node, source)
-            over = tl.where(here, crossed.to(tl.int32), over)
-            value = _worth(own, above, crossed, level + 1, probs, targets, kinds, trust, factor, DEPTHS)
-            highest, first = _best_child(value, real & (parents == node) & (level < deepest), lane, BLOCK)
-            best = tl.where(here, highest, best)
-            heir = tl.where(here, first, heir)
-            # Ties go to the place expanded first, then to the node added first.
-            highest = tl.max(best, 0)
-            going = highest > float("-inf")
-            if going:
-                chosen = tl.min(tl.where(best == highest, place, PLACES), 0)
-                there = place == chosen
-                child = tl.sum(tl.where(there, heir, 0), 0)
-                node, level, crossed, own, above = _place(there, source, depth, over, likely, chance)
-                survival = own * tl.load(prob + row + child)
-                _store_place(
-                    graph * num_places + step, row, child, chosen - 1, level + 1, crossed, survival, highest, token,
-                    origin, merged, out_token, out_parent, out_depth, out_origin, out_crossed, out_survival, out_value,
-                )  # fmt: skip
-                # Find the parent's next best child.
-                value = _worth(own, above, crossed, level + 1, probs, targets, kinds, trust, factor, DEPTHS)
-                left = real & (parents == node) & ((value < highest) | ((value == highest) & (lane > child)))
-                following, first = _best_child(value, left, lane, BLOCK)
-                best = tl.where(there, following, best)
-                heir = tl.where(there, first, heir)
-                new = place == step + 1
-                source = tl.where(new, child.to(tl.int64), source)
-                depth = tl.where(new, level + 1, depth)
-                over = tl.where(new, crossed.to(tl.int32), over)
-                likely = tl.where(new, survival, likely)
-                chance = tl.where(new, highest, chance)
-                count += 1
-    tl.store(out_size + graph, count)
+    nodes += graph * 6 * capacity
+    chances += graph * 2 * capacity
+    grams += graph * GRAM * capacity
+    above += graph * GRAPH_WORDS * capacity
+    best += graph * num_nodes
+    frontier += graph * num_nodes
+    state += graph * STATES
+    lane = tl.arange(0, CANDIDATES)
+    first = tl.load(state + SIZE)
+    tokens += graph * width * TOP_K
+    probs += graph * width * TOP_K
+    end = _add_children(nodes, chances, grams, above, best, frontier, state, counts, tokens, probs, theta_sib,
+                        num_nodes, capacity, lane, TOP_K, GRAM, GRAPH_WORDS)  # fmt: skip
+    tl.debug_barrier()
+    if GRAM > 0:
+        if tl.load(state + MERGES) != 0:
+            _merge(nodes, grams, above, counts, first, end, capacity, lane, GRAM, GRAPH_WORDS, BLOCK, CHUNK)
+    if WIDTH > 0:
+        size = _choose(nodes, chances, best, frontier, state, counts, theta_prob, first, end, num_nodes, next_width,
+                       capacity, lane, BEST, CHUNK)  # fmt: skip
+        tl.debug_barrier()
+        _node_rows(token, position, slot, mask, prefix, source, nodes, slots + graph * SLOT_WORDS * capacity, frontier,
+                   state, block_table + graph * block_row, graph, size, next_width, width, capacity, block_size,
+                   max_positions, SLOT_WORDS, WIDTH)  # fmt: skip

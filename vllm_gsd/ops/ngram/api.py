@@ -4,133 +4,51 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
-from vllm_gsd.ops.dispatch import check_tensor, use_triton
-from vllm_gsd.ops.growth.state import DeviceGraphs, append, find_child
+from vllm_gsd.method.constants import MATCH_PROB
+from vllm_gsd.ops.dispatch import check_tensor, require_triton
+from vllm_gsd.ops.growth.state import DeviceGraphs
 
-# Bytes of memory per token of a text in ``longest_matches``, including the token's own four. Texts of 126 million
-# tokens and more need more.
-MATCH_BYTES = 12
+PARTS = 16  # programs that share a text
+_BLOCK = 1024  # tokens that a program compares at once
 
 
-def longest_matches(
-    texts: torch.Tensor, length: torch.Tensor, min_match: int, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find earlier occurrences of the texts' longest suffixes.
-
-    Args:
-        texts: int64 or int32 ``[num_texts, most]``; length: int64 ``[num_texts]``, tokens in use, at least 1.
-        min_match: length of the shortest suffix that counts.
-        count: maximum number of occurrences per text.
-
-    Returns:
-        int64 ``[num_texts, count]`` each: the start of the continuation of the j-th best occurrence, and the number of
-        tokens that matched before it; 0 if there is no such occurrence. Longer matches come first; among equal ones,
-        later occurrences come first.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-    """
-    check_tensor("length", length, length.device, 1, torch.int64)
-    check_tensor("texts", texts, length.device, 2, torch.int64, torch.int32, rows=len(length))
-    most = texts.shape[1]
-    # Texts are long, so narrow types matter; see ``MATCH_BYTES``.
-    narrow = torch.int32 if (MAX_MATCH + 1) * most < 1 << 31 else torch.int64
-    end = torch.arange(most, dtype=narrow, device=length.device)
-    alive = end < length[:, None] - 1
-    matched = torch.zeros_like(texts, dtype=torch.int8)
-    for back in range(min(MAX_MATCH, most)):
-        last = texts.gather(1, (length - 1 - back).clamp(min=0)[:, None])
-        alive[:, :back] = False
-        alive[:, back:] &= texts[:, : most - back] == last
-        matched += alive
-    # All ranks differ, so the result does not depend on the sorting algorithm.
-    rank = matched.to(narrow).mul_(most).add_(end)
-    rank.masked_fill_(matched < max(1, min_match), NONE)
-    best = rank.topk(min(count, most), dim=1).values.long()
-    best = torch.nn.functional.pad(best, (0, count - best.shape[1]), value=NONE)
-    found = best >= 0
-    return torch.where(found, best % most + 1, 0), torch.where(found, best // most, 0)
+def new_matches(count: int, max_matches: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate what ``graft_ngrams`` needs for ``count`` requests: ranks, and ``MATCH_PROB`` on the device."""
+    ranks = torch.zeros((count, PARTS, max_matches), dtype=torch.int64, device=device)
+    return ranks, torch.tensor(MATCH_PROB, device=device)
 
 
 def graft_ngrams(
-    graphs: DeviceGraphs,
-    texts: torch.Tensor,
-    length: torch.Tensor,
-    max_matches: int,
-    max_depth: torch.Tensor,
-    deepest: int,
-    min_match: int,
-) -> torch.Tensor:
-    """Insert continuations of earlier occurrences of the texts' suffixes; updates ``graphs`` except ``above``.
+    graphs: DeviceGraphs, ranks: torch.Tensor, match_probs: torch.Tensor, texts: torch.Tensor, min_match: int
+) -> None:
+    """Insert continuations of earlier occurrences of the texts' suffixes; no node may be merged after this.
+
+    Two launches: one finds the occurrences in parts of each text, as far as it is in use; one copies.
 
     Args:
-        texts: int64 or int32 ``[num_graphs, most]``; length: int64 ``[num_graphs]``. The last token is the root's.
-        max_matches: maximum number of occurrences to use.
-        max_depth: int64 ``[num_graphs]``, maximum number of tokens copied from each; 0 for none.
-        deepest: upper bound of ``max_depth``.
-        min_match: length of the shortest suffix that counts.
+        graphs: as ``begin`` and ``grow_level`` left them; updated.
+        ranks: int64 ``[num_graphs, PARTS, max_matches]``, overwritten: the best occurrences of each part, 0 for none;
+            the tokens that matched times 2 ** 32, and where the text continues.
+        match_probs: as ``new_matches`` returns it.
+        texts: int32 ``[slots, most]``.
+        min_match: length of the shortest suffix that counts, at least 1.
 
-    Returns:
-        int64 ``[num_graphs]``, number of occurrences found.
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        RuntimeError: Triton cannot run on these tensors.
     """
-    starts, matched = longest_matches(texts, length, min_match, max_matches)
-    if not use_triton(length, node_by_node=True):
-        _graft_reference(graphs, texts, length, starts, matched, max_depth, deepest)
-        return (matched > 0).sum(1)
-    from vllm_gsd.ops.growth.triton import graft_kernel, triton
+    from vllm_gsd.ops.ngram.triton import graft_kernel, match_kernel, triton
 
-    graft_kernel[(len(length),)](
-        graphs.token, graphs.parent, graphs.depth, graphs.prob, graphs.survival, graphs.origin, graphs.merged,
-        graphs.size, texts, texts.stride(0), length, starts.contiguous(), matched.contiguous(),
-        max_depth.clamp(max=deepest), _match_probs(length.device), max_matches, graphs.capacity, NGRAM=ORIGIN_NGRAM,
-        DRAFT=ORIGIN_DRAFT, AGREED=ORIGIN_AGREED, MAX_MATCH=MAX_MATCH, BLOCK=triton.next_power_of_2(graphs.capacity),
-        num_warps=4, enable_fp_fusion=False,  # the same bits as on the host
+    device, count, max_matches = graphs.state.device, len(graphs.state), ranks.shape[2]
+    check_tensor("texts", texts, device, 2, torch.int32)
+    check_tensor("ranks", ranks, device, 3, torch.int64, rows=count)
+    require_triton("graft_ngrams", texts)
+    match_kernel[(count, PARTS)](
+        ranks, graphs.state, texts, texts.stride(0), min_match, max_matches, COUNT=triton.next_power_of_2(max_matches),
+        PARTS=PARTS, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    return (matched > 0).sum(1)
-
-
-def _graft_reference(
-    graphs: DeviceGraphs,
-    texts: torch.Tensor,
-    length: torch.Tensor,
-    starts: torch.Tensor,
-    matched: torch.Tensor,
-    max_depth: torch.Tensor,
-    deepest: int,
-) -> None:
-    """``graft_kernel`` in plain PyTorch; ``starts`` and ``matched`` come from ``longest_matches``."""
-    graphs = graphs._replace(above=graphs.above[:, :, :0])  # no node is merged after this
-    capacity = graphs.capacity
-    prob_of = _match_probs(matched.device)
-    for j in range(matched.shape[1]):
-        node = torch.zeros_like(length)[:, None]
-        depth = torch.minimum(max_depth, length - starts[:, j])
-        walking = matched[:, j] > 0
-        for i in range(deepest):
-            walking = walking & (i < depth)
-            token = texts.gather(1, (starts[:, j] + i).clamp(max=texts.shape[1] - 1)[:, None]).long()
-            child = find_child(graphs, node, token)
-            prob = prob_of[(matched[:, j] + i).clamp(max=MAX_MATCH)][:, None]
-            missing = (child == NONE) & walking[:, None]
-            copied = (graphs.parent == node) & (graphs.origin != ORIGIN_DRAFT)
-            left = 1.0 - torch.where(copied, graphs.prob, 0.0)[:, :capacity].amax(1, keepdim=True)
-            known = torch.where(child == NONE, capacity, child)
-            agreed = walking[:, None] & (graphs.origin.gather(1, known) == ORIGIN_DRAFT)
-            before = graphs.prob.gather(1, known)
-            graphs.prob.scatter_(1, known, torch.where(agreed, before + prob * (1.0 - before), before))
-            origin = graphs.origin.gather(1, known)
-            graphs.origin.scatter_(1, known, torch.where(agreed, ORIGIN_AGREED, origin))
-            child = torch.where(missing, append(graphs, node, token, prob * left, missing, ORIGIN_NGRAM), child)
-            walking = walking & (child < capacity).squeeze(1)
-            # A merged edge continues as its target; a walk that has ended stands at the root.
-            target = graphs.merged.gather(1, child.clamp(min=0))
-            node = torch.where(walking[:, None], torch.where(target == NONE, child, target), 0)
-
-
-def _match_probs(device: torch.device) -> torch.Tensor:
-    """``MATCH_PROB`` as float32, filled on the device: every captured graph would repeat a copy from the host."""
-    probs = torch.zeros(len(MATCH_PROB), device=device)
-    for matched, prob in enumerate(MATCH_PROB):
-        probs[matched] = prob
-    return probs
+    graft_kernel[(count,)](
+        graphs.nodes, graphs.chances, graphs.state, ranks, texts, texts.stride(0), match_probs, PARTS * max_matches,
+        max_matches, graphs.capacity, RANKS=triton.next_power_of_2(PARTS * max_matches),
+        BLOCK=triton.next_power_of_2(graphs.capacity), num_warps=4, enable_fp_fusion=False,  # the host's bits
+    )  # fmt: skip

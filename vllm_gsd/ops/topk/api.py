@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from vllm_gsd.ops import use_kernel
+from vllm_gsd.ops.dispatch import use_triton
 
+_PART = 4096  # logits that a program looks at on a GPU
 _MOST = 256  # the kernel keeps sorted lists of k entries, which are slow for a larger k
 
 
@@ -18,16 +20,15 @@ def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
     Returns:
         Probabilities float32 ``[rows, k]`` and tokens int64 ``[rows, k]``, in descending order of the logits. Equal
-        logits are in ascending order of the tokens; on a GPU it is unspecified which of those equal to the k-th are
-        returned. Arithmetic is in float32, and the number of threads does not change the result. A row without a
-        softmax (a NaN or +inf among its logits, or only -inf) gets probabilities 0 and arbitrary tokens. The first
-        probability of every other row is above 0.
+        logits are in ascending order of the tokens. Arithmetic is in float32, and the number of threads does not change
+        the result. A row without a softmax (a NaN or +inf among its logits, or only -inf) gets probabilities 0 and
+        arbitrary tokens. The first probability of every other row is above 0.
 
     Raises:
         ValueError: shape or dtype of ``logits`` does not fit, or k is out of range.
     """
-    if logits.is_cuda:
-        return _topk_softmax_selecting(logits, k)
+    if use_triton(logits):
+        return _topk_softmax_triton(logits, k)
     if k > _MOST or not use_kernel(logits):
         return topk_softmax_reference(logits, k)
     return torch.ops.vllm_gsd.topk_softmax(logits, k)
@@ -43,16 +44,33 @@ def topk_softmax_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, 
     return torch.softmax(logits, dim=1).nan_to_num(0.0).gather(1, ids), ids
 
 
-def _topk_softmax_selecting(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`topk_softmax` without sorting the vocabulary, which is slow on a GPU."""
+def _topk_softmax_triton(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`topk_softmax` in two launches, without sorting the vocabulary."""
+    from vllm_gsd.ops.topk.triton import best_of_parts_kernel, best_of_rows_kernel, triton
+
     _check(logits)
-    if not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k must be from 1 to the vocabulary's {logits.shape[1]}, not {k}")
-    logits = logits.float()
-    ids = logits.topk(k, dim=1).indices.sort(dim=1).values
-    best, place = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    # In a row without a softmax the first difference is NaN; the others are NaN, or -inf beside a +inf.
-    return (best - logits.logsumexp(dim=1, keepdim=True)).exp().nan_to_num(0.0), ids.gather(1, place)
+    rows, vocabulary = logits.shape
+    if not 1 <= k <= vocabulary:
+        raise ValueError(f"k must be from 1 to the vocabulary's {vocabulary}, not {k}")
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    block = min(_PART, triton.next_power_of_2(vocabulary))
+    parts = -(-vocabulary // block)
+    values = torch.empty((rows, parts, k), device=logits.device)
+    tokens = torch.empty((rows, parts, k), dtype=torch.int32, device=logits.device)
+    highest, total = (torch.empty((rows, parts), device=logits.device) for _ in range(2))
+    probs = torch.empty((rows, k), device=logits.device)
+    ids = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
+    if rows:
+        best_of_parts_kernel[(rows, parts)](
+            values, tokens, highest, total, logits, logits.stride(0), vocabulary, k, MOST=1 << 30, BLOCK=block,
+            num_warps=4,
+        )  # fmt: skip
+        best_of_rows_kernel[(rows,)](
+            probs, ids, values, tokens, highest, total, parts, k, MOST=1 << 30, PARTS=triton.next_power_of_2(parts),
+            BLOCK=triton.next_power_of_2(parts * k), num_warps=4,
+        )  # fmt: skip
+    return probs, ids
 
 
 def argmax_of_walks(

@@ -1,53 +1,39 @@
-"""Triton kernel of ``ops.walk``: the verification walk of a batch of trees."""
+"""Triton kernel of ``ops.walk``: the verification walk of a batch of trees, and the KV moves that follow from it."""
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "max_steps"])
 def accept_walk_kernel(
-    path,
-    length,
-    tokens_out,
-    src_slots,
-    dst_slots,
-    tokens,
-    parents,
-    sampled,
-    starts,
-    slots,
-    path_row,
-    tokens_row,
-    max_depth,
-    MOVES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid (trees). Compare all rows at once; the first child that carries the sampled token wins."""
+    tokens, rows, count, last, src_slots, dst_slots, node_token, node_parent, size, sampled, invalid, starts,
+    batch_starts, slot_mapping, places, max_steps, INVALID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (trees). Compare all nodes at once; the first child that carries the sampled token wins."""
     tree = tl.program_id(0).to(tl.int64)
     first = tl.load(starts + tree).to(tl.int64)
-    size = tl.load(starts + tree + 1) - first
+    root = tl.load(batch_starts + tree + 1) - (tl.load(starts + tree + 1) - first)
     line = tl.arange(0, BLOCK)
-    inside = line < size
-    token = tl.load(tokens + first + line, mask=inside, other=-1)
-    parent = tl.load(parents + first + line, mask=inside, other=-1)
-    active = size > 0
-    place = 0
+    real = line < tl.load(size + tree)
+    if INVALID:
+        real = real & (tl.load(invalid + first + 1 + line, mask=real, other=1) == 0)
+    token = tl.load(node_token + tree * places + line, mask=real, other=-1)
+    above = tl.load(node_parent + tree * places + line, mask=real, other=-2) + 1
+    active = root >= 0
+    row = 0
     steps = 0
-    for depth in range(0, max_depth + 1):
-        drawn = tl.load(sampled + first + place, mask=active, other=-1).to(tl.int64)
-        tl.store(tokens_out + tree * tokens_row + depth, drawn)  # -1 after the bonus token
-        if depth < max_depth:
-            # Children come after their parent in the tree.
-            fits = inside & (line > place) & (parent == place) & (token == drawn)
-            child = tl.min(tl.where(fits, line, BLOCK), 0)
-            active = active & (child < BLOCK)
-            tl.store(path + tree * path_row + depth, tl.where(active, child, -1))
-            if MOVES:
-                source = tl.load(slots + first + child, mask=active, other=-1)
-                target = tl.load(slots + first + depth + 1, mask=active, other=-1)
-                moves = active & (child != depth + 1)
-                tl.store(src_slots + tree * path_row + depth, tl.where(moves, source, -1))
-                tl.store(dst_slots + tree * path_row + depth, tl.where(moves, target, -1))
-            place = tl.where(active, child, place)
+    for depth in range(0, places + 1):
+        drawn = tl.load(sampled + first + row, mask=active, other=0)
+        tl.store(tokens + tree * (places + 1) + depth, drawn)
+        tl.store(rows + tree * (places + 1) + depth, first + row)
+        if depth < places:
+            child = tl.min(tl.where(real & (above == row) & (token == drawn), line, BLOCK), 0) + 1
+            active = active & (child <= BLOCK) & (depth < max_steps)
+            moves = active & (child != depth + 1)
+            at = tree * places + depth
+            tl.store(src_slots + at, tl.load(slot_mapping + root + child, mask=moves, other=-1))
+            tl.store(dst_slots + at, tl.load(slot_mapping + root + depth + 1, mask=moves, other=-1))
+            row = tl.where(active, child, row)
             steps += active.to(tl.int32)
-    tl.store(length + tree, steps)
+    tl.store(count + tree, steps + 1)
+    tl.store(last + tree, row)

@@ -17,7 +17,7 @@ from vllm_gsd.tools.cli.console import out as console
 from vllm_gsd.tools.cli.inspect import inspect
 from vllm_gsd.tools.cli.options import takes
 from vllm_gsd.tools.cli.plan import plan
-from vllm_gsd.tools.distill.options import DistillError, Options
+from vllm_gsd.tools.distill.options import INSTALL, DistillError, Options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -70,15 +70,14 @@ def distill(
     """Distil a draft from a target. Run it again with the same options to resume."""
     from vllm_gsd.tools.bench.methods import BenchError
     from vllm_gsd.tools.distill.run import distill as run
-    from vllm_gsd.tools.distill.student import StudentError
     from vllm_gsd.tools.prompt_file import PromptsError
 
     try:
         results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
-    except (BenchError, DistillError, PromptsError, StudentError) as error:
+    except (BenchError, DistillError, PromptsError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
-        fail(f"Distilling needs the package {error.name} (pip install 'vllm-gsd[distill]').")
+        fail(f"Distilling needs the package {error.name}; run: {INSTALL}")
     typer.echo(json.dumps({"draft": str(out), **results}))
 
 

@@ -3,9 +3,9 @@
 Each stage is a module, writes its result to the work folder and can be resumed:
 
 1. ``prompts`` draws varied requests from templates or reads them from a file.
-2. ``generate`` lets the target answer them with vLLM in large batches, and keeps its top-k probabilities.
-3. ``student`` and ``eagle`` make the small model: from the target's layers, narrower ones, or in EAGLE's format.
-4. ``train`` trains the student on the target's probabilities.
+2. ``answers`` lets the target answer them (``generate``), and ``states`` keeps its states (``data`` reads both).
+3. ``speculators_students`` makes a DSpark block or an EAGLE-3 head, and ``lm`` a small language model (``students``).
+4. ``train`` trains the student on the target's probabilities (``target``).
 5. ``validate`` measures agreement with the target on held-out text, and ``engine`` the gain in the real engine.
 6. ``card`` writes the model card.
 """

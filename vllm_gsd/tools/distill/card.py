@@ -8,12 +8,12 @@ from typing import Any
 CARD = """---
 library_name: vllm
 pipeline_tag: text-generation
-tags: [speculative-decoding, vllm-gsd, distilled]
+tags: [speculative-decoding, vllm-gsd, distilled, {kind}]
 ---
 # A draft model for {target}
 
-Distilled with `vllm-gsd distill` for speculative decoding. It is not useful on its own. It has the target's tokenizer
-and computes the {vocab_size:,} most frequent of its {full_vocab:,} tokens (`draft_vocab.json`).
+Distilled with `vllm-gsd distill` for speculative decoding. It is not useful on its own. It drafts the {vocab_size:,}
+most frequent of the target's tokens.
 
 ```json
 {{"method": "gsd", "model": "{name}"}}
@@ -21,12 +21,13 @@ and computes the {vocab_size:,} most frequent of its {full_vocab:,} tokens (`dra
 
 | | |
 |---|---|
-| made of | {made_of} |
-| parameters | {parameters:,} ({read:,} read at every draft level) |
+| kind | {kind} |
+| trained parameters | {trained:,} |
 | trained on | {answers:,} answers of the target ({tokens:,} tokens), {prompts} |
 | steps | {steps:,} of {batch} answers |
 | training time | {minutes:.0f} minutes |
 {numbers}
+{agreement}
 Made with:
 
 ```
@@ -34,18 +35,18 @@ Made with:
 ```
 """
 LABELS = {
-    "top_1": "agreement with the target's best token on held-out text",
-    "top_4": "the target's best token is among the draft's best four",
+    "chain": "tokens of its chain that the target agrees with, on held-out text",
     "tokens_per_step": "tokens per target step, 16 nodes, greedy, batch 1",
     "speed_up": "speed over plain decoding at batch 1, on the machine that made it",
 }
 
 
-def write_card(folder: Path, facts: dict[str, Any], results: dict[str, float]) -> None:
-    """Write README.md. ``facts`` are the fields of ``CARD``, ``results`` the measured ones of ``LABELS``."""
-    rows = []
-    for key, label in LABELS.items():
-        if key in results:
-            value = f"{results[key]:.1%}" if key.startswith("top") else f"{results[key]:.2f}"
-            rows.append(f"| {label} | {value} |\n")
-    (folder / "README.md").write_text(CARD.format(numbers="".join(rows), **facts), "utf-8")
+def write_card(folder: Path, facts: dict[str, Any], results: dict[str, Any]) -> None:
+    """Write README.md. ``facts`` and ``results`` are the fields of ``CARD`` and of ``LABELS``."""
+    numbers = "".join(f"| {label} | {results[key]:.2f} |\n" for key, label in LABELS.items() if key in results)
+    depths = zip(results["top_1"], results["top_4"], strict=True)
+    agreement = "Agreement on held-out text, where the text before is the target's own:\n\n"
+    agreement += "| token | the target's best is the draft's best | is among its best four |\n|---|---|---|\n"
+    agreement += "".join(f"| {depth} | {best:.1%} | {four:.1%} |\n" for depth, (best, four) in enumerate(depths, 1))
+    fields = {**facts, **results, "numbers": numbers, "agreement": agreement}
+    (folder / "README.md").write_text(CARD.format(**fields), "utf-8")

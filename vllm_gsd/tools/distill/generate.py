@@ -1,4 +1,4 @@
-"""The target's answers to the requests, with its most likely tokens at every position.
+"""The target's answers to the requests, and its states over them.
 
 Answers are stored in shards, which are Parquet files in the work folder. Existing shards are not generated again, so a
 killed run resumes where it stopped.
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_gsd.tools.distill")
 
-# The number of the target's most likely tokens to keep at every position.
-TOP = 8
 # Most answers are greedy. The rest are sampled, so that the draft also learns less likely paths.
 GREEDY_SHARE = 0.65
 SHARD = 256
@@ -36,6 +34,7 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
     # An engine in its own process polls, which takes a core from the model on a CPU.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     return LLM(
         target,
@@ -43,7 +42,8 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
         max_model_len=max_model_len,
         max_num_seqs=batch,
         kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
-        enforce_eager=eager,
+        # The states of inner layers cannot be recorded in compiled models. On a GPU a second pass is cheap.
+        enforce_eager=eager or current_platform.is_cpu(),
         disable_log_stats=True,
         # With prefix caching, the hidden states of a shared prefix would be recorded for one answer only.
         enable_prefix_caching=False,
@@ -101,38 +101,34 @@ def user_turn(tokenizer: Any) -> tuple[list[int], str]:
     return (tokenizer(before, add_special_tokens=False)["input_ids"], end) if before and end else ([], "")
 
 
-def answer(
-    llm: Any, chats: list[Chat], folder: Path, name: str, *, max_tokens: int, seed: int, features: Path | None = None
-) -> list[str]:
+def answer(llm: Any, chats: list[Chat], work: Path, name: str, *, max_tokens: int, seed: int) -> list[str]:
     """Generate the missing answers of a round and return the text of every answer.
 
     Args:
         llm: the target, or a function that starts it. The function is called only if an answer is missing.
         chats: the requests of the round, the same in every run.
-        folder: the folder of the shards ``{name}-00000.parquet``, ... Each has ``input_ids`` (request and answer),
-            ``prompt_len``, and for every answer token ``TOP`` entries of ``top_ids`` and ``top_logprobs``, flat.
+        work: the folder of ``answers/{name}-00000.parquet``, ... and ``states`` (see ``data``).
         max_tokens: maximum tokens of an answer.
-        features: the folder for the target's hidden states, if ``hidden_states.Recorder`` can record them.
     """
     from datasets import Dataset
     from tqdm import tqdm
 
-    from vllm_gsd.tools.distill import hidden_states
+    from vllm_gsd.tools.distill import states
 
     texts: list[str] = []
     shards = range(0, len(chats), SHARD)
     for number, start in enumerate(tqdm(shards, desc=f"answers, {name} round", unit="shard")):
-        path = shard_path(folder, name, number)
+        path = shard_path(work / "answers", name, number)
         if path.exists():
             texts += Dataset.from_parquet(str(path), keep_in_memory=True)["text"]
             continue
         if not hasattr(llm, "get_tokenizer"):
             llm = llm()
-        recorder = None if features is None else hidden_states.Recorder.attached(llm)
+        recorder = states.Recorder.attached(llm)
         outputs = _generate(llm, chats[start : start + SHARD], max_tokens, seed + number)
         rows = [_row(output) for output in outputs]
-        if features is not None and recorder is not None and (states := recorder.take(outputs)) is not None:
-            hidden_states.write(states, features, path.stem)
+        if recorder is not None and (found := recorder.take(outputs)) is not None:
+            states.write(found, work / "states", path.stem)
         partial = path.with_suffix(".partial")
         Dataset.from_list(rows).to_parquet(str(partial))
         partial.rename(path)
@@ -149,8 +145,6 @@ def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[A
         SamplingParams(
             temperature=0.0 if rng.random() < GREEDY_SHARE else 0.8,
             max_tokens=max_tokens,
-            logprobs=TOP,
-            flat_logprobs=True,
         )
         for _ in chats
     ]
@@ -163,19 +157,8 @@ def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[A
 
 def _row(output: Any) -> dict[str, Any]:
     completion = output.outputs[0]
-    top_ids: list[int] = []
-    top_logprobs: list[float] = []
-    flat = completion.logprobs
-    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
-        # The sampled token comes first, and again at its rank if it is among the best.
-        pairs = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
-        best = sorted(pairs.items(), key=lambda pair: -pair[1])[:TOP]
-        top_ids += [token for token, _ in best]
-        top_logprobs += [logprob for _, logprob in best]
     return {
         "input_ids": [*output.prompt_token_ids, *completion.token_ids],
         "prompt_len": len(output.prompt_token_ids),
-        "top_ids": top_ids,
-        "top_logprobs": top_logprobs,
         "text": completion.text,
     }

@@ -1,9 +1,21 @@
 """The options of ``vllm-gsd distill``, each with its type, default and help."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
+
+# The kinds of drafts, and the defaults of the options that only some of them have.
+KINDS: dict[str, dict[str, Any]] = {
+    "dspark": {"vocab_size": 8192, "layers": 1, "depth": 7, "rank": 64},
+    "eagle3": {"vocab_size": 8192, "depth": 3},
+    "lm": {"vocab_size": 12288, "layers": 4, "width": None},
+}
+
+# Without the requirements of speculators, which replace torch, torchvision and torchaudio.
+INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
+# vLLM reads the states of so many layers for EAGLE-3 heads in the speculators package's format.
+EAGLE3_LAYERS = 3
 
 
 class DistillError(ValueError):
@@ -15,25 +27,35 @@ class Options:
     """What a run was asked for. The command ``vllm-gsd distill`` takes its options from these fields."""
 
     target: Annotated[str, Option(metavar="PATH", help="Folder of the target, a Llama-like model.")]
+    kind: Annotated[
+        str,
+        Option(
+            metavar="|".join(KINDS),
+            help="A block of tokens per forward pass, an EAGLE-3 head, or a small language model.",
+        ),
+    ] = "dspark"
     prompts: Annotated[
         str | None,
         Option(metavar="PATH", help='Requests: one JSON object per line with "prompt", "turns" or "messages".'),
     ] = None
+    data: Annotated[
+        str | None,
+        Option(metavar="PATH", help="Work folder of another run whose answers are learned from, instead of new ones."),
+    ] = None
     answers: Annotated[int, Option(min=1, help="Number of the target's answers to learn from.")] = 8192
-    max_tokens: Annotated[int, Option(min=2, help="Maximum tokens of an answer.")] = 160
+    max_tokens: Annotated[int, Option(min=2, help="Maximum tokens of an answer.")] = 256
     longest: Annotated[int, Option(min=16, help="Maximum tokens of request and answer; longer ones are left out.")] = (
-        640
+        1024
     )
     minutes: Annotated[float | None, Option(help="Time limit; it reduces answers and training steps.")] = None
-    params: Annotated[int | None, Option(help="Make a model with at most this many parameters.")] = None
-    cost: Annotated[float | None, Option(help="Make a model that reads at most this share of the target.")] = None
-    layers: Annotated[str, Option(help='Make a model of these layers of the target, such as "0,1,29".')] = ""
-    init: Annotated[str | None, Option(metavar="PATH", help="Continue training this draft.")] = None
-    eagle: Annotated[
-        bool | None,
-        Option(help="One layer on the target's hidden states: the default without --params, --cost and --layers."),
+    init: Annotated[str | None, Option(metavar="PATH", help="Continue training this draft of the same kind.")] = None
+    vocab_size: Annotated[int | None, Option(min=256, help="Number of tokens that the LM head computes.")] = None
+    layers: Annotated[int | None, Option(min=1, help="Layers of the draft (dspark, lm).")] = None
+    depth: Annotated[
+        int | None, Option(min=1, help="Tokens that are predicted one after another (dspark, eagle3).")
     ] = None
-    vocab_size: Annotated[int, Option(min=256, help="Number of tokens that the LM head computes.")] = 12288
+    rank: Annotated[int | None, Option(min=1, help="Rank of the bias by the token before (dspark).")] = None
+    width: Annotated[int | None, Option(min=64, help="Hidden size (lm); by default a third of the target's.")] = None
     epochs: Annotated[float, Option(help="Passes over the answers.")] = 6.0
     learning_rate: float = 1e-3
     batch: Annotated[int, Option(min=1, help="Concurrent requests while the target answers.")] = 96
@@ -43,16 +65,22 @@ class Options:
         bool, Option("--eager", help="Run engines without torch.compile. They start sooner and run slower.")
     ] = False
 
-    @property
-    def own_layers(self) -> tuple[int, ...]:
-        """``layers`` as integers.
+    def __post_init__(self) -> None:
+        """Refuse options that do not fit each other."""
+        if self.kind not in KINDS:
+            raise DistillError(f'--kind is "{self.kind}", but must be one of {", ".join(KINDS)}.')
+        for name in sorted({name for kind in KINDS.values() for name in kind}):
+            if getattr(self, name) is None:
+                continue
+            flag = "--" + name.replace("_", "-")
+            if name not in KINDS[self.kind]:
+                raise DistillError(f"A draft of kind {self.kind} has no {flag}; leave it out.")
+            if self.init is not None:
+                raise DistillError(f"With --init the draft's own {flag} holds; leave it out.")
+        if self.prompts is not None and self.data is not None:
+            raise DistillError("--prompts and --data exclude each other; give only one of them.")
 
-        Raises:
-            DistillError: it is not a list of numbers.
-        """
-        try:
-            return tuple(int(layer) for layer in self.layers.split(",")) if self.layers else ()
-        except ValueError:
-            raise DistillError(
-                f'--layers is "{self.layers}", but must be layers of the target separated by commas.'
-            ) from None
+    def of_kind(self, name: str) -> Any:
+        """The value of an option that only some kinds have: what was given, or this kind's default."""
+        given = getattr(self, name)
+        return KINDS[self.kind][name] if given is None else given

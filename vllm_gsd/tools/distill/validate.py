@@ -1,4 +1,4 @@
-"""The quality of a draft: its agreement with the target on held-out answers."""
+"""The quality of a draft: how often it agrees with the target on held-out answers, by depth."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gsd.tools.distill.train import BATCH, Collator, TrimmedStudent
+from vllm_gsd.tools.distill.data import States, batches
+from vllm_gsd.tools.distill.students import Student
+from vllm_gsd.tools.distill.train import pack_size
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+WIDEST = 4
+
 
 @torch.no_grad()
-def agreement(model: TrimmedStudent, data: Dataset, collator: Collator) -> dict[str, float]:
-    """Share of positions where the target's best token is the draft's best (``top_1``) or in its best four."""
-    hits = {1: 0, 4: 0}
-    positions = 0
+def agreement(model: Student, data: Dataset, states: States) -> dict[str, list[float] | float]:
+    """How often the target's best token is the draft's best (``top_1``) or in its best four (``top_4``), by depth.
+
+    The text before is always the true one. ``chain`` is the mean number of a chain's first tokens that agree.
+    """
+    torch.manual_seed(0)
     model.eval()
-    device = next(model.parameters()).device
-    for start in range(0, len(data), BATCH):
-        batch = collator([data[i] for i in range(start, min(start + BATCH, len(data)))])
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    device = model.token_ids.device
+    found = []
+    for batch in batches(data, states, pack_size(device)):
+        batch = {name: rows.to(device) for name, rows in batch.items()}
         with torch.autocast(device.type, torch.bfloat16):
-            log_probs = model.log_probs(batch)
-        best = model.token_ids[log_probs.topk(4, dim=1).indices]
-        for k in hits:
-            hits[k] += int((best[:, :k] == batch["top_ids"][:, :1]).any(dim=1).sum())
-        positions += len(best)
-    return {f"top_{k}": count / positions for k, count in hits.items()}
+            drafted = model.drafted(batch)
+        best = model.target.logits(batch["verifier_last_hidden_states"][0, drafted.rows]).argmax(1)
+        top = model.token_ids[drafted.logits.topk(WIDEST, 1).indices]
+        found.append((top == best[:, None])[drafted.chains].cpu())
+    hits = torch.cat(found).float()
+    return {
+        "top_1": hits[..., 0].mean(0).tolist(),
+        "top_4": hits.amax(2).mean(0).tolist(),
+        "chain": float(hits[..., 0].cumprod(1).sum(1).mean()),
+    }

@@ -1,0 +1,75 @@
+"""Prompts of 32,768 tokens: plain vLLM's answers, from the prefix cache too, with tables that do not grow with texts.
+
+``python tests/e2e/test_long_context.py FOLDER`` writes the models, for measurements at other lengths.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+from engine_process import Engine, draft_every_level, model_runner, run
+from tiny_pair import build_tiny_pair
+
+LENGTH, ROOM = 32768, 512
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+
+
+def build(folder):
+    """Of one layer and one KV head, since attention over a prompt costs the square of its length."""
+    return build_tiny_pair(
+        folder,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4 * LENGTH + ROOM,
+    )
+
+
+def own_bytes(llm):
+    """Bytes of the arrays that our proposer, its draft and the draft's KV tracker hold, by their attributes' names."""
+    import numpy as np
+
+    proposer = model_runner(llm).drafter
+    arrays = {}
+    for part in (proposer, proposer.drafter, proposer.draft_kv, proposer.planner):
+        for name, value in vars(part).items():
+            fields = value if isinstance(value, tuple) else [value]
+            arrays[name] = sum(array.nbytes for array in fields if isinstance(array, np.ndarray))
+    return arrays
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    pair = build(tmp_path_factory.mktemp("long"))
+    options = {"max_model_len": LENGTH + ROOM, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28}
+    config = {"method": "gsd", "model": str(pair.draft)}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for gsd, setup in ((None, []), (config, [draft_every_level])):
+            started.append(Engine(pair.target, gsd, setup, skip_tokenizer_init=True, **options))
+            stack.callback(started[-1].close)
+        yield started
+
+
+def test_equals_plain_vllm(engines, random_prompts):
+    plain, gsd = engines
+    (text,) = random_prompts(1, LENGTH, LENGTH)
+    prompts = [text, text + text[100:130]]  # the second ends as the text goes on near its beginning
+    found = []
+    for prompt in prompts:
+        before = gsd.metrics()
+        found.append((run(gsd, [prompt], GREEDY), gsd.metrics(), before))
+        assert found[-1][0] == run(plain, [prompt], GREEDY)
+    (_, first, _), (_, second, before) = found
+    assert first["spec_decode_num_accepted_tokens"] > 5
+    assert second["spec_decode_num_accepted_tokens"] > before["spec_decode_num_accepted_tokens"]
+    assert first["gsd_draft_rows"] > LENGTH
+    # The second prompt's prefix, and the draft's keys and values of it, come from the prefix cache.
+    assert second["gsd_draft_rows"] - before["gsd_draft_rows"] < LENGTH / 20
+    bytes_of = gsd.call(own_bytes)
+    assert sum(bytes_of.values()) < 4 * LENGTH * 4, bytes_of  # vLLM's own table of its 4 requests' token ids has more
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

@@ -1,0 +1,59 @@
+"""Quantised targets with drafts quantised alike: plain vLLM's answers from the same weights, with graphs."""
+
+import contextlib
+
+import pytest
+from engine_process import Engine, draft_every_level, run
+from rounding import assert_close, generates
+from tiny_quantised import quantised
+
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+SEEDED = {**GREEDY, "temperature": 0.8, "seed": 5}
+OFF = {"extra_args": {"gsd": False}}
+
+
+@pytest.fixture
+def start(tiny_pair, tmp_path):
+    """``start(format, dtype)``: plain vLLM, and an engine with gsd."""
+    with contextlib.ExitStack() as stack:
+
+        def start(form: str, dtype: str) -> list[Engine]:
+            target = quantised(tiny_pair.target, tmp_path / "target", form)
+            config = {"method": "gsd", "model": str(quantised(tiny_pair.draft, tmp_path / "draft", form))}
+            engines = []
+            for gsd, setup in ((None, []), (config, [draft_every_level])):
+                engines.append(Engine(target, gsd, setup, skip_tokenizer_init=True, dtype=dtype))
+                stack.callback(engines[-1].close)
+            return engines
+
+        yield start
+
+
+def answers(engine, prompts, extra=None):
+    """Tokens greedy and seeded, of single prompts and of all at once."""
+    every = [prompts[:1], prompts[1:2], prompts]
+    return [run(engine, batch, {**params, **(extra or {})}) for params in (GREEDY, SEEDED) for batch in every]
+
+
+def check_graphs(engine):
+    metrics = engine.metrics()
+    assert metrics["gsd_nodes_accepted_native"] > metrics["gsd_target_steps"] / 10
+    assert metrics["gsd_kv_rows_moved"] > 10
+
+
+def test_int8_equals_plain_vllm(start, random_prompts):
+    """Sums of products of 8-bit numbers are exact, so answers in float32 are plain vLLM's."""
+    plain, gsd = start("int8", "float32")
+    prompts = random_prompts(4)
+    assert answers(gsd, prompts) == answers(plain, prompts)
+    check_graphs(gsd)
+
+
+@pytest.mark.parametrize("form", ["int4", "GPTQ", "AWQ"])
+def test_int4(start, random_prompts, form):
+    """vLLM 0.32's CPU kernel for 4-bit weights has no float32, so answers are plain vLLM's but for rounding."""
+    plain, gsd = start(form, "bfloat16")
+    prompts, params = random_prompts(4), {**GREEDY, "logprobs": 2}
+    assert_close(plain.generate(prompts, params), prompts, generates(gsd, params))
+    assert answers(gsd, prompts) == answers(gsd, prompts, OFF)
+    check_graphs(gsd)

@@ -1,0 +1,364 @@
+"""Watches the decode steps of an interpreted engine: what they launch on the device, and what they ask of the host.
+
+In the interpreter a device tensor lies in the host's memory. ``HostTensors`` tells the two apart by where a tensor
+comes from: NumPy arrays and lists make tensors of the host, and so does everything that is computed from these alone.
+All other tensors belong to the device. Functions below that take ``llm`` run in the engine's process.
+"""
+
+import functools
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from engine_process import model_runner
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+READS = {
+    "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "masked_select", "unique", "equal", "is_nonzero",
+    "bincount",
+    "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
+}  # fmt: skip
+# Operators that launch nothing: memory without content, and other names for the same memory.
+NO_LAUNCH = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "set_",
+    "resize_",
+}
+NO_LAUNCH |= {"_local_scalar_dense", "lift_fresh", "detach", "alias", "record_stream", "is_pinned"}
+
+
+class ViolationError(AssertionError):
+    """A decode step waits for the device, or copies from memory that is not pinned."""
+
+
+class Watch:
+    """What is going on in an engine, and what was counted in its latest decode steps."""
+
+    def __init__(self, refuse: bool) -> None:
+        self.refuse = refuse
+        self.allowed = 1  # > 0 where nothing is looked at
+        self.host_only = 0  # > 0 while a function works on tensors of the host
+        self.phases: list[str] = ["other"]
+        self.steps: list[Counter] = []  # by (phase, whether in a graph)
+        self.levels: list[int] = []  # operations of the draft phase since the latest forward of the draft
+        self.per_level = 0
+        self.names: Counter = Counter()
+
+    def count(self, name: str) -> None:
+        """Count one operation."""
+        if not self.steps or self.allowed:
+            return
+        phase = self.phases[-1]
+        self.steps[-1][phase, "graph" in self.phases] += 1
+        self.names[phase, name] += 1
+        if phase == "draft phase":
+            self.levels[-1] += 1
+
+    @contextmanager
+    def phase(self, name: str):
+        """Count what happens within as this phase's."""
+        if name == "graph":
+            self.count("replay")
+            inner = self.phases[-1]
+            self.phases.append("graph")
+            self.phases.append(inner)
+            try:
+                yield
+            finally:
+                del self.phases[-2:]
+            return
+        if name == "draft model":
+            self.levels.append(0)
+        self.phases.append(name)
+        try:
+            yield
+        finally:
+            self.phases.pop()
+
+    @contextmanager
+    def allow(self):
+        """Look at nothing within: a kernel's own work, or a copy that is staged."""
+        self.allowed += 1
+        try:
+            yield
+        finally:
+            self.allowed -= 1
+
+    def wrap(self, owner, name: str, phase: str) -> None:
+        """Let ``owner.name`` run as a phase."""
+        upstream = getattr(owner, name)
+
+        @functools.wraps(upstream)
+        def wrapped(*args, **kwargs):
+            with self.phase(phase):
+                return upstream(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def stage(self, owner, name: str, operations: int, host: bool = False) -> None:
+        """Let ``owner.name`` copy between host and device, and count it as so many operations.
+
+        Args:
+            owner, name: a function that does not wait.
+            operations: what it launches on a GPU.
+            host: whether its result is the host's.
+        """
+        upstream = getattr(owner, name)
+
+        @functools.wraps(upstream)
+        def wrapped(*args, **kwargs):
+            for _ in range(operations):
+                self.count(name)
+            with self.allow():
+                result = upstream(*args, **kwargs)
+            if host:
+                return mark(result)
+            # What a staged copy gives belongs to the device, even if it is the same memory here.
+            return result.clone() if is_host(result) and not self.allowed else result
+
+        setattr(owner, name, wrapped)
+
+
+def is_host(value) -> bool:
+    """Whether a value is a tensor of the host."""
+    return isinstance(value, torch.Tensor) and getattr(value, "of_host", False)
+
+
+def mark(value):
+    """Call the tensors in a value the host's."""
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, torch.Tensor):
+            tensor.of_host = True
+    return value
+
+
+class HostTensors(TorchFunctionMode):
+    """Tells tensors of the host from the device's, and refuses what makes one wait for the other."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, watch = kwargs or {}, self.watch
+        name = getattr(function, "__name__", "")
+        if watch.allowed or name == "__get__":
+            return function(*args, **kwargs)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        device = [tensor for tensor in tensors if not is_host(tensor)]
+        target = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.device)), None)
+        if watch.refuse:
+            self.check(name, args, tensors, device, target)
+        if device or not (tensors or name in ("tensor", "as_tensor")) or target is not None:
+            return function(*args, **kwargs)
+        watch.host_only += 1
+        try:
+            return mark(function(*args, **kwargs))
+        finally:
+            watch.host_only -= 1
+
+    @staticmethod
+    def check(name: str, args, tensors, device, target) -> None:
+        """Raise for a read of the device, or a copy that nothing stages."""
+        if name in READS and device:
+            raise ViolationError(f"{name} reads from the device")
+        if name == "where" and len(args) == 1 and device:
+            raise ViolationError("where reads from the device")
+        if name in ("__getitem__", "__setitem__") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool and not is_host(index)
+            for index in (args[1] if isinstance(args[1], tuple) else (args[1],))
+        ):
+            raise ViolationError("an index of flags reads from the device")
+        if name == "repeat_interleave" and any(not is_host(value) for value in tensors[1:]):
+            raise ViolationError("repeat_interleave reads from the device")
+        if name in ("tensor", "as_tensor") and target is not None:
+            raise ViolationError(f"{name} copies from memory that is not pinned")
+        mixed = device and any(is_host(tensor) and tensor.dim() for tensor in tensors)
+        moved = name in ("to", "cuda") and tensors and is_host(tensors[0]) and target is not None
+        if mixed or moved:
+            raise ViolationError(f"{name} copies between host and device, and nothing stages it")
+
+
+class Operations(TorchDispatchMode):
+    """Counts operators that launch a kernel."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name, watch = function.__name__.split(".")[0], self.watch
+        if watch.allowed or watch.host_only or function.is_view or name in NO_LAUNCH:
+            return result
+        # Operators of vLLM's own write into their arguments.
+        if result is None or any(v.numel() for v in tree_leaves(result) if isinstance(v, torch.Tensor)):
+            watch.count(name)
+        return result
+
+
+def watch_steps(llm, refuse: bool) -> None:
+    """Watch all decode steps from now on.
+
+    Args:
+        llm: the engine.
+        refuse: whether a read from the device, a copy without staging or a synchronization raises ``ViolationError``.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    runner, watch = model_runner(llm), Watch(refuse)
+    runner.watch = watch
+    use_kernels()
+    staged(watch)
+    phases(watch, runner)
+    upstream, from_numpy = InterpretedFunction.run, torch.from_numpy
+
+    def run(self, *args, **kwargs):
+        watch.count(f"triton {self.__name__}")
+        with watch.allow():
+            return upstream(self, *args, **kwargs)
+
+    InterpretedFunction.run = run
+    torch.from_numpy = lambda array: from_numpy(array) if watch.allowed else mark(from_numpy(array))
+    for owner, name in ((torch.accelerator, "synchronize"), (torch.cuda, "synchronize")):
+        setattr(owner, name, functools.partial(synchronized, watch, getattr(owner, name)))
+    step(watch, runner)
+
+
+def synchronized(watch: Watch, upstream, *args, **kwargs):
+    """A synchronization of the whole device."""
+    if watch.refuse and not watch.allowed:
+        raise ViolationError("the host waits for the device")
+    return None if not watch.allowed else upstream(*args, **kwargs)
+
+
+def use_kernels() -> None:
+    """Run every kernel that a GPU runs, also those that the interpreter needs seconds for."""
+    from vllm_gsd.ops import dispatch
+
+    upstream = dispatch.use_triton
+    for module in list(sys.modules.values()):
+        if vars(module).get("use_triton") is upstream:
+            module.use_triton = lambda tensor, **_: upstream(tensor)
+
+
+def staged(watch: Watch) -> None:
+    """The ways between host and device that do not wait: vLLM's staging, which ours uses, and late copies."""
+    from vllm.utils import torch_utils
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
+
+    from vllm_gsd.engine.v2 import late_copies
+
+    upstream = torch_utils.async_tensor_h2d
+    watch.stage(torch_utils, "async_tensor_h2d", 1)
+    for module in list(sys.modules.values()):
+        if vars(module).get("async_tensor_h2d") is upstream:
+            module.async_tensor_h2d = torch_utils.async_tensor_h2d
+    watch.stage(UvaBufferPool, "copy_to_uva", 0)  # kernels read the host's pinned memory
+    watch.stage(UvaBufferPool, "copy_to_gpu", 1)
+    watch.stage(AsyncOutput, "__init__", 2)  # the tokens, and how many they are
+    watch.stage(late_copies.LateCopies, "send", 2)
+    watch.stage(late_copies._Copy, "values", 0, host=True)
+
+
+def phases(watch: Watch, runner) -> None:
+    """Name the parts of a step."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    speculator = runner.speculator
+    for owner, name, phase in (
+        (runner, "prepare_inputs", "inputs"),
+        (runner, "prepare_attn", "slots"),
+        (verified_rows().DeviceStep, "lay", "lay-out"),
+        (runner.model_state, "prepare_attn", "attention metadata"),
+        (runner.model, "forward", "target model"),
+        (runner.model, "compute_logits", "target logits"),
+        (type(runner.rejection_sampler), "__call__", "walk"),
+        (runner, "_compact", "KV moves"),
+        (speculator, "verified", "late copies"),
+        (runner, "postprocess_sampled", "commit"),
+        (speculator, "propose", "draft phase"),
+        (CudaGraphManager, "run_fullgraph", "graph"),
+    ):
+        watch.wrap(owner, name, phase)
+    drafter = speculator.speculation.drafter
+    if drafter is not None:
+        watch.wrap(drafter.model.model, "forward", "draft model")
+        watch.wrap(drafter.model.model, "compute_logits", "draft model")
+
+
+def verified_rows():
+    """The module, which only V2 engines can import."""
+    from vllm_gsd.engine.v2 import verified_rows as module
+
+    return module
+
+
+def step(watch: Watch, runner) -> None:
+    """Watch ``execute_model`` and ``sample_tokens`` of steps without prompts."""
+    execute, sample = runner.execute_model, runner.sample_tokens
+    decodes = False
+
+    def watched(function, *args, **kwargs):
+        if not decodes:
+            return function(*args, **kwargs)
+        watch.allowed -= 1
+        try:
+            with HostTensors(watch), Operations(watch):
+                return function(*args, **kwargs)
+        finally:
+            watch.allowed += 1
+
+    def execute_model(scheduled, *args, **kwargs):
+        nonlocal decodes
+        drafts = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        rows = len(scheduled.num_scheduled_tokens) + drafts
+        decodes = bool(drafts) and rows == scheduled.total_num_scheduled_tokens
+        if decodes:
+            watch.steps.append(Counter())
+            watch.levels = [0]
+        return watched(execute, scheduled, *args, **kwargs)
+
+    def sample_tokens(*args, **kwargs):
+        result = watched(sample, *args, **kwargs)
+        watch.per_level = max(watch.per_level, *watch.levels[1:-1], 0)
+        return result
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
+def report(llm) -> dict:
+    """What the decode step with the most operations launched; see ``scripts/count_launches``."""
+    watch = model_runner(llm).watch
+    largest = max(watch.steps, key=lambda of: of.total())
+    by_phase: Counter = Counter()
+    for (phase, _), count in largest.items():
+        by_phase[phase] += count
+    layers = sum(count for (phase, in_graph), count in largest.items() if phase == "draft model" and not in_graph)
+    outside = sum(count for (_, in_graph), count in largest.items() if not in_graph)
+    return {
+        "decode_steps": len(watch.steps),
+        "outside_graphs": outside,
+        "outside_graphs_beside_draft_phase": outside - by_phase["draft phase"] - layers,
+        "draft_phase_beside_model": by_phase["draft phase"],
+        "per_level_beside_model": watch.per_level,
+        "by_phase": dict(by_phase.most_common()),
+        "names": {phase: dict(of) for phase, of in names_of(watch).items()},
+    }
+
+
+def names_of(watch: Watch) -> dict[str, Counter]:
+    """The operations of all decode steps, by phase and name."""
+    found: dict[str, Counter] = {}
+    for (phase, name), count in watch.names.items():
+        found.setdefault(phase, Counter())[name] = count
+    return found

@@ -1,0 +1,45 @@
+"""Reference of ``vllm_gsd.ops.lay_out``: the host's specification."""
+
+import numpy as np
+import torch
+
+from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.lay_out import ancestor_masks
+from vllm_gsd.ops.flatten.api import DeviceTrees
+
+
+def lay_out_rows_reference(
+    kept: DeviceTrees,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    starts: torch.Tensor,
+    batch_starts: torch.Tensor,
+    most_rows: int,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    prefix_lens: torch.Tensor,
+) -> DeviceTrees:
+    """``lay_out_rows`` by ``method.lay_out``, request by request."""
+    count, width = len(slots), most_rows - 1
+    trees = DeviceTrees(
+        *(torch.zeros((count, width)[: values.dim()], dtype=values.dtype, device=slots.device) for values in kept)
+    )
+    trees.parent.fill_(NONE)
+    for request, slot in enumerate(slots.tolist()):
+        first, end = starts[request : request + 2].tolist()
+        root = int(batch_starts[request + 1]) - (end - first)
+        size = min(int(kept.size[slot]), end - first - 1) if valid[request] else 0
+        for values, of in zip(trees[:-1], kept[:-1], strict=True):
+            values[request, :size] = of[slot, :size]
+        trees.size[request] = size
+        prefix_lens[request] = positions[root]
+        positions[root + 1 : root + end - first] = positions[root]
+        positions[root + 1 : root + 1 + size] += trees.depth[request, :size]
+        # Rows without a node are children of the root.
+        parent = np.zeros(end - first, np.int32)
+        parent[0] = NONE
+        parent[1 : 1 + size] = trees.parent[request, :size].numpy(force=True) + 1
+        masks = np.zeros((end - first, mask.shape[1]), np.int64)
+        ancestor_masks(parent, np.array([0, end - first], np.int32), masks)
+        mask[first:end] = torch.from_numpy(masks).to(mask.device)
+    return trees

@@ -1,0 +1,141 @@
+"""The rows that a step verifies, on the device.
+
+The host knows only how many rows each request has. Which rows are nodes, their parents and their attention masks stay
+in device tensors. A request whose graph is a chain, or empty, is therefore treated like any other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm_gsd.engine.attention.tree_rows import TreeRows
+from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.engine.verify.step import VerifyStep
+from vllm_gsd.ops.flatten.api import DeviceTrees
+from vllm_gsd.ops.lay_out.api import lay_out_rows
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from vllm_gsd.engine.v2.device_step import Proposals
+
+
+class RowBuffers:
+    """Masks and prefix lengths at fixed addresses, because a full CUDA graph reads the same ones at every replay.
+
+    Args:
+        num_requests: the most requests of a batch.
+        rows_per_request: the rows of a full graph, its root included.
+        device: the target's device.
+    """
+
+    def __init__(self, num_requests: int, rows_per_request: int, device: torch.device) -> None:
+        self.rows_per_request = rows_per_request
+        words = (rows_per_request + 63) // 64
+        self.mask = torch.zeros((num_requests * rows_per_request, words), dtype=torch.int64, device=device)
+        self.prefix_lens = torch.zeros(num_requests, dtype=torch.int32, device=device)
+
+    def clear(self) -> None:
+        """Clear everything, because the block tables of a dummy batch belong to no request."""
+        self.mask.zero_()
+        self.prefix_lens.zero_()
+
+    def rows(
+        self,
+        num_requests: int,
+        num_rows: int,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> TreeRows:
+        """The tree rows of a batch whose rows are all verified. The other tensors are buffers of vLLM.
+
+        Args:
+            num_requests, num_rows: of the batch, which may include padding.
+            query_start_loc: int32 [> num_requests].
+            positions: int64 [>= num_rows].
+            block_table: int32 [>= num_requests, max_blocks].
+        """
+        return TreeRows(
+            query_start_loc=query_start_loc[: num_requests + 1],
+            prefix_lens=self.prefix_lens[:num_requests],
+            block_table=block_table[:num_requests],
+            positions=positions[:num_rows],
+            mask=self.mask[:num_rows],
+            rows=None,
+            max_rows=self.rows_per_request,
+        )
+
+
+class DeviceStep:
+    """The graphs that a step verifies. Rows are numbered per request, and row 0 is the root.
+
+    Args:
+        proposals: the latest proposals.
+        batch: the batch, whose ``num_draft_tokens_per_req`` says how many rows each request verifies.
+    """
+
+    trees: DeviceTrees  # the graphs of the batch's requests, cut to their rows; set by ``lay``
+    slot_mapping: torch.Tensor  # int64 [>= rows of the batch], set by ``lay``
+
+    def __init__(self, proposals: Proposals, batch: InputBatch) -> None:
+        drafts, count = batch.num_draft_tokens_per_req, batch.num_reqs
+        self.proposals, self.batch = proposals, batch
+        # int64 [num_requests], the rows of each request to verify: the last ones of its rows of the batch.
+        self.sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
+        self.batch_ends = batch.query_start_loc_np[1 : count + 1].astype(np.int64)
+        self.tree_requests = np.flatnonzero(self.sizes > 1)  # requests with more rows than a root
+        self.whole = int(self.sizes.sum()) == batch.num_tokens  # whether all rows of the batch are verified
+
+    @property
+    def num_tree_requests(self) -> int:
+        """The number of requests with more rows than a root."""
+        return len(self.tree_requests)
+
+    def lay(self, buffers: RowBuffers, slot_mapping: torch.Tensor) -> None:
+        """Assign the nodes to the rows: sets positions by depth, masks and prefix lengths.
+
+        KV slots must have been computed, because they follow row order.
+
+        Args:
+            buffers: receive masks and prefix lengths, in the order of the verified rows.
+            slot_mapping: int64 [>= rows of the batch], the KV slots.
+        """
+        batch, slots = self.batch, self.batch.idx_mapping
+        (fresh,) = Staging(slots.device).send(self.proposals.fresh[batch.idx_mapping_np].astype(np.int32))
+        self.slot_mapping = slot_mapping
+        self.trees = lay_out_rows(
+            self.proposals.trees, slots, fresh, batch.cu_num_logits, batch.query_start_loc,
+            int(self.sizes.max(initial=1)), batch.positions, buffers.mask, buffers.prefix_lens,
+        )  # fmt: skip
+
+    def attach_tree_rows(
+        self,
+        buffers: RowBuffers,
+        groups: list[AttentionGroup],
+        draft_layers: set[str],
+        attn_metadata: dict[str, Any],
+        common: CommonAttentionMetadata,
+    ) -> None:
+        """Add the tree mask to the target layers' attention metadata, for a batch with other rows too."""
+        index, sizes = self.tree_requests, self.sizes[self.tree_requests]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        place = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
+        rows = np.repeat((self.batch_ends - self.sizes)[index], sizes) + place
+        lines = np.repeat(self.batch.cu_num_logits_np[index].astype(np.int64), sizes) + place
+        on_device = Staging(buffers.mask.device).send(index, starts, rows, lines)
+        tree_rows = TreeRows(
+            query_start_loc=on_device[1].int(),
+            prefix_lens=buffers.prefix_lens[on_device[0]],
+            block_table=common.block_table_tensor[on_device[0]],
+            positions=self.batch.positions[on_device[2]],
+            mask=buffers.mask[on_device[3]],
+            rows=on_device[2],
+            max_rows=buffers.rows_per_request,
+        )
+        VerifyStep.attach(tree_rows, rows, index, groups, draft_layers, attn_metadata, common)

@@ -1,0 +1,74 @@
+"""The rows that verify a step's graphs: their nodes, positions and attention masks, with one launch.
+
+Equal to ``method.lay_out`` on the host. A request's verified rows are its last rows of the batch: a root, and then a
+row per node. Rows without a node attend to the root and themselves, and stand at the root's position.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gsd.ops.dispatch import check_tensor, require_triton
+from vllm_gsd.ops.flatten.api import DeviceTrees
+
+_MOST_ROWS = 4096
+
+
+def lay_out_rows(
+    kept: DeviceTrees,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    starts: torch.Tensor,
+    batch_starts: torch.Tensor,
+    most_rows: int,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    prefix_lens: torch.Tensor,
+) -> DeviceTrees:
+    """Assign the graphs of a batch to its verified rows.
+
+    Args:
+        kept: the latest graph of every slot.
+        slots: int64 ``[num_requests]``, the slot of each request.
+        valid: int32 ``[num_requests]``, 0 where the slot's graph is not the request's.
+        starts: int32 ``[num_requests + 1]``; request r verifies the rows ``[starts[r], starts[r + 1])``.
+        batch_starts: int32 ``[>= num_requests + 1]``, each request's first row of the batch.
+        most_rows: bound on the verified rows of a request, from 1 to 4096.
+        positions: int64 ``[>= rows of the batch]``, in row order. Those of nodes become root position + depth.
+        mask: int64 ``[>= verified rows, words]``, receives a bit per row of the request that a row attends to.
+        prefix_lens: int32 ``[>= num_requests]``, receives the positions of the roots.
+
+    Returns:
+        The requests' graphs, cut to their rows, with ``most_rows - 1`` places.
+
+    The call is safe to capture: shapes depend on the arguments' shapes and ``most_rows`` only, nothing is read back.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or a number is out of range.
+        RuntimeError: Triton cannot run on these tensors.
+    """
+    device, count = slots.device, len(slots)
+    check_tensor("slots", slots, device, 1, torch.int64)
+    check_tensor("valid", valid, device, 1, torch.int32, rows=count)
+    check_tensor("starts", starts, device, 1, torch.int32, rows=count + 1)
+    check_tensor("batch_starts", batch_starts, device, 1, torch.int32, rows=count + 1)
+    check_tensor("positions", positions, device, 1, torch.int64)
+    check_tensor("mask", mask, device, 2, torch.int64)
+    check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=count)
+    if not 1 <= most_rows <= _MOST_ROWS:
+        raise ValueError(f"most_rows is {most_rows}, but must be from 1 to {_MOST_ROWS}")
+    if mask.shape[1] * 64 < most_rows:
+        raise ValueError(f"masks of {mask.shape[1]} words have no bits for {most_rows} rows")
+    require_triton("lay_out_rows", slots)
+    from vllm_gsd.ops.lay_out.triton import lay_out_kernel, triton
+
+    places, width = kept.token.shape[1], most_rows - 1
+    trees = DeviceTrees(
+        *(torch.empty((count, width)[: values.dim()], dtype=values.dtype, device=device) for values in kept)
+    )
+    if count:
+        lay_out_kernel[(count,)](
+            *trees, *kept, slots, valid, starts, batch_starts, positions, mask, prefix_lens, places, width,
+            WORDS=mask.shape[1], BLOCK=triton.next_power_of_2(1 + places), num_warps=1,
+        )  # fmt: skip
+    return trees

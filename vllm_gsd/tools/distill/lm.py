@@ -1,0 +1,92 @@
+"""A student that is a narrow Llama. Its embedding is the target's, projected, so similar tokens start similar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from speculators.losses.eager import kl_div_loss
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab, write_draft_vocab
+from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.students import Drafted, Student
+from vllm_gsd.tools.distill.target import Target
+
+HEAD_SIZE = 32
+
+
+class LanguageModel(Student):
+    """A language model whose LM head is trained on a trimmed vocabulary.
+
+    Args:
+        listed: the trimmed vocabulary, most frequent first.
+    """
+
+    def __init__(self, model, listed: np.ndarray, target: Target):
+        super().__init__(model, torch.from_numpy(np.sort(listed)), target)
+        self.listed = listed
+
+    @classmethod
+    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> LanguageModel:
+        """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
+        if options.init is not None:
+            model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+            kept = choose_draft_vocab(read_draft_vocab(Path(options.init)), model.config.vocab_size, None)
+            return cls(model, np.arange(model.config.vocab_size) if kept is None else kept, target)
+        hidden = target.config["hidden_size"]
+        width = options.of_kind("width") or max(64, hidden // 3 // 64 * 64)
+        heads = width // HEAD_SIZE
+        torch.manual_seed(options.seed)
+        shape = {
+            **target.layer_shape(),
+            "hidden_size": width,
+            "intermediate_size": -(-10 * width // 3 // 64) * 64,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 3 if heads % 3 == 0 else 1,
+            "head_dim": HEAD_SIZE,
+        }
+        model = LlamaForCausalLM(
+            LlamaConfig(num_hidden_layers=options.of_kind("layers"), tie_word_embeddings=True, **shape)
+        )
+        embedding = project(target.embedding, width)
+        embedding *= model.config.initializer_range / embedding.std()
+        model.get_input_embeddings().weight.data.copy_(embedding)
+        return cls(model, ranking[: options.of_kind("vocab_size")], target)
+
+    def tie_weights(self) -> None:
+        """See ``Student``."""
+        self.model.tie_weights()
+
+    def _logits(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [n, trimmed] of the rows, int64 [n], whose next token is known."""
+        rows = batch["loss_mask"][0].nonzero()[:, 0]
+        hidden = self.model.base_model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
+        head = self.model.get_output_embeddings().weight[self.token_ids]
+        return nn.functional.linear(hidden[0, rows], head), rows
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See ``Student``."""
+        logits, rows = self._logits(batch)
+        with torch.no_grad():
+            wanted = self.target.logits(batch["verifier_last_hidden_states"][0, rows], self.token_ids)
+        return {"loss": kl_div_loss(logits, wanted).mean()}
+
+    def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
+        """See ``Drafted``."""
+        logits, rows = self._logits(batch)
+        return Drafted(logits, rows, torch.arange(len(rows), device=rows.device)[:, None])
+
+    def save(self, out: Path) -> None:
+        """See ``Student``."""
+        super().save(out)
+        write_draft_vocab(out, self.listed)
+        self.target.copy_tokenizer(out)
+
+
+def project(embedding: torch.Tensor, width: int) -> torch.Tensor:
+    """The embedding [vocabulary, hidden] projected onto its ``width`` main directions."""
+    values, directions = torch.linalg.eigh(embedding.T @ embedding)
+    return embedding @ directions[:, values.argsort(descending=True)[:width]]

@@ -1,0 +1,168 @@
+"""Students of the speculators package, DSpark blocks and EAGLE-3 heads, trained by its own forward passes and losses.
+
+Its trainer and its data loaders need a GPU. Its models run on a CPU, too, with transformers' "sdpa" attention.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from speculators import SpeculatorModelConfig
+from speculators.losses import resolve_loss_config
+from speculators.losses.eager import tv_loss
+from speculators.models.dspark import DSparkDraftModel
+from speculators.models.eagle3 import Eagle3DraftModel
+
+from vllm_gsd.tools.distill.data import state_layers
+from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
+from vllm_gsd.tools.distill.students import Drafted, Student
+from vllm_gsd.tools.distill.target import Target
+
+# Blocks that are trained per text, at random places of the answer.
+ANCHORS = 24
+LOSS = resolve_loss_config("kl_div", "eager")
+ATTENTION = "sdpa"
+
+
+class SpeculatorsStudent(Student):
+    """A student whose model computes its own loss."""
+
+    model_class: type[Any]
+
+    def __init__(self, model: Any, target: Target):
+        full = torch.arange(target.config["vocab_size"])
+        super().__init__(model.float(), full[model.t2d] if model.use_draft_vocab else full, target)
+
+    @classmethod
+    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> SpeculatorsStudent:
+        """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
+        vocab_size = target.config["vocab_size"]
+        if options.init is not None:
+            config = SpeculatorModelConfig.from_pretrained(options.init)
+            config.speculators_config.verifier.name_or_path = str(target.folder)
+            config.transformer_layer_config._attn_implementation = ATTENTION
+            return cls(cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32), target)
+        size = min(options.of_kind("vocab_size"), vocab_size)
+        chosen = torch.from_numpy(np.sort(ranking[:size]))
+        torch.manual_seed(options.seed)
+        model = cls.model_class.from_training_args(
+            **cls.shape(options, target, state_layers(target.config["num_hidden_layers"])),
+            t2d=torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True),
+            d2t=chosen - torch.arange(size),
+            verifier_name_or_path=str(target.folder),
+            draft_vocab_size=size,
+            draft_attn_impl=ATTENTION,
+            mask_token_id=int(ranking[-1]),  # the rarest token stands for the unknown ones of a block
+        )
+        return cls(model, target)
+
+    @classmethod
+    def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
+        """The arguments of the model class that the kind and the options decide. ``layers``: those with states."""
+        raise NotImplementedError
+
+    def save(self, out: Path) -> None:
+        """See ``Student``. The folder leaves out where the target is, which differs between machines."""
+        verifier = self.model.config.speculators_config.verifier
+        verifier.name_or_path = None
+        super().save(out)
+        verifier.name_or_path = str(self.target.folder)
+        # transformers adds the class's source, which vLLM does not need and would have to be trusted.
+        (out / "config.py").unlink(missing_ok=True)
+        config = json.loads((out / "config.json").read_text())
+        config.pop("auto_map", None)
+        (out / "config.json").write_text(json.dumps(config, indent=2))
+        self.target.copy_tokenizer(out)
+
+
+class BlockStudent(SpeculatorsStudent):
+    """A DSpark block: from the states before an anchor token it predicts the tokens after it, all at once.
+
+    What it predicts at a depth depends on the token before, too, by a low-rank bias. In training that is the text's.
+    """
+
+    model_class = DSparkDraftModel
+
+    def __init__(self, model: Any, target: Target):
+        super().__init__(model, target)
+        self.padding = self.depth = model.block_size
+
+    @classmethod
+    def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
+        """See ``SpeculatorsStudent``."""
+        from transformers import Qwen3Config
+
+        return {
+            "verifier_config": Qwen3Config(num_hidden_layers=options.of_kind("layers"), **target.layer_shape()),
+            "target_layer_ids": layers,
+            "block_size": options.of_kind("depth"),
+            "markov_rank": options.of_kind("rank"),
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        }
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See ``Student``."""
+        anchors = ANCHORS * (int(batch["document_ids"].max()) + 1)
+        _, loss, _ = self.model(**batch, loss_config=LOSS, tv_loss_fn=tv_loss, max_anchors=anchors)
+        return {"loss": loss}
+
+    def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
+        """See ``Drafted``."""
+        anchors = ANCHORS * (int(batch["document_ids"].max()) + 1)
+        _, logits, _, known, rows = self.model._backbone_forward(**batch, max_anchors=anchors)
+        before = batch["input_ids"][:, rows]
+        logits = logits + self.model.markov_head.block_bias(prev_token_ids=before, hidden_states=logits)
+        known = known.view(anchors, -1)
+        chains = torch.arange(len(rows), device=rows.device).view(anchors, -1)
+        return Drafted(logits[0], rows, chains[known.bool().all(1)])
+
+
+class Eagle3Student(SpeculatorsStudent):
+    """An EAGLE-3 head: one layer that reads a token and the states before it, and later its own output instead."""
+
+    model_class = Eagle3DraftModel
+    shift = True
+
+    @classmethod
+    def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
+        """See ``SpeculatorsStudent``."""
+        from transformers import LlamaConfig
+
+        return {
+            "verifier_config": LlamaConfig(num_hidden_layers=1, **target.layer_shape()),
+            "target_layer_ids": layers[:EAGLE3_LAYERS],
+            "ttt_steps": options.of_kind("depth"),
+            "norm_before_residual": True,
+            "fc_norm": True,
+        }
+
+    @property
+    def depth(self) -> int:
+        """Tokens that it is trained to predict one after another."""
+        return self.model.config.speculators_config.proposal_methods[0].speculative_tokens
+
+    def _of_own_layers(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**batch, "hidden_states": batch["hidden_states"][..., : self.model.fc.in_features]}
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See ``Student``."""
+        _, loss, _ = self.model(**self._of_own_layers(batch), loss_config=LOSS, ttt_steps=self.depth)
+        return {"loss": loss}
+
+    def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
+        """See ``Drafted``."""
+        logits: list[torch.Tensor] = []
+        inputs = {name: rows for name, rows in self._of_own_layers(batch).items() if "verifier" not in name}
+        with self.model.lm_head.register_forward_hook(lambda head, args, output: logits.append(output[0])):
+            self.model(**inputs, ttt_steps=self.depth)
+        known, count = batch["loss_mask"][0], batch["input_ids"].shape[1]
+        step, place = torch.arange(self.depth)[:, None], torch.arange(count)
+        rows = (place + step).clamp(max=count - 1).flatten()
+        chains = (count * step + place).T[: count - self.depth + 1]
+        whole = known.unfold(0, self.depth, 1).all(1)
+        return Drafted(torch.cat(logits), rows, chains[whole.cpu()].to(known.device))

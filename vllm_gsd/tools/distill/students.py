@@ -1,0 +1,74 @@
+"""What the three kinds of students have in common: how the Trainer and the measurements see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_gsd.tools.distill.data import States
+from vllm_gsd.tools.distill.target import Target
+
+
+class Drafted(NamedTuple):
+    """What a student drafts over a batch when the text before is the true one.
+
+    Args:
+        logits: [m, drafted tokens].
+        rows: int64 [m], the flat positions of the batch whose states predict the same tokens.
+        chains: int64 [n, depth], the indices in ``logits`` of each chain's tokens, in order.
+    """
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+    chains: torch.Tensor
+
+
+class Student(nn.Module):
+    """A student in training.
+
+    Args:
+        model: a model of transformers or of the speculators package, in float32.
+        token_ids: the tokens that it can draft, int64 [n], ascending.
+        target: loaded.
+    """
+
+    # How many states each text needs behind it, and whether a token is read with the states before it.
+    padding, shift = 0, False
+
+    def __init__(self, model: Any, token_ids: torch.Tensor, target: Target):
+        super().__init__()
+        self.model, self.target = model, target
+        self.register_buffer("token_ids", token_ids, persistent=False)
+
+    def states(self, folder: Path) -> States:
+        """The reader of the batches that it takes."""
+        return States(folder, self.padding, self.shift)
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss of a batch of ``States.collate``."""
+        raise NotImplementedError
+
+    def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
+        """See ``Drafted``."""
+        raise NotImplementedError
+
+    def save(self, out: Path) -> None:
+        """Write the folder that engines load, in bfloat16."""
+        self.model.to(torch.bfloat16).save_pretrained(out)
+        self.model.float()
+
+    def tie_weights(self) -> None:
+        """The Trainer calls this after it has loaded a checkpoint."""
+
+    @property
+    def _keys_to_ignore_on_save(self) -> list[str]:
+        # The Trainer accepts that a checkpoint lacks these names.
+        return sorted(set(super().state_dict()) - set(self.state_dict()))
+
+    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """Only the trained weights. The rest is the target's."""
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in trained}

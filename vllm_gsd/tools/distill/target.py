@@ -1,0 +1,91 @@
+"""What training needs of the target: its configuration, and its predictions from the states of its last layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_gsd.tools.distill.options import DistillError
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def check_target(folder: Path) -> dict[str, Any]:
+    """The target's config.json.
+
+    Raises:
+        DistillError: the model is not Llama-like, or has no readable config.json or safetensors files.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        raise DistillError(f"The target {str(folder)!r} is no folder with a readable config.json.") from None
+    if config.get("model_type") not in LLAMA_LIKE:
+        allowed = ", ".join(LLAMA_LIKE)
+        raise DistillError(
+            f"The target {str(folder)!r} is a {config.get('model_type')!r} model, but must be Llama-like ({allowed})."
+        )
+    if not list(folder.glob("*.safetensors")):
+        raise DistillError(f"The target {str(folder)!r} has no *.safetensors files.")
+    return config
+
+
+class Target:
+    """A Llama-like target's folder, and the weights that turn states into tokens.
+
+    ``embedding`` is float32, and ``head`` bfloat16 [vocabulary, hidden]; ``norm`` is float32 [hidden].
+    """
+
+    def __init__(self, folder: Path):
+        from loguru import logger
+        from speculators.utils.loading import load_model_layers
+
+        logger.disable("speculators")  # it warns of files that it merely looks for
+
+        self.folder, self.config = folder, check_target(folder)
+        names = ("embed_tokens.weight", "lm_head.weight", "model.norm.weight")
+        weights = load_model_layers(list(names), str(folder))
+        self.embedding = weights[names[0]].float()
+        self.head = weights.get(names[1], weights[names[0]]).bfloat16()
+        self.norm = weights[names[2]].float()
+
+    @property
+    def head_size(self) -> int:
+        """Numbers in an attention head."""
+        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """The tokens that end an answer."""
+        ends = self.config.get("eos_token_id")
+        return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+    def logits(self, states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""
+        states = states.float()
+        size = states.square().mean(-1, keepdim=True) + self.config.get("rms_norm_eps", 1e-6)
+        normed = self.norm.to(states.device) * states * size.rsqrt()
+        head = self.head if token_ids is None else self.head[token_ids.cpu()]
+        return normed.bfloat16() @ head.to(states.device).T
+
+    def copy_tokenizer(self, out: Path) -> None:
+        """Copy the files of the tokenizer to a draft."""
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            if (self.folder / name).is_file():
+                shutil.copy(self.folder / name, out / name)
+
+    def layer_shape(self) -> dict[str, Any]:
+        """The sizes of the target's layers, as arguments of a configuration of transformers."""
+        names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"]
+        names += ["rms_norm_eps", "rope_parameters"]
+        own = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_size, "pad_token_id": None}
+        return {**{name: self.config[name] for name in names if name in self.config}, **own}
