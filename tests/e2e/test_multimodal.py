@@ -21,7 +21,7 @@ def test_equals_plain_vllm(tmp_path, family, random_prompts):
     target, draft = build(tmp_path, family)
     texts, seeds = random_prompts(5, 40, 90), [[1], [], [2, 3], [1, 1], [4]]
     prompts = [with_pictures(family, text, own) for text, own in zip(texts, seeds, strict=True)]
-    options = {"limit_mm_per_prompt": {"image": 2, "video": 0}, "block_size": 16}
+    options = {"limit_mm_per_prompt": {"image": 2, "video": 0}, "block_size": 32}
     found = []
     for config in (None, {"method": "gsd", "model": str(draft), "num_speculative_tokens": 16}):
         setup = [draft_every_level] if config else []

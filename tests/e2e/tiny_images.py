@@ -23,7 +23,7 @@ TEXT = {
     "bos_token_id": 0,
     "eos_token_id": None,
     "pad_token_id": 0,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
 }
 VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8, "initializer_range": 0.12}
 
@@ -42,7 +42,7 @@ def _qwen3_vl(folder):
         video_token_id=VIDEO,
         vision_start_token_id=BEGIN,
         vision_end_token_id=END,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
     )
     Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 256, "longest_edge": 4096}).save_pretrained(folder)
     names = {"image_token": IMAGE, "vision_start_token": BEGIN, "vision_end_token": END, "video_token": VIDEO}
@@ -78,13 +78,20 @@ FAMILIES = {"Qwen3-VL": (_qwen3_vl, [BEGIN, IMAGE, END]), "Gemma 3": (_gemma3, [
 def build(folder, family):
     """Build the target and the draft, which shares the target's text layers but for some noise."""
     import torch
+    from safetensors.torch import load_file, save_file
 
     torch.manual_seed(3)
     (folder / "target").mkdir()
     model, draft, processor, names = FAMILIES[family][0](folder / "target")
     model.float().eval().save_pretrained(folder / "target")
+    if family == "Gemma 3":  # published checkpoints, which vLLM reads, have another name for the vision tower
+        file = folder / "target" / "model.safetensors"
+        tower, stored = "vision_tower.", load_file(file)
+        renamed = {name.replace(tower, tower + "vision_model."): value for name, value in stored.items()}
+        save_file(renamed, file, metadata={"format": "pt"})
     weights = model.model.language_model.state_dict()
     draft.model.load_state_dict({name: value.clone() for name, value in weights.items()})
+    draft.lm_head.load_state_dict(model.lm_head.state_dict())
     with torch.no_grad():
         for weight in draft.parameters():
             if weight.dim() == 2:
@@ -128,12 +135,12 @@ def picture(seed: int):
 
 def with_pictures(family, text: list[int], seeds: list[int]) -> dict:
     """A prompt for vLLM: ``text`` with pictures spread over it."""
-    parts = [
-        text[i * len(text) // (len(seeds) + 1) : (i + 1) * len(text) // (len(seeds) + 1)] for i in range(len(seeds))
+    length = len(text) // (len(seeds) + 1)
+    tokens = [
+        token for i in range(len(seeds)) for token in [*text[i * length : (i + 1) * length], *FAMILIES[family][1]]
     ]
-    tokens = [token for part in parts for token in [*part, *FAMILIES[family][1]]]
-    rest = text[len(seeds) * len(text) // (len(seeds) + 1) :]
-    return {"prompt_token_ids": tokens + rest, "multi_modal_data": {"image": [picture(seed) for seed in seeds]}}
+    tokens += text[len(seeds) * length :]
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": [picture(seed) for seed in seeds]}}
 
 
 def without_torchvision() -> None:

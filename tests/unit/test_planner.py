@@ -9,7 +9,7 @@ from vllm_gsd.method.constants import MERGED, NATIVE, NGRAM, NUM_SOURCES, OFF_BE
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, new_graphs, reset
 from vllm_gsd.planner.calibration import Calibration, SourceTrust
-from vllm_gsd.planner.costs import Costs, convex
+from vllm_gsd.planner.costs import Costs, convex, rising
 from vllm_gsd.planner.overhead import Overhead
 from vllm_gsd.planner.planner import (
     DECAY,
@@ -310,6 +310,20 @@ def test_what_rows_add_never_falls():
     # A slow measurement at 2 rows and a fast one at 8: each further row adds what it does on average around.
     np.testing.assert_allclose(convex(rows, np.array([10.0, 13, 10, 12, 18])), [10, 10, 10, 12, 18])
     np.testing.assert_allclose(convex(rows, np.array([10.0, 12, 13, 19, 20])), [10, 10.9, 12.7, 16.4, 20.0], atol=0.1)
+
+
+def test_experts_that_no_row_chose_yet_cost():
+    """A mixture of experts: times rise steeply until every expert is in use. A convex fit would hide that."""
+    rows, times = np.array([1, 2, 4, 8, 16, 64]), np.array([10.0, 19, 34, 50, 60, 70])
+    np.testing.assert_allclose(rising(rows, times), times)
+    np.testing.assert_allclose(rising(rows, np.array([10.0, 40, 34, 50, 60, 70])), [10, 34, 34, 50, 60, 70])
+    chances = np.full((1, 7), 0.25, np.float32)
+    chosen = [
+        int(planned(Costs(rows, fit(rows, times), np.ones(6), 0.0), 1).choose(
+            chances, np.array([7], np.int32), np.array([100]), np.zeros(1, np.bool_))[0])
+        for fit in (convex, rising)
+    ]  # fmt: skip
+    assert chosen == [7, 0]
 
 
 def test_learned_overhead_decides():
