@@ -229,6 +229,23 @@ def test_a_full_batch_is_tried_with_few_requests():
     assert tried == [PROBE_REQUESTS] * 3  # after 40, 120 and 280 steps
 
 
+def test_a_probe_waits_for_a_text_that_the_draft_has_read():
+    """Until there is one, prompts go through the draft."""
+    planner = new_planner()
+    for _ in range(PROBE_EVERY - 2):
+        planner.begin(64, 0)
+        assert not planner.wants_drafts(64, NOTHING_FOUND)
+        planner.put_off()
+    for _ in range(3):
+        planner.begin(64, 0)
+        assert planner.drafts_pay() and planner.wants_drafts(64, NOTHING_FOUND) and planner.probing
+        planner.put_off()
+    step(planner, 64, np.full(3, 0.3))
+    planner.begin(64, 0)
+    assert not planner.drafts_pay()
+    assert planner.pause == 2 * PROBE_EVERY
+
+
 def observe_steps(overhead, steps, true_ms, seed=0):
     """``steps``: (requests, context, nodes) of each; ``true_ms`` of the same is what they take beyond 20 ms."""
     random = np.random.default_rng(seed)

@@ -297,10 +297,11 @@ class Speculation:
         trees = self._grow(requests) if self.has_free_sources else None
         if self.drafter is not None:
             assert self.draft_kv is not None
-            drafting = self._choose_drafting(requests, trees, num_requests)
+            missed = self.drafter.missed(self.draft_kv, request_ids, length)
+            drafting = self._choose_drafting(requests, trees, missed)
             due = np.where(drafting, length, 0)
             # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size.
-            prompts = speculates & ~wanted
+            prompts = speculates & ~wanted & (missed <= self.drafter.max_rows)
             if prompts.any() and self.planner.drafts_pay():
                 due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
@@ -331,15 +332,22 @@ class Speculation:
             trust=self.trust.of([batch.request_ids[request] for request in index]),
         )
 
-    def _choose_drafting(self, requests: GraphRequests, found: FlatTrees | None, num_requests: int) -> np.ndarray:
+    def _choose_drafting(self, requests: GraphRequests, found: FlatTrees | None, missed: np.ndarray) -> np.ndarray:
         """Choose the requests to draft for, given the trees that other sources found for them.
+
+        Args:
+            missed: int64 [num_requests], tokens that the draft would have to run first, with the last one. A request
+                that lacks more text than one forward takes goes without the draft, as the step would last as long as
+                reading the text. If all together lack more, the others wait.
 
         Returns:
             bool [num_requests].
         """
-        drafting = np.zeros(num_requests, np.bool_)
+        assert self.drafter is not None
+        drafting = np.zeros(len(missed), np.bool_)
         count = len(requests.index)
         if count == 0:
+            self.planner.put_off()
             return drafting
         chances, left = np.zeros(0), 1.0
         if found is not None:  # then at least one tree has nodes
@@ -354,12 +362,14 @@ class Speculation:
         if not wanted:
             self.stats.counts["drafts_skipped"] += count
             return drafting
-        if self.planner.probing and count > PROBE_REQUESTS:
-            # Probe with the requests that have the fewest tokens to catch up on.
-            assert self.draft_kv is not None
-            done = np.array([self.draft_kv.length[requests.batch.request_ids[request]] for request in chosen])
-            chosen = chosen[np.argsort(requests.length - done, kind="stable")[:PROBE_REQUESTS]]
-            self.stats.counts["drafts_skipped"] += count - PROBE_REQUESTS
+        chosen = chosen[np.argsort(missed[chosen], kind="stable")]
+        missed, most = missed[chosen], self.drafter.max_rows
+        chosen = chosen[(missed <= most + 1) & (missed.cumsum() - missed < most)]
+        if self.planner.probing:
+            chosen = chosen[:PROBE_REQUESTS]
+            if len(chosen) == 0:
+                self.planner.put_off()
+        self.stats.counts["drafts_skipped"] += count - len(chosen)
         drafting[chosen] = True
         return drafting
 

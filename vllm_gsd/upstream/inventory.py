@@ -138,6 +138,16 @@ PATCHES = (
         kind="attribute",
     ),
     Patch(
+        "vllm.config.model:ModelConfig.hf_text_config",
+        by="hooks.create_engine_config",
+        when="engine",
+        delta="Builds layers with full attention instead of chunked local attention if no text is longer than a chunk.",
+        reason="Both attend the same keys then, and graphs attend with layers of the first kind.",
+        expiry="gsd's kernels know chunks.",
+        contract="test_upstream.py::test_fields",
+        kind="attribute",
+    ),
+    Patch(
         "vllm.config.parallel:ParallelConfig.distributed_executor_backend",
         by="hooks.create_engine_config",
         when="Ray",

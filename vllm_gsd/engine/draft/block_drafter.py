@@ -71,6 +71,7 @@ class BlockDrafter:
         self.model.block_depth = self.depth
         self.num_rows = self.first_row + self.depth
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.features: ContextKV | None = None
         self.feature_bytes = 0  # everything is in the KV cache
         self.mask: torch.Tensor | None = None  # int64 [num_rows, 1], the rows of the block that each row attends to
@@ -111,6 +112,10 @@ class BlockDrafter:
         assert self.features is not None
         states = self.model.features_of(hidden[: len(slots)], aux)
         self.features.write(slots, positions[: len(slots)].clamp(max=self.max_positions - 1), states)
+
+    def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
+        """As of ``Drafter``: nothing, since the target's steps write the draft's KV."""
+        return np.zeros(len(length), np.int64)
 
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
