@@ -313,3 +313,7 @@ if "forkserver" in " ".join(sys.orig_argv):
     # import numba, and with numba's modules loaded vLLM 0.32 fails to register its CPU kernels.
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
+    registry._run_in_subprocess = lambda inspect: inspect()

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Mixtral, Qwen3-MoE, Llama 4): plain vLLM's tokens, with graphs, and costs over rows that differ."""
+"""Mixtures of experts (Mixtral, Qwen3-MoE, Llama 4): plain vLLM's tokens with graphs, and costs of rows that differ."""
 
 import contextlib
 

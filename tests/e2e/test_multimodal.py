@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from engine_process import Engine, draft_every_level, run
-from tiny_images import FAMILIES, build, with_pictures, without_torchvision
+from tiny_images import FAMILIES, OPTIONS, build, with_pictures, without_torchvision
 
 SAMPLING = [{"temperature": 0, "max_tokens": 30}, {"temperature": 0.8, "seed": 5, "max_tokens": 30}]
 
@@ -21,11 +21,10 @@ def test_equals_plain_vllm(tmp_path, family, random_prompts):
     target, draft = build(tmp_path, family)
     texts, seeds = random_prompts(5, 40, 90), [[1], [], [2, 3], [1, 1], [4]]
     prompts = [with_pictures(family, text, own) for text, own in zip(texts, seeds, strict=True)]
-    options = {"limit_mm_per_prompt": {"image": 2, "video": 0}, "block_size": 32}
     found = []
     for config in (None, {"method": "gsd", "model": str(draft), "num_speculative_tokens": 16}):
         setup = [draft_every_level] if config else []
-        with contextlib.closing(Engine(target, config, setup, [without_torchvision], **options)) as engine:
+        with contextlib.closing(Engine(target, config, setup, [without_torchvision], **OPTIONS)) as engine:
             found.append(answers(engine, prompts))
             counts = engine.metrics()
     assert found[1] == found[0]

@@ -25,6 +25,8 @@ TEXT = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+# Of engines that read them.
+OPTIONS = {"limit_mm_per_prompt": {"image": 2, "video": 0}, "block_size": 32, "skip_tokenizer_init": False}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8, "initializer_range": 0.12}
 
 
@@ -95,7 +97,7 @@ def build(folder, family):
     with torch.no_grad():
         for weight in draft.parameters():
             if weight.dim() == 2:
-                weight += 0.1 * weight.std() * torch.randn_like(weight)
+                weight += 0.05 * weight.std() * torch.randn_like(weight)
     draft.float().save_pretrained(folder / "draft")
     _write_tokenizer(folder / "target", processor, names)
     return folder / "target", folder / "draft"
@@ -155,7 +157,6 @@ def without_torchvision() -> None:
 
     from transformers import processing_utils
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
-    from vllm.model_executor.models import registry
 
     missing = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
     sys.modules.update({name: MagicMock() for name in missing})
@@ -166,4 +167,3 @@ def without_torchvision() -> None:
     videos = importlib.import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
     processing_utils.MODALITY_TO_BASE_CLASS_MAPPING["video_processor"] = "BaseImageProcessor"
     AutoVideoProcessor.from_pretrained = lambda *_, **__: videos.Qwen3VLVideoProcessor()
-    registry._run_in_subprocess = lambda inspect: inspect()

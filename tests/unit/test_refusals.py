@@ -14,11 +14,13 @@ USED = {
     "other platforms than vLLM's CPU and CUDA platforms": ("V1", "", {}, "this platform yet"),
     "pooling models": ("V1", "CPU", {"model.runner_type": "pooling"}, "text-generation"),
     "encoder-decoder models": ("V1", "CPU", {"model.is_encoder_decoder": True}, "decoder-only"),
-    "multimodal models": ("V2", "CPU", {"model.is_multimodal_model": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     "multi-head latent attention (MLA)": ("V2", "GPU", {"model.use_mla": True}, "MLA"),
     "Mamba, hybrid and attention-free models": ("V1", "CPU", {"model.is_hybrid": True}, "hybrid"),
     "texts longer than a chunk of chunked local attention (Llama 4)": (
-        "V2", "GPU", {"model.attention_chunk_size": 8192, "model.max_model_len": 8193}, "--max-model-len to at most 8192",
+        "V2",
+        "GPU",
+        {"model.attention_chunk_size": 8192, "model.max_model_len": 8193},
+        "--max-model-len to at most 8192",
     ),
     "diffusion language models": ("V1", "CPU", {"vllm_config.diffusion_config": 1}, "diffusion"),
     'sliding windows of at most "num_speculative_tokens" tokens': (

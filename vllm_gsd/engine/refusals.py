@@ -244,17 +244,6 @@ REFUSALS = (
     ),
     *(
         Refusal(
-            "multimodal models",
-            "multimodal models with Model Runner V2 yet",
-            lambda e: e.model.is_multimodal_model,
-            instead,
-            ("V2",),
-            (platform,),
-        )
-        for platform, instead in (("GPU", _OTHER_TARGET), ("CPU", _V1_INSTEAD))
-    ),
-    *(
-        Refusal(
             "sliding-window attention",
             "sliding-window attention (window {e.window}) with Model Runner V2 yet",
             lambda e: e.window is not None,

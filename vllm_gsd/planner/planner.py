@@ -90,7 +90,7 @@ class Planner:
     # --- before drafting --------------------------------------------------------------------------
 
     def drafts_pay(self) -> bool:
-        """Whether drafting for all requests of the batch would pay, or is to be tried; asked while prompts are processed."""
+        """Whether drafting for all requests of the batch would pay or be tried; asked while prompts are processed."""
         if self.costs is None or self.due:
             return True
         return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle

@@ -229,6 +229,17 @@ PATCHES = (
         parameters=("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups"),
     ),
     Patch(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs",
+        by="instances.wrap_prepare_inputs",
+        when="v2",
+        delta="Sets the M-RoPE positions of nodes by depth.",
+        reason="Upstream counts them from the order of the rows, after the positions of nodes are set.",
+        expiry="The speculator can contribute to the model's inputs.",
+        contract="test_upstream_v2.py::test_a_model_state_prepares_attention_with_these",
+        kind="method",
+        parameters=("input_batch", "req_states"),
+    ),
+    Patch(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.dispatch",
         by="instances.wrap_dispatch",
         when="v2",
