@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
+# Tokens that the draft may run in a step because it has missed them, unless a step of the target takes more.
+MOST_MISSED = 4096
 # A grammar may forbid most draft tokens, so it chooses among GRAMMAR_CHOICE times as many nodes as are verified.
 GRAMMAR_CHOICE = 4
 # For each origin, whether its nodes are copied from a text.
@@ -104,6 +106,7 @@ class Speculation:
         self.shared = None
         if "shared" in self.config.sources:
             self.shared = SharedSuffixes(self.config.shared_responses)
+        self.most_missed = 1 + max(MOST_MISSED, vllm_config.scheduler_config.max_num_batched_tokens)
         self.drafter: Drafter | BlockDrafter | None = None
         if self.config.model is not None:
             common = vllm_config, self.config, self.stats, self.planner
@@ -301,7 +304,7 @@ class Speculation:
             drafting = self._choose_drafting(requests, trees, missed)
             due = np.where(drafting, length, 0)
             # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size.
-            prompts = speculates & ~wanted & (missed <= self.drafter.max_rows)
+            prompts = speculates & ~wanted & (missed <= self.most_missed)
             if prompts.any() and self.planner.drafts_pay():
                 due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
@@ -337,8 +340,8 @@ class Speculation:
 
         Args:
             missed: int64 [num_requests], tokens that the draft would have to run first, with the last one. A request
-                that lacks more text than one forward takes goes without the draft, as the step would last as long as
-                reading the text. If all together lack more, the others wait.
+                that lacks more than ``most_missed`` goes without the draft, as the step would last as long as reading
+                the text. If all together lack more, the others wait.
 
         Returns:
             bool [num_requests].
@@ -363,8 +366,8 @@ class Speculation:
             self.stats.counts["drafts_skipped"] += count
             return drafting
         chosen = chosen[np.argsort(missed[chosen], kind="stable")]
-        missed, most = missed[chosen], self.drafter.max_rows
-        chosen = chosen[(missed <= most + 1) & (missed.cumsum() - missed < most)]
+        missed = missed[chosen]
+        chosen = chosen[(missed <= self.most_missed) & (missed.cumsum() - missed < self.most_missed)]
         if self.planner.probing:
             chosen = chosen[:PROBE_REQUESTS]
             if len(chosen) == 0:

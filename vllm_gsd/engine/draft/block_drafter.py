@@ -71,7 +71,6 @@ class BlockDrafter:
         self.model.block_depth = self.depth
         self.num_rows = self.first_row + self.depth
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
-        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.features: ContextKV | None = None
         self.feature_bytes = 0  # everything is in the KV cache
         self.mask: torch.Tensor | None = None  # int64 [num_rows, 1], the rows of the block that each row attends to
