@@ -50,9 +50,34 @@ def watch(worker, disturb: bool):
         drafter.model.candidates = noisy
 
 
+def watch_v2(worker, disturb: bool):
+    """The same with Model Runner V2; if ``disturb``, the second rank's draft has noise in its hidden states."""
+    import torch
+
+    speculator = worker.model_runner.speculator
+    speculator.hashes = []
+    propose, model = speculator.propose, speculator.speculation.drafter.model
+    run_rows = model.run_rows
+
+    def recorded(input_batch, *args, **kwargs):
+        tokens = propose(input_batch, *args, **kwargs)
+        trees = [of[input_batch.idx_mapping].tolist() for of in speculator.proposals.trees]
+        speculator.hashes.append(hashlib.sha256(json.dumps([tokens.tolist(), trees]).encode()).hexdigest())
+        return tokens
+
+    def noisy(*args):
+        hidden = run_rows(*args)
+        return hidden + worker.rank * 1e-2 * torch.randn_like(hidden)
+
+    speculator.propose = recorded
+    if disturb:
+        model.run_rows = noisy
+
+
 def hashes(worker):
-    """What ``watch`` recorded."""
-    return worker.model_runner.drafter.hashes
+    """What was recorded."""
+    runner = worker.model_runner
+    return (runner.speculator if hasattr(runner, "speculator") else runner.drafter).hashes
 
 
 def main(job_path: str, result_path: str) -> None:
@@ -84,12 +109,14 @@ def main(job_path: str, result_path: str) -> None:
     if job.get("opt_out"):
         result["plain_tokens"] = answers(extra_args={"gsd": False})
     if watched:
-        llm.collective_rpc(watch, args=(job["disturb"],))
+        v2 = llm.llm_engine.vllm_config.use_v2_model_runner
+        llm.collective_rpc(watch_v2 if v2 else watch, args=(job["disturb"],))
     result["tokens"] = answers()
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
     while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:  # one request: steps, not tokens
-        params = SamplingParams(detokenize=False, max_tokens=400, ignore_eos=True, temperature=0.8, seed=done)
+        left = min(400, job["steps"] - done)
+        params = SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, temperature=0.8, seed=done)
         llm.generate(prompts[:1], params, use_tqdm=False)
     result["hashes"] = llm.collective_rpc(hashes) if watched else []
     Path(result_path).write_text(json.dumps(result))

@@ -1,11 +1,14 @@
-"""Drafts that people own, each with the same requests: seeded, with grammars, preempted and with cached prefixes."""
+"""Drafts that people own, each kind with the same requests: seeded, with grammars, preempted, with cached prefixes.
+
+``test_blocks.py`` and ``test_eagle3.py`` have every format, ``v2/test_v2_drafts.py`` the other runner.
+"""
 
 import pytest
 from engine_process import Engine
 from hard_requests import SCARCE, ask, check_counts, hard_prompts
-from tiny_blocks import BLOCKS
 from tiny_eagle3 import HEADS
 
+KINDS = ["dspark", "dflash2", "dflash", "midlayer"]
 LENGTH = 16
 ENGINE = {"skip_tokenizer_init": False, "block_size": 32, "max_model_len": 128}
 
@@ -23,7 +26,7 @@ def expected(text_pair, prompts):
     return tokens
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, *HEADS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_equals_plain_vllm(text_pair, tiny_blocks, tiny_eagle3, prompts, expected, kind):
     draft = tiny_eagle3 / kind if kind in HEADS else tiny_blocks[kind]
     config = {"method": "gsd", "model": str(draft), "top_k": 4, "budget": 16}

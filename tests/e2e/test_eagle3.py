@@ -11,12 +11,12 @@ CHAIN = {
     "theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0,
 }  # fmt: skip
 GRAPH = {**CHAIN, "top_k": 4, "num_speculative_tokens": 16, "budget": 16}
-ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
+ENGINE = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "block_size": 32}  # prompts are read whole
 
 
 @pytest.fixture(scope="module")
 def prompts(random_prompts):
-    return random_prompts(12, 5, 150, seed=31)[:5]  # some in pieces
+    return random_prompts(12, 5, 150, seed=31)[:5]
 
 
 @pytest.fixture(scope="module", params=HEADS)
@@ -30,14 +30,13 @@ def test_chains_are_those_of_vllm(start_engine, tiny_pair, prompts, head):
     Prompts are read whole: where a prompt is in pieces, vLLM 0.32's method gives a piece's last row the last token of
     the whole prompt for the next one.
     """
-    whole = {**ENGINE, "max_num_batched_tokens": 256}
     own = {"method": "eagle3", "model": head, "num_speculative_tokens": LENGTH}
-    theirs = Engine(tiny_pair.target, own, skip_tokenizer_init=True, **whole)
+    theirs = Engine(tiny_pair.target, own, skip_tokenizer_init=True, **ENGINE)
     try:
         expected = [theirs.call(drafts_of_steps, prompt, 40) for prompt in prompts]
     finally:
         theirs.close()
-    engine = start_engine({"model": head, **CHAIN}, **whole)
+    engine = start_engine({"model": head, **CHAIN}, **ENGINE)
     accepted = 0
     for prompt, (tokens, steps) in zip(prompts, expected, strict=True):
         got, chains = engine.call(drafts_of_steps, prompt, 40)

@@ -30,12 +30,12 @@ def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
             keys |= {"repetition_penalty": 1.2}
         params.append(keys)
 
-    def run(config, size, *, environment=None, disturb=False, opt_out=False, steps=0, **engine):
+    def run(config, size, *, environment=None, disturb=False, opt_out=False, steps=0, count=100, **engine):
         folder = tmp_path_factory.mktemp("run")
         if config is not None:
             config = {"method": "gsd", "model": str(tiny_pair.draft), **config}
         job = {
-            "target": str(tiny_pair.target), "config": config, "prompts": prompts, "params": params,
+            "target": str(tiny_pair.target), "config": config, "prompts": prompts[:count], "params": params[:count],
             "disturb": disturb, "opt_out": opt_out, "steps": steps,
             "engine": {
                 "tensor_parallel_size": size, "distributed_executor_backend": "mp" if size > 1 else "uni", **engine,
@@ -82,19 +82,20 @@ def test_a_draft_that_reads_hidden_states(run, expected, tiny_eagle):
 
 def test_an_eagle3_head(run, expected, tiny_eagle3):
     """Its own LM head lies spread over the ranks, and its states are combined on each."""
-    two = run({"budget": 16, "model": str(tiny_eagle3 / "llama"), "sources": ["draft"]}, 2)
-    assert two["tokens"] == expected
+    two = run({"budget": 16, "model": str(tiny_eagle3 / "llama"), "sources": ["draft"]}, 2, count=24)
+    assert two["tokens"] == expected[:24]
     assert two["accepted"] > 0
     first, second = two["hashes"]
     assert first == second
 
 
-def test_a_draft_of_whole_blocks(run, expected, tiny_pair, tmp_path):
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", "dflash"])
+def test_a_draft_of_whole_blocks(run, expected, tiny_pair, kind, tmp_path):
     """Its own LM head and its context's keys and values lie spread over the ranks."""
-    draft = build_tiny_block("dspark", tiny_pair.target, tmp_path / "draft", trimmed=True)
-    two = run({"budget": 16, "model": str(draft), "sources": ["draft"]}, 2)
-    assert two["tokens"] == expected
-    assert two["accepted"] > 0
+    draft = build_tiny_block(kind, tiny_pair.target, tmp_path / "draft", trimmed=kind == "dspark")
+    two = run({"budget": 16, "model": str(draft), "sources": ["draft"]}, 2, count=24)
+    assert two["tokens"] == expected[:24]
+    assert two["accepted"] > 0 or kind == "dflash"  # whose marginals are random
     first, second = two["hashes"]
     assert first == second
 

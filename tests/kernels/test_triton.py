@@ -16,6 +16,7 @@ import torch
 
 FOLDER = Path(__file__).parent / "gpu"
 REPOSITORY = FOLDER.parents[2]
+DRAFTING = [REPOSITORY / "tests" / of for of in ("kernels/drafting", "e2e/v2", "e2e")]
 TRITON = Path(sys.prefix) / "triton"  # where scripts/setup puts it, out of everybody else's sight
 
 pytestmark = [
@@ -43,13 +44,22 @@ def test_interpreted(file):
 
 
 @pytest.mark.slow
+def test_the_draft_phase_interpreted():
+    """It needs vLLM, too."""
+    path = os.pathsep.join(map(str, (REPOSITORY, *DRAFTING, TRITON, os.environ.get("PYTHONPATH", ""))))
+    options = "-q", "-x", "-p", "no:cacheprovider", "-p", "preload_v2"
+    done = run("-m", "pytest", *options, str(DRAFTING[0]), TRITON_INTERPRET="1", PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("capability", "spilled"), [(80, 256), (90, 64)])  # tiles were chosen for SM90
 def test_compiles_to_machine_code(capability, spilled, tmp_path):
     done = run(str(FOLDER / "compile_kernels.py"), str(capability), TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-5000:]
     report = {entry.pop("case"): entry for entry in json.loads(done.stdout)}
-    assert len(report) == 13
+    assert len(report) == 14
     for case, entry in report.items():
         assert entry["cubin"] > 0 and entry["shared"] <= 99 * 1024, f"{case}: {entry}"
         assert entry["spilled"] <= spilled, f"{case} spills registers: {entry}"

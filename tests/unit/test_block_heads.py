@@ -51,11 +51,11 @@ def test_a_block_with_nan_has_no_candidates():
 class FakeDSpark:
     """The interface of vLLM's ``Qwen3DSparkForCausalLM``, with a vocabulary of every second token of the target's."""
 
-    def __init__(self, confidence: bool = False):
+    def __init__(self, confidence: bool = False, soft_cap: float | None = None):
         torch.manual_seed(1)
         self.config = SimpleNamespace()
         self.head, self.w1, self.w2 = torch.randn(VOCAB, HIDDEN), torch.randn(2 * VOCAB, RANK), torch.randn(VOCAB, RANK)
-        self.logits_processor = SimpleNamespace(scale=1.0)
+        self.logits_processor = SimpleNamespace(scale=1.0, soft_cap=soft_cap)
         head = SimpleNamespace(markov_w2=SimpleNamespace(weight=self.w2))
         self.proj = nn.Linear(HIDDEN + RANK, 1)
         self.model = SimpleNamespace(markov_head=head, confidence_head=self.proj if confidence else None)
@@ -67,7 +67,9 @@ class FakeDSpark:
         return self.w1[tokens]
 
     def markov_bias(self, embedded):
-        return embedded @ self.w2.T
+        """``LogitsProcessor`` caps the bias, too."""
+        cap, bias = self.logits_processor.soft_cap, embedded @ self.w2.T
+        return bias if cap is None else cap * torch.tanh(bias / cap)
 
     def map_draft_to_target(self, ids):
         return 2 * ids
@@ -112,8 +114,10 @@ def test_dspark_with_a_confidence_head():
     torch.testing.assert_close(scaled[:, 0, 0, 0], share * probs[:, 0, 0, 0])
 
 
-def test_a_pool_of_all_tokens_is_the_whole_vocabulary(monkeypatch):
-    model, hidden, roots = FakeDSpark(), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_a_pool_of_all_tokens_is_the_whole_vocabulary(monkeypatch, soft_cap):
+    """As in Gemma 4's drafts, whose logits and biases have a soft cap each."""
+    model, hidden, roots = FakeDSpark(soft_cap=soft_cap), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
     whole = block_candidates("dspark", model, hidden, roots, 4)
     monkeypatch.setattr(block_heads, "WHOLE_VOCABULARY", VOCAB - 1)
     pooled = block_candidates("dspark", model, hidden, roots, 4)

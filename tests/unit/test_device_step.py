@@ -6,6 +6,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from test_v2_rows import tree_of
 
@@ -88,3 +89,15 @@ def test_what_has_not_arrived_waits_its_turn():
     events[0].reached = True
     assert [label for label, _ in late.take(wait=False)] == [0, 1]
     assert [label for label, _ in late.take(wait=True)] == [2]
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_ranks_in_step_take_the_same_whatever_has_arrived(reached):
+    late = LateCopies(CPU, in_step=True)
+    for place in range(4):
+        late.send(place, {"values": torch.tensor([place])})
+        event = Event()
+        event.reached = reached
+        late.queue.append(late.queue.pop()._replace(event=event))
+    assert [label for label, _ in late.take(wait=False)] == [0, 1, 2]
+    assert [label for label, _ in late.take(wait=True)] == [3]

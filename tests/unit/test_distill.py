@@ -197,6 +197,7 @@ class TestStudents:
         model, data = student(kind, target), load_answers(files(work), 640)
         reader = model.states(work / "states")
         options = Options(target=str(target), kind=kind, epochs=20, learning_rate=3e-3)
+        model.start(data, reader, new=True)
         before = agreement(model, data, reader)
         assert train(model, tmp_path, data, reader, options, None) == 60
         after = agreement(model, data, reader)
@@ -207,7 +208,32 @@ class TestStudents:
         check_draft(str(tmp_path / "draft"), 300, target)
         assert str(target) not in (tmp_path / "draft" / "config.json").read_text()
         again = student(kind, target, init=str(tmp_path / "draft"))
+        again.start(data, reader, new=False)
         assert agreement(again, data, reader)["chain"] == pytest.approx(after["chain"], abs=0.1)
+
+    def test_a_block_starts_from_a_fit(self, target, work):
+        """It agrees with the target before any training, and what it drafts depends on the last known state most."""
+        model, data = student("dspark", target), load_answers(files(work), 640)
+        reader = model.states(work / "states")
+        model.start(data, reader, new=True)
+        usual = torch.cat([reader.of(row).flatten(1) * reader.scale for row in data]).abs().median(0).values
+        assert usual.mean() == pytest.approx(1, abs=0.2)
+        random = agreement(student("dspark", target), data, States(work / "states", model.padding))
+        found = agreement(model, data, reader)
+        assert found["top_1"][0] > random["top_1"][0] + 0.1 and found["top_4"][0] > random["top_4"][0] + 0.1
+        batch = {
+            name: rows.float() if rows.is_floating_point() else rows for name, rows in reader.collate([data[1]]).items()
+        }
+        (anchor,) = [int(data[1]["length"]) - 1 - model.depth]
+        batch["loss_mask"] = torch.arange(batch["loss_mask"].shape[1])[None] >= anchor  # leaves one anchor
+        changes = []
+        for distance in (1, 4):
+            changed = {**batch, "hidden_states": batch["hidden_states"].clone()}
+            changed["hidden_states"][0, anchor - distance] *= -1
+            with torch.no_grad():
+                drafted, other = model.drafted(batch), model.drafted(changed)
+            changes.append((drafted.logits - other.logits).abs().mean())
+        assert changes[0] > 2 * changes[1]
 
     def test_projection_keeps_what_is_alike(self):
         base = torch.randn(100, 4) @ torch.randn(4, 64)

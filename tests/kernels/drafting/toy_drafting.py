@@ -1,4 +1,7 @@
-"""Drafting with a draft whose next token depends on the token before, and on a hidden state if it reads some."""
+"""Drafting with a draft whose next token depends on the token before, and on a hidden state if it reads some.
+
+Or with one of whole blocks, whose tokens depend on their positions.
+"""
 
 from types import SimpleNamespace
 
@@ -6,6 +9,8 @@ import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import DraftModel
@@ -16,19 +21,22 @@ from vllm_gsd.planner.calibration import Calibration
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, BLOCK_SIZE, SLOTS, NODES = 40, 64, 16, 5, 6
+TOKENS, STATES, BLOCKS = "tokens", "states", "blocks"  # what a draft reads, or drafts
 
 
-def toy_model(reads_features: bool = False) -> DraftModel:
-    """Rows see their own token, and what they read of the row or the text before."""
+def toy_model(draft: str = TOKENS) -> DraftModel:
+    """Rows see their own token, and what they read of the row or the text before; those of blocks, their position."""
     generator = torch.Generator().manual_seed(0)
     weight = 3 * torch.randn((VOCAB, VOCAB), generator=generator)
     model = DraftModel.__new__(DraftModel)
     model.head = None
-    model.reads_features = reads_features
+    model.reads_features = draft == STATES
+    model.kind = "dflash" if draft == BLOCKS else LANGUAGE_MODEL
     model.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, get_hidden_size=lambda: VOCAB)
 
     def run_rows(tokens, slots, tree, features=None):
-        own = torch.nn.functional.one_hot(tokens.long(), VOCAB).float()
+        seen = tokens.long() + (tree.positions if draft == BLOCKS else 0)
+        own = torch.nn.functional.one_hot(seen % VOCAB, VOCAB).float()
         return own if features is None else own + features / 2
 
     model.run_rows = run_rows
@@ -36,14 +44,23 @@ def toy_model(reads_features: bool = False) -> DraftModel:
     return model
 
 
-def toy_drafting(seed: int = 1, reads_features: bool = False, num_slots: int = SLOTS, max_depth: int = 3):
+def toy_drafter(config: GSDConfig, draft: str, num_slots: int):
+    """As much of a drafter as the draft phase takes."""
+    features = Features(num_slots * LENGTH, VOCAB, torch.float32, CPU) if draft == STATES else None
+    drafter = SimpleNamespace(max_slots=draft_kv_slots(config))
+    if draft == BLOCKS:
+        drafter = BlockDrafter.__new__(BlockDrafter)
+        drafter.config, drafter.mask_token, drafter.causal, drafter.max_slots = config, 2, False, 0
+        drafter.first_row, drafter.num_rows = 1, 1 + config.max_depth
+    drafter.model, drafter.features, drafter.max_positions, drafter.max_rows = toy_model(draft), features, LENGTH, 1000
+    drafter.stats = SimpleNamespace(counts={"draft_rows": 0, "draft_forwards": 0})
+    return drafter
+
+
+def toy_drafting(seed: int = 1, draft: str = TOKENS, num_slots: int = SLOTS, max_depth: int = 3):
     """Requests with random texts."""
     config = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES, max_depth=max_depth, top_k=3)
-    features = Features(num_slots * LENGTH, VOCAB, torch.float32, CPU) if reads_features else None
-    drafter = SimpleNamespace(
-        model=toy_model(reads_features), features=features, max_positions=LENGTH, max_rows=1000,
-        max_slots=draft_kv_slots(config), stats=SimpleNamespace(counts={"draft_rows": 0, "draft_forwards": 0}),
-    )  # fmt: skip
+    drafter = toy_drafter(config, draft, num_slots)
     states = SimpleNamespace(
         all_token_ids=SimpleNamespace(gpu=torch.zeros((num_slots, LENGTH), dtype=torch.int32)),
         total_len=SimpleNamespace(gpu=torch.zeros(num_slots, dtype=torch.int32)),

@@ -31,6 +31,8 @@ from vllm_gsd.ops.growth import api as growth
 from vllm_gsd.ops.growth.triton import begin_kernel, grow_kernel
 from vllm_gsd.ops.kv_move import paged as paged_kv_move
 from vllm_gsd.ops.kv_move.triton import kv_move_kernel
+from vllm_gsd.ops.lattice import api as lattice
+from vllm_gsd.ops.lattice.triton import lattice_kernel
 from vllm_gsd.ops.lay_out import api as lay_out
 from vllm_gsd.ops.lay_out.triton import lay_out_kernel
 from vllm_gsd.ops.ngram import api as ngram
@@ -87,7 +89,7 @@ def main() -> None:
     driver.set_active(NoDriver(capability))
     compiled: dict[str, list] = {}
     kernels = (tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel)
-    kernels += (begin_kernel, grow_kernel, match_kernel, graft_kernel, flatten_kernel)
+    kernels += (begin_kernel, grow_kernel, lattice_kernel, match_kernel, graft_kernel, flatten_kernel)
     kernels += (best_of_parts_kernel, best_of_rows_kernel)
     for kernel in kernels:
 
@@ -96,7 +98,8 @@ def main() -> None:
 
         kernel.run = compile_only
     # The tensors are on the CPU here.
-    for op in (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, lay_out, growth, ngram, flatten):
+    ops = (accept_walk, merge_attention, paged_kv_move, paged_tree_attention, lay_out, growth, lattice, ngram, flatten)
+    for op in ops:
         op.require_triton = lambda *_: None
     topk.use_triton = lambda *_: True
 
@@ -123,6 +126,9 @@ def grow() -> None:
     pair = Pair(torch.device("cpu"), np.random.default_rng(0), [[1, 2]] * 3, 897, 16, 2, 8)
     pair.begin(17)
     pair.level(10, 16, 16)
+    block = Pair(torch.device("cpu"), np.random.default_rng(0), [[1, 2]] * 3, 897, 16, 0, 8, max_slots=0, mask_token=7)
+    block.begin(7)
+    lattice.add_lattices(block.graphs, torch.zeros(3, 7, 8).long(), torch.ones(3, 7, 8, 8), block.limits)
     ranks, match_probs = ngram.new_matches(3, 8, torch.device("cpu"))
     texts, trust = torch.ones(3, 100, dtype=torch.int32), torch.ones(3, 5)
     ngram.graft_ngrams(pair.graphs, ranks, match_probs, texts, 2)

@@ -20,7 +20,7 @@ from vllm_gsd.engine.draft.drafter import slots_of
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.engine.parallel.ranks import from_first_rank
+from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
 from vllm_gsd.host import add_lattices
 from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.planner.planner import Planner
@@ -73,7 +73,9 @@ class BlockDrafter:
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.features: ContextKV | None = None
         self.feature_bytes = 0  # everything is in the KV cache
-        self.mask: torch.Tensor | None = None  # int64 [num_rows, 1], the rows of the block that each row attends to
+        self.causal = False  # whether rows of a block attend only to those before
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_slots = 0  # a block lies in the slots of its tokens
 
     def check_layers(self, layers: dict[str, Any]) -> None:
         """Set how the rows of a block attend to each other.
@@ -94,10 +96,7 @@ class BlockDrafter:
                 f'"model" is {self.config.model!r}, a draft of whole blocks some of whose layers are causal, which gsd '
                 "does not support yet; use one whose layers are alike."
             )
-        rows = torch.arange(self.num_rows)
-        whole = (1 << self.num_rows) - 1
-        bits = (2 << rows) - 1 if causal == {True} else torch.full_like(rows, whole)
-        self.mask = bits[:, None].to(self.model.device)
+        self.causal = causal == {True}
 
     def prepare(self, num_blocks: int, block_size: int) -> None:
         """Find the draft's KV caches once they are allocated."""
@@ -135,11 +134,11 @@ class BlockDrafter:
         (chosen,) = drafted.nonzero()
         if len(chosen) == 0:
             return drafted, None
-        assert self.mask is not None
         count, rows, to_device = len(chosen), self.num_rows, self.model.to_device
         tokens = np.full((count, rows), self.mask_token, np.int64)
         tokens[:, 0] = self._roots(batch, chosen)
         before = batch.length[chosen] - 1
+        seen = (2 << np.arange(rows)) - 1 if self.causal else np.full(rows, (1 << rows) - 1)
         positions = (before[:, None] + np.arange(rows)).ravel()
         slots = slots_of(batch.block_table, chosen.repeat(rows), positions, batch.block_size)
         tree = TreeRows(
@@ -147,7 +146,7 @@ class BlockDrafter:
             prefix_lens=to_device(before.astype(np.int32)),
             block_table=batch.block_table[to_device(chosen)],
             positions=to_device(positions),
-            mask=self.mask.repeat(count, 1),
+            mask=to_device(np.tile(seen, count)[:, None]),
             rows=None,
             max_rows=rows,
         )
@@ -171,7 +170,7 @@ class BlockDrafter:
             requests: the requests and their limits.
         """
         roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
-        tokens, probs = self._candidates(hidden, roots)
+        tokens, probs = (of.cpu().numpy() for of in self.candidates(hidden, roots))
         self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, 0, 0] == 0))
         first = np.zeros((len(probs), self.config.top_k), np.float32)
         first[:, : tokens.shape[2]] = probs[:, 0, 0]
@@ -190,12 +189,13 @@ class BlockDrafter:
         self.stats.counts["nodes_merged"] += merged
         self.stats.counts["nodes_pruned"] += pruned
 
-    def _candidates(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def candidates(self, hidden: torch.Tensor, roots: torch.Tensor) -> Sequence[torch.Tensor]:
+        """``block_candidates`` on the device, the same on every tensor-parallel rank."""
         tokens, probs = block_candidates(self.model.kind, self.model.model, hidden, roots, self.config.top_k)
-        return from_first_rank(tokens.cpu().numpy()), from_first_rank(probs.contiguous().cpu().numpy())
+        return tensors_from_first_rank(tokens, probs.contiguous())
 
     def idle_level(self, num_rows: int) -> None:
         """Do the work of a step's forward over about ``num_rows`` rows, to measure its cost."""
         count = max(1, num_rows // self.num_rows)
         hidden = self.model.run_idle(count * self.num_rows).view(count, self.num_rows, -1)[:, self.first_row :]
-        self._candidates(hidden, torch.zeros(count, dtype=torch.int64, device=self.model.device))
+        self.candidates(hidden, torch.zeros(count, dtype=torch.int64, device=self.model.device))

@@ -81,7 +81,10 @@ class DSparkHead:
     def __init__(self, model: Any, hidden: torch.Tensor, roots: torch.Tensor):
         self.model, self.hidden, self.roots = model, hidden, roots
         base = model.compute_draft_logits(hidden.flatten(0, 1))
-        size = getattr(model.config, "dspark_draft_topk", None) or (POOL if base.shape[1] > WHOLE_VOCABULARY else None)
+        chosen = getattr(model.config, "dspark_draft_topk", None)
+        size = chosen or (POOL if base.shape[1] > WHOLE_VOCABULARY else None)
+        # vLLM caps the bias of a whole vocabulary, but not of the draft's own choice of its best tokens.
+        self.soft_cap = None if chosen else model.logits_processor.soft_cap
         self.pool: torch.Tensor | None = None  # of the draft's vocabulary, int64 [n, depth, pool]; None for all of it
         if size is not None:
             whole = base.float().logsumexp(-1).view(*hidden.shape[:2], 1)
@@ -102,6 +105,8 @@ class DSparkHead:
         else:
             rows = self.model.model.markov_head.markov_w2.weight[self.pool[:, level]]
             bias = torch.einsum("npr,nvr->npv", embedded.view(*before.shape, -1), rows)
+            if self.soft_cap is not None:
+                bias = self.soft_cap * torch.tanh(bias / self.soft_cap)
             whole = self.whole[:, level, None]
             biased = (base + self.model.logits_processor.scale * bias).float() - whole
             result = normalised(biased, base[:, 0].float() - whole[:, 0])

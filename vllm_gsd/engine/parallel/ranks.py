@@ -5,6 +5,7 @@ between ranks: clock readings, floats that depend on the number of threads, and 
 these.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,19 @@ def from_first_rank(values: np.ndarray) -> np.ndarray:
         return group.broadcast(tensor, src=0).numpy()
     torch.distributed.broadcast(tensor, group.ranks[0], group.cpu_group)
     return tensor.numpy()
+
+
+def tensors_from_first_rank(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """As ``from_first_rank``, with one broadcast from device to device, for which the host does not wait.
+
+    Args:
+        tensors: on the device, those with the widest elements first.
+    """
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return tensors
+    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    parts = get_tp_group().broadcast(packed, src=0).split([tensor.nbytes for tensor in tensors])
+    return [part.view(of.dtype).view(of.shape) for part, of in zip(parts, tensors, strict=True)]
 
 
 def forget_shared_memory() -> None:

@@ -1,9 +1,10 @@
 """The draft phase of a decode step, entirely on the device, because only the device knows what was accepted before.
 
 It is one function over buffers that stay where they are: the draft catches up on the tokens that it has not read, grows
-graphs level by level, adds copies from the texts, and flattens. Nothing in it depends on what a tensor holds, so a CUDA
-graph can hold it for each number of requests. The host sends only what does not depend on acceptance. The results equal
-those of ``Speculation.propose`` on the host without a cost table, which drafts every level.
+graphs level by level, adds copies from the texts, and flattens. A draft of whole blocks drafts one instead, which is
+laid into the graph. Nothing in it depends on what a tensor holds, so a CUDA graph can hold it for each number of
+requests. The host sends only what does not depend on acceptance. The results equal those of ``Speculation.propose`` on
+the host without a cost table, which drafts every level.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import torch
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import TreeRows
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.drafter import Drafter
+from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
 from vllm_gsd.engine.speculation import MIN_NGRAM_MATCH
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth.api import Limits, begin, grow_level
-from vllm_gsd.ops.growth.state import DeviceGraphs, Known, Rows, new_graphs, new_rows
+from vllm_gsd.ops.growth.state import TOKEN, DeviceGraphs, Known, Rows, new_graphs, new_rows
+from vllm_gsd.ops.lattice.api import add_lattices
 from vllm_gsd.ops.ngram.api import graft_ngrams, new_matches
 
 if TYPE_CHECKING:
@@ -84,7 +88,7 @@ class DeviceDrafting:
     def __init__(
         self,
         config: GSDConfig,
-        drafter: Drafter | None,
+        drafter: Drafter | BlockDrafter | None,
         req_states: RequestState,
         capacity: int,
         trees: DeviceTrees,
@@ -98,8 +102,11 @@ class DeviceDrafting:
         # Returns the CUDA graphs, or None. The speculator owns them.
         self.cuda_graphs: Callable[[], DraftGraphs | None] = lambda: None
         slots, num_places = trees.token.shape
+        block = drafter if isinstance(drafter, BlockDrafter) else None
+        # Of the first forward, for each request: a step's tokens, or a block.
+        self.width = 1 + num_places if block is None else block.num_rows
         # Drafted for at once. The draft's forward is over no more rows than the target's largest.
-        self.most = slots if drafter is None else max(1, min(slots, drafter.max_rows // (1 + num_places)))
+        self.most = slots if drafter is None else max(1, min(slots, drafter.max_rows // self.width))
         # The number of leading tokens with draft KV, by slot.
         self.draft_length = torch.zeros(slots, dtype=torch.int64, device=device)
         max_length = req_states.all_token_ids.gpu.shape[1]
@@ -111,13 +118,15 @@ class DeviceDrafting:
             max_positions=max_length if drafter is None else drafter.max_positions,
             max_slots=0 if drafter is None else drafter.max_slots,
             shift=0 if drafter is None else drafter.model.shift,
+            mask_token=-1 if block is None else block.mask_token,
+            causal=block is None or block.causal,
         )
-        merge_ngram = 0 if drafter is None else config.merge_ngram
+        merge_ngram = 0 if drafter is None or block else config.merge_ngram
         self.graphs = new_graphs(self.most, capacity, num_places, merge_ngram, self.limits.max_slots, device)
         # Factors, the requests' trust in float32, and their limits, so that one copy brings all.
         self.known = torch.zeros(_FACTORS + self.most * (NUM_SOURCES + _LIMITS), dtype=torch.int32, device=device)
         self.last = torch.zeros(self.most, dtype=torch.int64, device=device)
-        self.text_rows = new_rows(self.most, 1 + num_places, num_places // 64 + 1, device)
+        self.text_rows = new_rows(self.most, self.width, -(-self.width // 64), device)
         self.node_rows = new_rows(self.most, num_places, self.graphs.slots.shape[1], device)
         self.ranks, self.match_probs = new_matches(self.most, config.top_k, device)
         self.unbind()
@@ -177,8 +186,9 @@ class DeviceDrafting:
         if count not in self.buckets:
             num_places, max_depth = self.graphs.num_nodes, self.config.max_depth
             # A level has at most as many nodes as the level before has candidates.
-            widths = [min(num_places, self.config.top_k**level) for level in range(1, max_depth)]
-            rows = [(1 + num_places, self.text_rows), *((width, self.node_rows) for width in widths)]
+            levels = 0 if isinstance(self.drafter, BlockDrafter) else max_depth
+            widths = [min(num_places, self.config.top_k**level) for level in range(1, levels)]
+            rows = [(self.width, self.text_rows), *((width, self.node_rows) for width in widths)]
             floats = self.known[: _FACTORS + count * NUM_SOURCES].view(torch.float32)
             limits = self.known[len(floats) : len(floats) + count * _LIMITS].view(count, _LIMITS)
             factor = floats[:_FACTORS].view(NUM_SOURCES, NUM_DEPTHS, NUM_BINS)
@@ -208,23 +218,34 @@ class DeviceDrafting:
         begin(
             bucket.graphs, rows, bucket.last, bucket.known, texts, req_states.total_len.gpu, self.draft_length, *blocks
         )
-        if (drafter := self.drafter) is not None:
-            features = drafter.features
-            before = None if features is None else features.read(rows.source, rows.source < 0)
-            hidden = drafter.model.run_rows(rows.token, rows.slot, tree, before)[bucket.last]
-            for _, rows, tree in bucket.rows[1:]:
-                probs, tokens = self._candidates(drafter, hidden, count)
-                grow_level(bucket.graphs, rows, tokens, probs, *blocks)
-                # Below the root, the draft reads its own hidden states.
-                before = None if features is None else drafter.model.next_features(hidden[rows.source])
-                hidden = drafter.model.run_rows(rows.token, rows.slot, tree, before)
-            probs, tokens = self._candidates(drafter, hidden, count)
-            grow_level(bucket.graphs, None, tokens, probs, *blocks)
+        if isinstance(self.drafter, BlockDrafter):
+            hidden = self.drafter.model.run_rows(rows.token, rows.slot, tree).view(count, self.width, -1)
+            roots = bucket.graphs.nodes[:, TOKEN, 0].long()
+            tokens, probs = self.drafter.candidates(hidden[:, self.drafter.first_row :], roots)
+            add_lattices(bucket.graphs, tokens, probs, self.limits)
+        elif self.drafter is not None:
+            self._grow(self.drafter, bucket, blocks)
         if "ngram" in self.config.sources:
             graft_ngrams(bucket.graphs, bucket.ranks, self.match_probs, texts, MIN_NGRAM_MATCH)
         flatten_graphs(bucket.graphs, self.trees, bucket.known.factor, bucket.known.trust)
 
+    def _grow(self, drafter: Drafter, bucket: Bucket, blocks: tuple[Any, ...]) -> None:
+        """Catch up on the texts and grow every level."""
+        (_, rows, tree), *levels = bucket.rows
+        features = drafter.features
+        before = None if features is None else features.read(rows.source, rows.source < 0)
+        hidden = drafter.model.run_rows(rows.token, rows.slot, tree, before)[bucket.last]
+        for _, rows, tree in levels:
+            probs, tokens = self._candidates(drafter, hidden, bucket.count)
+            grow_level(bucket.graphs, rows, tokens, probs, *blocks)
+            # Below the root, the draft reads its own hidden states.
+            before = None if features is None else drafter.model.next_features(hidden[rows.source])
+            hidden = drafter.model.run_rows(rows.token, rows.slot, tree, before)
+        probs, tokens = self._candidates(drafter, hidden, bucket.count)
+        grow_level(bucket.graphs, None, tokens, probs, *blocks)
+
     def _candidates(self, drafter: Drafter, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and tokens of the rows' candidates, [count, width, top_k]."""
+        """Probabilities and tokens of the rows' candidates, [count, width, top_k], the same on every rank."""
         probs, tokens = drafter.model.most_probable(hidden, self.config.top_k)
+        tokens, probs = tensors_from_first_rank(tokens, probs)
         return probs.view(count, -1, self.config.top_k), tokens.view(count, -1, self.config.top_k)

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+# The newest copies of ranks in step, which are not waited for. The device does not idle while the host waits for older
+# ones, because it still has a draft phase and a forward pass to run.
+UNDER_WAY = 1
+
 
 class _Copy(NamedTuple):
     """Labelled tensors in one host buffer, one after another."""
@@ -27,10 +31,12 @@ class LateCopies:
 
     Args:
         device: the device of the tensors. On a CPU, copies are complete at once.
+        in_step: whether tensor-parallel ranks must take the same copies at the same time, whenever these are finished.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, in_step: bool = False) -> None:
         self.device = device
+        self.in_step = in_step
         self.queue: deque[_Copy] = deque()
 
     def send(self, label: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -49,12 +55,12 @@ class LateCopies:
         """Remove and yield the finished copies, oldest first, as label and host tensors.
 
         Args:
-            wait: whether to wait until all copies are finished.
+            wait: whether to wait until all copies are finished. Ranks in step always wait, but leave the newest.
         """
-        while self.queue:
+        while len(self.queue) > (UNDER_WAY if self.in_step and not wait else 0):
             event = self.queue[0].event
             if event is not None:
-                if wait:
+                if wait or self.in_step:
                     event.synchronize()
                 elif not event.query():
                     return

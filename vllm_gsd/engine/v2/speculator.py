@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
-from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
@@ -53,8 +52,9 @@ class GraphSpeculator(BaseSpeculator):
     """Grows a graph for every request of a batch on the device, so that the host need not wait for verification.
 
     The host learns from the accepted tokens later, when they have been copied. Some graphs depend on the host: those of
-    requests with a grammar, and all graphs if texts are shared between requests or tensor parallelism is used. For
-    batches with such graphs, the host waits for the accepted tokens and grows the graphs itself.
+    requests with a grammar, and all graphs if texts are shared between requests. For batches with such graphs, the host
+    waits for the accepted tokens and grows the graphs itself. Tensor-parallel ranks draft from the first rank's
+    candidates and learn of each step at the same time, so all draft the same graphs.
 
     Args:
         vllm_config: the engine's configuration.
@@ -87,14 +87,9 @@ class GraphSpeculator(BaseSpeculator):
         self.block_tables: BlockTables | None = None
         self.drafting: DeviceDrafting | None = None
         self.proposals = Proposals(num_slots, self.num_rows, device)
-        self.late = LateCopies(device)
-        # Tensor-parallel ranks must agree on candidates and on what they learn at each step; only their hosts do.
-        # Lattices of drafted blocks are laid into graphs by the host, too.
-        self.host_only = (
-            "shared" in self.speculation.config.sources
-            or vllm_config.parallel_config.tensor_parallel_size > 1
-            or isinstance(self.speculation.drafter, BlockDrafter)
-        )
+        # Ranks that learned at different times would draft different graphs.
+        self.late = LateCopies(device, in_step=vllm_config.parallel_config.tensor_parallel_size > 1)
+        self.host_only = "shared" in self.speculation.config.sources
 
     def prepare(self, req_states: RequestState) -> None:
         """Set up drafting on the device after the models are loaded.
@@ -105,7 +100,7 @@ class GraphSpeculator(BaseSpeculator):
         speculation = self.speculation
         self.drafting = DeviceDrafting(
             speculation.config,
-            None if isinstance(speculation.drafter, BlockDrafter) else speculation.drafter,
+            speculation.drafter,
             req_states,
             speculation.graphs.capacity,
             self.proposals.trees,

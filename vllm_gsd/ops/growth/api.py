@@ -23,6 +23,8 @@ class Limits(NamedTuple):
     max_positions: int  # most tokens that the draft can read
     max_slots: int  # most draft KV slots of a request; 0 without a draft model
     shift: int  # as ``DraftModel.shift``
+    mask_token: int = -1  # of a draft of whole blocks, in all rows of a block but the root's; -1 for other drafts
+    causal: bool = True  # whether the rows of a block attend only to those before
 
 
 def begin(
@@ -40,7 +42,8 @@ def begin(
     """Reset the graphs to their roots, and write the rows of the tokens for which the draft has no KV yet.
 
     A request with more such tokens than ``rows`` has places for it catches up over several steps, and its graph does
-    not grow before.
+    not grow before. With a draft of whole blocks, the rows are a block behind all tokens but the last, for requests
+    with room for it.
 
     Args:
         graphs: updated.
@@ -69,8 +72,9 @@ def begin(
     begin_kernel[(count,)](
         graphs.nodes, graphs.chances, graphs.grams, graphs.above, graphs.best, graphs.frontier, graphs.state, *rows,
         last, known.limits, known.trust, texts, total_len, draft_length, block_table, texts.stride(0),
-        block_table.stride(0), block_size, limits.max_length, limits.max_positions, limits.max_slots, graphs.capacity,
-        graphs.num_nodes, width, DRAFTS=limits.max_slots > 0, SHIFT=limits.shift, GRAM=graphs.grams.shape[1],
+        block_table.stride(0), block_size, limits.max_length, limits.max_positions, limits.max_slots, limits.mask_token,
+        graphs.capacity, graphs.num_nodes, width, DRAFTS=limits.max_slots > 0 or limits.mask_token >= 0,
+        SHIFT=limits.shift, BLOCK=limits.mask_token >= 0, CAUSAL=limits.causal, GRAM=graphs.grams.shape[1],
         GRAPH_WORDS=graphs.above.shape[1], ROW_WORDS=rows.mask.shape[1], BEST=triton.next_power_of_2(graphs.num_nodes),
         WIDTH=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip

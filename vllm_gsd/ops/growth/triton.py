@@ -49,14 +49,18 @@ def _start(nodes, chances, grams, above, best, frontier, text, length, capacity,
 @triton.jit
 def _text_rows(
     token, position, slot, mask, prefix, source, last, text, block_table, request, done, fresh, most, width, block_size,
-    SHIFT, WORDS, WIDTH,
+    mask_token, SHIFT, BLOCK, CAUSAL, WORDS, WIDTH,
 ):  # fmt: skip
-    """The rows of a text's ``fresh`` tokens after the first ``done``; each attends the rows before it and itself."""
+    """The rows of a text's ``fresh`` tokens after the first ``done``; each attends the rows before it and itself.
+
+    Of a drafted block, only the first row holds a token of the text. Its rows may all attend each other.
+    """
     place = tl.arange(0, WIDTH)
     inside, real = place < width, place < fresh
     row = request * width + place
     at = tl.minimum(done + place, most - 1)
-    tl.store(token + row, tl.load(text + at + SHIFT, mask=real, other=0), mask=inside)
+    known = tl.load(text + at + SHIFT, mask=real & (place == 0) if BLOCK else real, other=mask_token)
+    tl.store(token + row, tl.where(real, known, 0), mask=inside)
     tl.store(position + row, tl.where(real, at, 0).to(tl.int64), mask=inside)
     at = tl.where(real, at, 0)
     tl.store(slot + row, tl.where(real, _physical(block_table, at, block_size), -1), mask=inside)
@@ -65,7 +69,8 @@ def _text_rows(
     before = _physical(block_table, tl.where(stored, before, 0), block_size)
     tl.store(source + row, tl.where(stored, before, -1), mask=inside)
     for word in range(0, WORDS):
-        ones = tl.minimum(tl.maximum(place + 1 - 64 * word, 0), 64).to(tl.int64)
+        seen = place + 1 if CAUSAL else place * 0 + fresh
+        ones = tl.minimum(tl.maximum(seen - 64 * word, 0), 64).to(tl.int64)
         bits = tl.where(ones == 64, -1, (tl.full([WIDTH], 1, tl.int64) << (ones % 64)) - 1)
         tl.store(mask + row * WORDS + word, tl.where(real, bits, 0), mask=inside)
     tl.store(prefix + request, tl.where(fresh > 0, done, 0))
@@ -76,8 +81,9 @@ def _text_rows(
 def begin_kernel(
     nodes, chances, grams, above, best, frontier, state, token, position, slot, mask, prefix, source, last,
     limits, trust, texts, total_len, draft_length, block_table, text_row, block_row, block_size, max_length,
-    max_positions, max_slots, capacity, num_nodes, width, DRAFTS: tl.constexpr, SHIFT: tl.constexpr,
-    GRAM: tl.constexpr, GRAPH_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, BEST: tl.constexpr, WIDTH: tl.constexpr,
+    max_positions, max_slots, mask_token, capacity, num_nodes, width, DRAFTS: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, GRAM: tl.constexpr, GRAPH_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr,
+    BEST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (graphs). See ``ops.growth.api.begin``."""
     graph = tl.program_id(0).to(tl.int64)
@@ -97,13 +103,20 @@ def begin_kernel(
         room = tl.load(limits + 5 * graph + 3)
         done = tl.load(limits + 5 * graph + 2)
         done = tl.where(done < 0, tl.load(draft_length + request).to(tl.int32), done)
-        missing = tl.where(wanted, tl.minimum(tl.minimum(base, room), max_positions) - done, 0)
-        fresh = tl.minimum(tl.maximum(missing, 0), width)
+        if BLOCK:
+            done = length - 1
+            fresh = tl.where(wanted & (done + width <= tl.minimum(room, max_positions)), width, 0)
+            complete = fresh > 0
+        else:
+            missing = tl.where(wanted, tl.minimum(tl.minimum(base, room), max_positions) - done, 0)
+            fresh = tl.minimum(tl.maximum(missing, 0), width)
+            complete = (fresh > 0) & (done + fresh == base)
+            tl.store(draft_length + request, (done + fresh).to(tl.int64), mask=own >= 0)
         most = tl.minimum(max_positions, max_length - SHIFT)
         _text_rows(token, position, slot, mask, prefix, source, last, text, block_table + graph * block_row, graph,
-                   done, fresh, most, width, block_size, SHIFT, ROW_WORDS, WIDTH)  # fmt: skip
-        tl.store(draft_length + request, (done + fresh).to(tl.int64), mask=own >= 0)
-        tl.store(state + FRONTIER, ((fresh > 0) & (done + fresh == base)).to(tl.int32))
+                   done, fresh, most, width, block_size, mask_token, SHIFT, BLOCK, CAUSAL, ROW_WORDS,
+                   WIDTH)  # fmt: skip
+        tl.store(state + FRONTIER, complete.to(tl.int32))
         tl.store(state + DEEPEST, tl.minimum(max_depth, max_positions - base))
         tl.store(state + ROOM, tl.minimum(room - base, max_slots))
     tl.store(state + SIZE, 1)
@@ -224,14 +237,10 @@ def _num_before(values, targets, begin, end, own, number, NATIVE: tl.constexpr, 
 
 
 @triton.jit
-def _choose(
-    nodes, chances, best, frontier, state, counts, theta_prob, first, end, num_nodes, next_width, capacity, lane,
-    BEST, CHUNK,
-):  # fmt: skip
-    """Merge the new survivals into the list of the best, and choose the next frontier, best first."""
+def keep_best(values, targets, best, first, end, num_nodes, lane, BEST, CHUNK):
+    """Merge the survivals of nodes ``first`` to ``end`` into the list of the best; return the last of the list."""
     new, place = first + lane, tl.arange(0, BEST)
     real, listed = new < end, place < num_nodes
-    values, targets = chances + capacity, nodes + TARGET * capacity
     value = tl.load(values + new, mask=real, other=-1.0)
     kept = tl.load(best + place, mask=listed, other=-1.0)
     rank = _num_before(values, targets, first, end, value, new, False, CHUNK)
@@ -241,7 +250,20 @@ def _choose(
     tl.store(best + rank, value, mask=real & (rank < num_nodes))
     tl.store(best + kept_rank, kept, mask=listed & (kept_rank < num_nodes))
     floor = tl.sum(tl.where(real & (rank == num_nodes - 1), value, 0.0), 0)
-    floor += tl.sum(tl.where(listed & (kept_rank == num_nodes - 1), kept, 0.0), 0)
+    return floor + tl.sum(tl.where(listed & (kept_rank == num_nodes - 1), kept, 0.0), 0)
+
+
+@triton.jit
+def _choose(
+    nodes, chances, best, frontier, state, counts, theta_prob, first, end, num_nodes, next_width, capacity, lane,
+    BEST, CHUNK,
+):  # fmt: skip
+    """Merge the new survivals into the list of the best, and choose the next frontier, best first."""
+    new = first + lane
+    real = new < end
+    values, targets = chances + capacity, nodes + TARGET * capacity
+    value = tl.load(values + new, mask=real, other=-1.0)
+    floor = keep_best(values, targets, best, first, end, num_nodes, lane, BEST, CHUNK)
     native = real & (tl.load(targets + new, mask=real, other=0) == -1)
     depth = tl.load(nodes + DEPTH * capacity + new, mask=real, other=0)
     wanted = native & (value >= theta_prob) & (value >= floor) & (depth < tl.load(state + DEEPEST))

@@ -1,8 +1,12 @@
-"""The candidates of drafted blocks: ``method.lattice.choose_candidates`` for a batch, on the device."""
+"""Drafted blocks on the device: their candidates, and their lattices in graphs, as in ``method.lattice``."""
 
 from collections.abc import Callable
 
 import torch
+
+from vllm_gsd.ops.dispatch import check_tensor, require_triton
+from vllm_gsd.ops.growth.api import Limits
+from vllm_gsd.ops.growth.state import DeviceGraphs
 
 
 def choose_candidates(
@@ -34,3 +38,34 @@ def choose_candidates(
         places.append(chosen)
         probs.append(chances.expand(-1, k, -1))
     return torch.stack(places, dim=1), torch.stack(probs, dim=1)
+
+
+def add_lattices(graphs: DeviceGraphs, tokens: torch.Tensor, probs: torch.Tensor, limits: Limits) -> None:
+    """Add the candidates of drafted blocks to the graphs whose blocks were drafted; nothing is read back.
+
+    Args:
+        graphs: as ``begin`` left them, with their roots only; updated.
+        tokens: int64 ``[num_graphs, depth, k]``, the candidates of each depth, different ones; negative for none.
+        probs: float32 ``[num_graphs, depth, k, k]``, as ``choose_candidates`` gives them, without NaN.
+        limits: of the engine.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        RuntimeError: Triton cannot run on these tensors.
+    """
+    from vllm_gsd.ops.lattice.triton import lattice_kernel, triton
+
+    device, count = graphs.state.device, len(graphs.state)
+    check_tensor("tokens", tokens, device, 3, torch.int64, rows=count)
+    check_tensor("probs", probs, device, 4, torch.float32, rows=count)
+    require_triton("add_lattices", tokens)
+    depth, k = tokens.shape[1:]
+    if probs.shape != (count, depth, k, k):
+        raise ValueError(f"probs must be [{count}, {depth}, {k}, {k}], not {list(probs.shape)}")
+    places = max(2, triton.next_power_of_2(k))
+    lattice_kernel[(count,)](
+        graphs.nodes, graphs.chances, graphs.best, graphs.state, graphs.counts, tokens.contiguous(), probs.contiguous(),
+        limits.theta_sib, limits.theta_prob, graphs.num_nodes, graphs.capacity, depth, K=k, PLACES=places,
+        LEVELS=triton.next_power_of_2(depth), BEST=triton.next_power_of_2(graphs.num_nodes),
+        CHUNK=max(8, min(64, 4096 // places**2)), num_warps=4,
+    )  # fmt: skip

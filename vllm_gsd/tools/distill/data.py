@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Minimum tokens of an answer to learn from.
 SHORTEST = 2
+# Answers from which the usual size of the states is known.
+SCALE_TEXTS = 64
 
 
 def state_layers(depth: int) -> list[int]:
@@ -57,6 +59,11 @@ def count_tokens(data: Dataset, vocab_size: int) -> np.ndarray:
     return counts
 
 
+def spread(data: Dataset, count: int) -> Dataset:
+    """About ``count`` answers, evenly spread over the data, or all."""
+    return data.select(range(0, len(data), max(1, len(data) // count)))
+
+
 class States:
     """Reads the target's states over the answers, and makes batches of both.
 
@@ -69,6 +76,19 @@ class States:
     def __init__(self, folder: Path, padding: int = 0, shift: bool = False):
         self.folder, self.padding, self.shift = folder, padding, shift
         self.files: dict[str, Any] = {}
+        self.scale: torch.Tensor | None = None
+
+    def standardise(self, data: Dataset) -> torch.Tensor:
+        """Scale the hidden states of later batches, each dimension by its usual size over the data.
+
+        Some dimensions of a language model are a thousand times larger than others, and learn poorly together.
+
+        Returns:
+            the scale, float32 [layers * hidden].
+        """
+        sample = torch.cat([self.of(row)[::4].flatten(1).float() for row in spread(data, SCALE_TEXTS)])
+        self.scale = 1 / sample.abs().median(0).values.clamp_min(1e-6)
+        return self.scale
 
     def of(self, row: dict[str, Any]) -> torch.Tensor:
         """States of a request with its answer, bfloat16 [length, layers, hidden]."""
@@ -84,8 +104,9 @@ class States:
 
         Returns:
             ``input_ids``, ``position_ids`` and ``document_ids``, int64 [1, n]; ``hidden_states``, bfloat16 [1, n,
-            layers * hidden]; ``verifier_last_hidden_states``, those of the last layer; ``loss_mask``, bool [1, n]:
-            whether the target's state at a position is known and predicts a token of the answer.
+            layers * hidden], scaled if ``standardise`` was called; ``verifier_last_hidden_states``, those of the last
+            layer as they are; ``loss_mask``, bool [1, n]: whether the target's state at a position is known and
+            predicts a token of the answer.
         """
         parts = [self._text(number, row) for number, row in enumerate(answers)]
         return {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
@@ -93,11 +114,12 @@ class States:
     def _text(self, number: int, row: dict[str, Any]) -> dict[str, torch.Tensor]:
         ids = torch.from_numpy(np.asarray(row["input_ids"], np.int64))
         states, place = self.of(row), torch.arange(len(ids) + self.padding)
+        inputs = states.flatten(1) if self.scale is None else states.flatten(1) * self.scale
         text = {
             "input_ids": _padded(ids, self.padding),
             "position_ids": place,
             "document_ids": torch.full_like(place, number),
-            "hidden_states": _padded(states.flatten(1), self.padding),
+            "hidden_states": _padded(inputs.to(states.dtype), self.padding),
             "verifier_last_hidden_states": _padded(states[:, -1], self.padding),
             "loss_mask": (place >= int(row["prompt_len"]) - 1) & (place < len(ids) - 1),
         }

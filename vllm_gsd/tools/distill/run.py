@@ -133,6 +133,7 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     share = TRAINING_SHARE if options.data is None else ANSWERS_SHARE + TRAINING_SHARE
     limit = None if options.minutes is None else options.minutes * share
     reader = model.states(states)
+    model.start(training, reader, options.init is None)
     steps = train(model, work, training, reader, options, limit)
     model.save(work / "trained")
     found = agreement(model, held_out, reader)

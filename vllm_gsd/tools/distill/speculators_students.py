@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +17,14 @@ from speculators.losses.eager import tv_loss
 from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
 
-from vllm_gsd.tools.distill.data import state_layers
+from vllm_gsd.tools.distill.data import States, state_layers
+from vllm_gsd.tools.distill.least_squares import start_block
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
 from vllm_gsd.tools.distill.students import Drafted, Student
 from vllm_gsd.tools.distill.target import Target
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # Blocks that are trained per text, at random places of the answer.
 ANCHORS = 24
@@ -36,6 +40,7 @@ class SpeculatorsStudent(Student):
     def __init__(self, model: Any, target: Target):
         full = torch.arange(target.config["vocab_size"])
         super().__init__(model.float(), full[model.t2d] if model.use_draft_vocab else full, target)
+        self.scale = torch.ones(model.fc.in_features)  # of the states that the model is trained on
 
     @classmethod
     def make(cls, options: Options, target: Target, ranking: np.ndarray) -> SpeculatorsStudent:
@@ -65,11 +70,23 @@ class SpeculatorsStudent(Student):
         """The arguments of the model class that the kind and the options decide. ``layers``: those with states."""
         raise NotImplementedError
 
+    def start(self, data: Dataset, reader: States, new: bool) -> None:
+        """See ``Student``. In training, the weights of ``fc`` are those for standardised states."""
+        self.scale = reader.standardise(data)[: self.model.fc.in_features]
+        if not new:
+            self._rescale(1 / self.scale)
+
+    def _rescale(self, factor: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.model.fc.weight.mul_(factor.to(self.model.fc.weight.device))
+
     def save(self, out: Path) -> None:
         """See ``Student``. The folder leaves out where the target is, which differs between machines."""
         verifier = self.model.config.speculators_config.verifier
         verifier.name_or_path = None
+        self._rescale(self.scale)
         super().save(out)
+        self._rescale(1 / self.scale)
         verifier.name_or_path = str(self.target.folder)
         # transformers adds the class's source, which vLLM does not need and would have to be trusted.
         (out / "config.py").unlink(missing_ok=True)
@@ -104,6 +121,12 @@ class BlockStudent(SpeculatorsStudent):
             "enable_confidence_head": False,
             "confidence_head_with_markov": False,
         }
+
+    def start(self, data: Dataset, reader: States, new: bool) -> None:
+        """See ``Student``."""
+        super().start(data, reader, new)
+        if new:
+            start_block(self.model, self.target, data, reader)
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """See ``Student``."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from vllm_gsd.tools.distill.data import States
 from vllm_gsd.tools.distill.target import Target
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class Drafted(NamedTuple):
@@ -46,6 +49,9 @@ class Student(nn.Module):
     def states(self, folder: Path) -> States:
         """The reader of the batches that it takes."""
         return States(folder, self.padding, self.shift)
+
+    def start(self, data: Dataset, reader: States, new: bool) -> None:
+        """Prepare for training on the answers; a new student gets better first weights than random ones."""
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of a batch of ``States.collate``."""

@@ -1,0 +1,106 @@
+"""Triton kernel of ``ops.lattice``: a program lays one drafted block into its graph, depth by depth."""
+
+import triton
+import triton.language as tl
+
+from vllm_gsd.ops.growth.triton import (
+    DEPTH,
+    DRAFT,
+    FRONTIER,
+    MAX_DEPTH,
+    ORIGIN,
+    PARENT,
+    SIZE,
+    STATES,
+    TARGET,
+    TOKEN,
+    keep_best,
+)
+
+
+@triton.jit
+def _store(nodes, chances, capacity, node, added, token, parent, depth, target, prob, survival):
+    """Write the nodes that are added."""
+    tl.store(nodes + TOKEN * capacity + node, token, mask=added)
+    tl.store(nodes + PARENT * capacity + node, parent, mask=added)
+    tl.store(nodes + DEPTH * capacity + node, depth, mask=added)
+    tl.store(nodes + ORIGIN * capacity + node, DRAFT, mask=added)
+    tl.store(nodes + TARGET * capacity + node, target, mask=added)
+    tl.store(chances + node, prob, mask=added)
+    tl.store(chances + capacity + node, survival, mask=added)
+
+
+@triton.jit
+def _add_depth(
+    nodes, chances, counts, tokens, probs, theta_sib, theta_prob, floor, capacity, size, level, above, likely,
+    K: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Add the edges of one depth; return its nodes and their survivals by candidate, and the number of nodes."""
+    lane = tl.arange(0, PLACES)
+    before, after = lane[:, None], lane[None, :]
+    token = tl.load(tokens + lane, mask=lane < K, other=-1).to(tl.int32)
+    prob = tl.load(probs + before * K + after, mask=(before < K) & (after < K), other=0.0)
+    # The same by place instead of by candidate: from columns to rows.
+    parent = tl.sum(tl.where(before == after, above[None, :], 0), 1)
+    reached = tl.sum(tl.where(before == after, likely[None, :], 0.0), 1)
+    there = (token >= 0)[None, :]
+    asked = ((parent >= 0) & (reached >= tl.maximum(floor, theta_prob)))[:, None] & there
+    weakest = theta_sib * tl.max(tl.where(there, prob, 0.0), 1)
+    survival = reached[:, None] * prob
+    strong = asked & (prob >= weakest[:, None]) & (survival > floor)
+    # The best edge into each candidate, the first of equal ones, is its native node.
+    peak = tl.max(tl.where(strong, survival, -1.0), 0)
+    chosen = tl.min(tl.where(strong & (survival == peak[None, :]), before, PLACES), 0)
+    native = chosen < PLACES
+    node = size + tl.cumsum(native.to(tl.int32), 0) - 1
+    native = native & (node < capacity)
+    own = before == chosen[None, :]
+    _store(nodes, chances, capacity, node, native, token, tl.sum(tl.where(own, parent[:, None], 0), 0), level + 1,
+           -1, tl.sum(tl.where(own, prob, 0.0), 0), peak)  # fmt: skip
+    node = tl.where(native, node, -1)
+    end = size + tl.sum(native.to(tl.int32), 0)
+    # The other edges, parent by parent, are merged edges to it.
+    merged = strong & (before != chosen[None, :]) & native[None, :]
+    of_parent = tl.sum(merged.to(tl.int32), 1)
+    edge = end + (tl.cumsum(of_parent, 0) - of_parent)[:, None] + tl.cumsum(merged.to(tl.int32), 1) - 1
+    merged = merged & (edge < capacity)
+    _store(nodes, chances, capacity, edge, merged, token[None, :], parent[:, None], level + 1, node[None, :], prob,
+           survival)  # fmt: skip
+    joined = tl.sum(tl.sum(merged.to(tl.int32), 1), 0)
+    end += joined
+    tl.atomic_add(counts, (end - size).to(tl.int64))
+    tl.atomic_add(counts + 1, joined.to(tl.int64))
+    tl.atomic_add(counts + 2, (tl.sum(tl.sum(asked.to(tl.int32), 1), 0) - (end - size)).to(tl.int64))
+    return node, peak, end
+
+
+@triton.jit
+def lattice_kernel(
+    nodes, chances, best, state, counts, tokens, probs, theta_sib, theta_prob, num_nodes, capacity, depth,
+    K: tl.constexpr, PLACES: tl.constexpr, LEVELS: tl.constexpr, BEST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid (graphs). See ``ops.lattice.api.add_lattices``."""
+    graph = tl.program_id(0).to(tl.int64)
+    nodes += graph * 6 * capacity
+    chances += graph * 2 * capacity
+    best += graph * num_nodes
+    state += graph * STATES
+    tokens += graph * depth * K
+    probs += graph * depth * K * K
+    lane, level = tl.arange(0, PLACES), tl.arange(0, LEVELS)
+    drafted = tl.load(state + FRONTIER) > 0
+    first = tl.load(probs + level * K * K, mask=level < depth, other=1.0)
+    tl.atomic_add(counts + 4, tl.sum((drafted & (first == 0.0)).to(tl.int64), 0))
+    above, likely = tl.where(lane == 0, 0, -1), tl.where(lane == 0, 1.0, 0.0)  # at first, the root alone
+    size = tl.load(state + SIZE)
+    deepest = tl.where(drafted, tl.minimum(depth, tl.load(state + MAX_DEPTH)), 0)
+    for at in range(0, deepest):
+        floor = tl.load(best + num_nodes - 1)
+        above, likely, end = _add_depth(nodes, chances, counts, tokens + at * K, probs + at * K * K, theta_sib,
+                                        theta_prob, floor, capacity, size, at, above, likely, K, PLACES)  # fmt: skip
+        tl.debug_barrier()
+        keep_best(chances + capacity, nodes + TARGET * capacity, best, size, end, num_nodes,
+                  tl.arange(0, PLACES * PLACES), BEST, CHUNK)  # fmt: skip
+        tl.debug_barrier()
+        size = end
+    tl.store(state + SIZE, size)

@@ -1,0 +1,156 @@
+"""The first weights of a block student: a least-squares fit of what the target predicts.
+
+From random weights a block first has to find out that the last known state matters most, which takes it a thousand
+steps. The fit starts it there. It predicts the target's last state, normalised, from the token before and the target's
+states before the anchor, both linearly. Attention then carries what the states tell, and the low-rank bias what the
+token tells. EAGLE's first layers were made by such a fit, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_gsd.tools.distill.data import States, spread
+from vllm_gsd.tools.distill.target import Target
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# About so many answers are read.
+TEXTS = 384
+RIDGE = 0.02
+# Random weights are kept at this size beside the fitted ones, so that training can tell them apart.
+NOISE = 0.1
+# The share of a head's rotary frequencies, fastest first, that tell near positions from far ones.
+FAST = 0.75
+# Attention scores of the nearest state: high enough for most of the attention to go to the last one.
+SCORE = 32.0
+
+
+class Fit(NamedTuple):
+    """What the texts give.
+
+    Args:
+        from_token, from_states: [hidden, hidden] and [layers * hidden, hidden]: the target's normalised last state from
+            an embedding and from the states.
+        states: [n, layers * hidden], a sample of states.
+        scale: the mean size of what the states predict.
+    """
+
+    from_token: torch.Tensor
+    from_states: torch.Tensor
+    states: torch.Tensor
+    scale: float
+
+
+def start_block(model: Any, target: Target, data: Dataset, reader: States) -> None:
+    """Set the first weights of a DSpark model of the speculators package, in place.
+
+    Args:
+        model: the model, in float32.
+        target: the target.
+        data: the answers to fit.
+        reader: reads their states, standardised.
+    """
+    with torch.no_grad():
+        data = spread(data, TEXTS)
+        tokens = np.concatenate([row["input_ids"] for row in data])
+        counts = torch.from_numpy(np.bincount(tokens, minlength=len(target.embedding))).float()
+        fit = _fit(model, target, data, reader)
+        _set_values(model, fit)
+        _set_scores(model, target, fit, counts / counts.sum())
+        _set_bias(model, target, fit, counts / counts.sum())
+
+
+def _fit(model: Any, target: Target, data: Dataset, reader: States) -> Fit:
+    """Regress over places of the answers; each place stands for one depth of the block, near ones most often."""
+    generator = np.random.default_rng(0)
+    chance = 1.0 / np.arange(1, model.block_size + 1)
+    hidden, sample = len(target.norm), []
+    unit = 1.0 / target.embedding.std()
+    gram, right, count = torch.zeros(()), torch.zeros(()), 0
+    for row in data:
+        batch = reader.collate([row])
+        known = batch["loss_mask"][0]
+        places = known.unfold(0, model.block_size, 1).all(1).nonzero()[:, 0]
+        places = places[places > 0]
+        if not len(places):
+            continue
+        depth = torch.from_numpy(generator.choice(model.block_size, len(places), p=chance / chance.sum()))
+        states = batch["hidden_states"][0, places - 1].float()
+        inputs = torch.cat([unit * target.embedding[batch["input_ids"][0, places + depth]], states], 1)
+        last = batch["verifier_last_hidden_states"][0, places + depth].float()
+        wanted = target.norm * last * (last.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+        gram, right, count = gram + inputs.T @ inputs, right + inputs.T @ wanted, count + len(inputs)
+        sample.append(states[::8])
+    weights = torch.linalg.solve(gram + RIDGE * count * torch.eye(len(gram)), right)
+    from_states, states = weights[hidden:], torch.cat(sample)
+    return Fit(unit * weights[:hidden], from_states, states, float((states @ from_states).square().mean().sqrt()))
+
+
+def _set_values(model: Any, fit: Fit) -> None:
+    """Let the last layer's attention copy the principal components of what the states predict."""
+    attention, hidden = model.layers[-1].self_attn, len(fit.from_token)
+    rank = min(hidden, attention.v_proj.out_features)
+    predicted = fit.states @ fit.from_states
+    components = torch.linalg.eigh(predicted.T @ predicted).eigenvectors[:, -rank:]
+    rows = (fit.from_states @ components).T
+    # The other features are random mixtures of the states, half as large together.
+    mixed = torch.randn(hidden - rank, len(fit.from_states))
+    mixed *= 0.5 * fit.scale * (hidden / max(1, hidden - rank)) ** 0.5 / len(fit.from_states) ** 0.5
+    model.fc.weight.copy_(torch.cat([rows, mixed]))
+    size = (fit.states @ model.fc.weight.T).square().mean(1).sqrt().mean()
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight.mul_(NOISE)
+        layer.mlp.down_proj.weight.mul_(NOISE)
+    attention.v_proj.weight.mul_(NOISE)
+    attention.v_proj.weight[:rank] += torch.eye(rank, hidden)
+    # Every head of a group adds its share of the group's components.
+    width, group = attention.head_dim, attention.num_key_value_groups
+    for head in range(attention.o_proj.in_features // width):
+        part = components[:, head // group * width : (head // group + 1) * width]
+        attention.o_proj.weight[:, head * width : head * width + part.shape[1]] += size / group * part
+    model.norm.weight.fill_(fit.scale)
+
+
+def _set_scores(model: Any, target: Target, fit: Fit, frequency: torch.Tensor) -> None:
+    """Let the last layer attend to the nearest state, and not to the block's own tokens."""
+    layer = model.layers[-1]
+    attention = layer.self_attn
+    used = (frequency > 0).nonzero()[:, 0]
+    weight = torch.cat([frequency[used], torch.ones(1)]).sqrt()[:, None]  # the last row is the unknown token's
+    tokens = weight * layer.input_layernorm(target.embedding[torch.cat([used, torch.tensor([model.mask_token_id])])])
+    states = model.hidden_norm(model.fc(fit.states)) / len(fit.states) ** 0.5
+    ridge = 1e-3 * torch.eye(len(fit.from_token))
+    of_tokens = tokens.T @ tokens
+    query = torch.linalg.solve(of_tokens + ridge, tokens.T @ weight)[:, 0]
+    aim = states.sum(0)[:, None] / len(fit.states) ** 0.5 - tokens.T @ weight
+    key = torch.linalg.solve(states.T @ states + of_tokens + ridge, aim)[:, 0]
+    # Rotary embedding turns the same vector in a query and a key by their distance.
+    pattern = torch.zeros(attention.head_dim)
+    pattern[: round(FAST * attention.head_dim / 2)] = 1.0
+    for projection, norm, direction in (
+        (attention.q_proj, attention.q_norm, query),
+        (attention.k_proj, attention.k_norm, key),
+    ):
+        heads = projection.out_features // attention.head_dim
+        projection.weight.mul_(NOISE).add_(torch.outer(pattern.repeat(heads), direction))
+        norm.weight.fill_((SCORE / attention.head_dim**0.5) ** 0.5)
+
+
+def _set_bias(model: Any, target: Target, fit: Fit, frequency: torch.Tensor) -> None:
+    """Let the low-rank bias tell what the token before tells: the best fit to its logits over the texts' tokens."""
+    head, rank = model.lm_head.weight.float(), model.config.markov_rank
+    predicted = target.embedding @ fit.from_token
+    values, vectors = torch.linalg.eigh((head.T @ head).double())
+    values = values.clamp_min(1e-9 * values[-1]).sqrt()
+    root, inverse = ((vectors * power) @ vectors.T for power in (values, 1 / values))
+    logits = predicted @ root.float()
+    chosen = torch.linalg.eigh(logits.T @ (frequency[:, None] * logits)).eigenvectors[:, -rank:]
+    before, after = logits @ chosen, head @ inverse.float() @ chosen
+    balance = (after.square().mean() / before.square().mean()).sqrt().sqrt()
+    model.markov_head.markov_w1.weight.copy_(before * balance)
+    model.markov_head.markov_w2.weight.copy_(after / balance)
