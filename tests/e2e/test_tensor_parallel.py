@@ -73,8 +73,8 @@ def test_plain_ranks_agree(run, expected):
 def test_a_draft_that_reads_hidden_states(run, expected, tiny_eagle):
     """It shares embedding and LM head that lie spread over the ranks."""
     config = {**GRAPH, "model": str(tiny_eagle), "sources": ["draft"]}
-    one, two = run(config, 1), run(config, 2)
-    assert one["tokens"] == two["tokens"] == expected
+    one, two = run(config, 1, count=24), run(config, 2, count=24)
+    assert one["tokens"] == two["tokens"] == expected[:24]
     assert one["accepted"] == two["accepted"] > 0
     first, second = two["hashes"]
     assert first == second

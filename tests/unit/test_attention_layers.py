@@ -36,9 +36,9 @@ def layer(kind=Attention, impl=TreeCPUAttentionImpl, window=-1, alibi=None, attr
     return {NAME: made}
 
 
-def refusal(layers, v2=False):
+def refusal(layers):
     with pytest.raises(GSDConfigError) as caught:
-        check_target_layers(layers, NODES, v2)
+        check_target_layers(layers, NODES)
     message = str(caught.value)
     assert f"in layer {NAME}; " in message and message.endswith(".") and "\n" not in message
     return message
@@ -47,13 +47,12 @@ def refusal(layers, v2=False):
 FLASH = cuda_attention.TreeFlashAttentionImpl
 
 
-@pytest.mark.parametrize(("window", "v2"), [(NODES, False), (3, False), (NODES + 1, True)])
+@pytest.mark.parametrize("window", [NODES, 3])
 @pytest.mark.parametrize("impl", [TreeCPUAttentionImpl, FLASH])
-def test_windows(impl, window, v2):
+def test_windows(impl, window):
     kept = window if impl is TreeCPUAttentionImpl else (window - 1, 0)
-    message = refusal(layer(impl=impl, window=kept), v2)
+    message = refusal(layer(impl=impl, window=kept))
     assert f"sliding-window attention (window {window})" in message
-    assert ("Model Runner V2" in message) == v2
     check_draft_layers(layer(impl=impl, window=kept))
 
 
@@ -65,8 +64,13 @@ def test_window_of(kept, window):
 
 
 def test_layers_that_are_served():
-    check_target_layers({**layer(), **layer(window=NODES + 1), **layer(impl=FLASH, window=(-1, -1))}, NODES, v2=False)
-    check_target_layers(layer(impl=FLASH, window=(-1, -1)), NODES, v2=True)
+    for served in (
+        layer(),
+        layer(window=NODES + 1),
+        layer(impl=FLASH, window=(-1, -1)),
+        layer(impl=FLASH, window=(NODES, 0)),
+    ):
+        check_target_layers(served, NODES)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,6 @@ USED = {
     "trace replay": ("V2", "GPU", {"model.enable_trace_replay": True}, "--enable-trace-replay"),
     "sampling masks": ("V2", "GPU", {"model.return_sampling_mask": True}, "--return-sampling-mask"),
     "batch-sharded sampling": ("V2", "GPU", {"parallel.enable_batch_sharded_sampling": True}, "leave it off"),
-    "sliding-window attention": ("V2", "GPU", {"model.get_sliding_window": lambda: 512}, "full attention"),
     "LoRA adapters": ("V2", "CPU", {"vllm_config.lora_config": 1}, "VLLM_USE_V2_MODEL_RUNNER=0"),
 }
 

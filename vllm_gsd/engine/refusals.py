@@ -244,17 +244,6 @@ REFUSALS = (
     ),
     *(
         Refusal(
-            "sliding-window attention",
-            "sliding-window attention (window {e.window}) with Model Runner V2 yet",
-            lambda e: e.window is not None,
-            instead,
-            ("V2",),
-            (platform,),
-        )
-        for platform, instead in (("GPU", "use a model with full attention"), ("CPU", _V1_INSTEAD))
-    ),
-    *(
-        Refusal(
             "LoRA adapters",
             "LoRA with Model Runner V2 yet",
             lambda e: e.vllm_config.lora_config is not None,

@@ -125,7 +125,7 @@ class Speculation:
             GSDConfigError: a layer of the target or draft cannot attend along token graphs.
         """
         layers = attention_layers(self.vllm_config)
-        check_target_layers(layers, self.config.num_speculative_tokens, self.vllm_config.use_v2_model_runner)
+        check_target_layers(layers, self.config.num_speculative_tokens)
         if self.drafter is not None:
             self.drafter.model.load(target_model)
             layers = attention_layers(self.vllm_config)

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from engine_process import Engine
+from engine_process import Engine, model_runner
 from v2_engine import V2Engine
 
 from vllm_gsd.tools.inspect.summary import summarise
@@ -19,6 +19,7 @@ PARAMS = [
     {"temperature": 0, "max_tokens": 16, "structured_outputs": {"regex": REPEATED}},
     {"temperature": 0, "max_tokens": 14, "presence_penalty": 0.4, "structured_outputs": {"regex": DATE}},
 ]
+FREE = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "top_k": 8, "theta_prob": 0.0, "theta_sib": 0.0}
 
 
@@ -27,9 +28,29 @@ def requests(text_pair, random_prompts, v2_options):
     """Prompts, and what plain vLLM answers them with on V1, which is much faster here."""
     prompts = random_prompts(len(PARAMS), 5, 20, seed=5)
     engine = Engine(text_pair.target, None, **{**v2_options, "skip_tokenizer_init": False})
-    answers = engine.generate(prompts, PARAMS)
+    answers, (free,) = engine.generate(prompts, PARAMS), engine.generate(prompts[:1], FREE)
     engine.close()
-    return prompts, answers
+    return prompts, answers, free
+
+
+def note_who_grows(llm) -> None:
+    """Note in every step how many graphs the device grows, and how many the host."""
+    speculator = model_runner(llm).speculator
+    speculator.grown = []
+
+    def noted(grow, kind):
+        def grows(batch, places):
+            speculator.grown.append((kind, len(places), batch.num_reqs))
+            grow(batch, places)
+
+        return grows
+
+    speculator._grow_on_device = noted(speculator._grow_on_device, "device")
+    speculator._grow_on_host = noted(speculator._grow_on_host, "host")
+
+
+def who_grew(llm) -> list[tuple[str, int, int]]:
+    return model_runner(llm).speculator.grown
 
 
 @pytest.mark.parametrize(
@@ -37,14 +58,22 @@ def requests(text_pair, random_prompts, v2_options):
 )
 def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, head, tmp_path):
     """And their steps are recorded as they ask for it, as are those of a request without a grammar."""
-    prompts, expected = requests
+    prompts, expected, expected_free = requests
     trace = tmp_path / "trace.jsonl"
     config = {**GSD, "model": str(tiny_eagle3 / head if head else text_pair.draft), "trace": str(trace)}
     engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, skip_tokenizer_init=False)
     answers = engine.generate(prompts, [{**params, **TRACED} for params in PARAMS])
     counts = engine.metrics()
     (free,) = engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8, **TRACED})
+    engine.call(note_who_grows)
+    mixed = engine.generate([prompts[0], *prompts], [FREE, *PARAMS])
+    grown = engine.call(who_grew)
     engine.close()
+    assert [answer.tokens for answer in mixed] == [answer.tokens for answer in [expected_free, *expected]]
+    # The request without a grammar drafts on the device, also beside those that wait for the host.
+    assert {count for kind, count, _ in grown if kind == "device"} == {1}
+    assert any(kind == "device" and batch == 4 for kind, _, batch in grown)
+    assert any(kind == "host" and batch == 4 and count == 3 for kind, count, batch in grown)
     traced = [
         [text for step in trace.steps for text in step["tokens"]["text"]] for trace in read_traces(trace).values()
     ]

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, replace_as
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees
@@ -18,13 +19,12 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
     return get_layers_from_vllm_config(vllm_config, layer_type)
 
 
-def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int, v2: bool) -> None:
+def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int) -> None:
     """Check the target's layers themselves, since its configuration may not reveal how they attend.
 
     Args:
         layers: the target's layers by name.
         nodes: maximum number of nodes of a tree. Attention among them ignores sliding windows.
-        v2: whether the layers run in Model Runner V2.
 
     Raises:
         GSDConfigError: names the first unsupported layer and the reason.
@@ -32,11 +32,7 @@ def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int, v2
     check_draft_layers(layers)
     for name, layer in layers.items():
         window = window_of(layer.impl)
-        if window is None:
-            continue
-        if v2:
-            _refuse(f"sliding-window attention (window {window}) with Model Runner V2 yet", name, _FULL)
-        if window <= nodes:
+        if window is not None and window <= nodes:
             kind = f'sliding-window attention (window {window}) with "num_speculative_tokens" {nodes}'
             _refuse(kind, name, "set it below the window")
 
@@ -72,6 +68,23 @@ def check_draft_layers(layers: Mapping[str, AttentionLayerBase]) -> None:
             _refuse(refused, name, 'leave "tree_attention" at "kernel"')
 
 
+def without_windows(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """KV cache specs that keep all tokens, even outside sliding windows, so that all layers share one block table.
+
+    Only the attention then applies the windows. Upstream does the same for models that mix layers with and without
+    windows where its hybrid KV cache is off, as on CPUs.
+
+    Args:
+        specs: the layers' specs by name.
+    """
+    return {
+        name: replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",), sliding_window=None)
+        if type(spec) is SlidingWindowSpec
+        else spec
+        for name, spec in specs.items()
+    }
+
+
 def window_of(impl: AttentionImpl) -> int | None:
     """Sliding window of an attention implementation, including the row's own key; None for full attention."""
     window = impl.sliding_window
@@ -80,7 +93,6 @@ def window_of(impl: AttentionImpl) -> int | None:
     return None if window is None or window <= 0 else window
 
 
-_FULL = "use a model with full attention"
 _OTHER = "use a decoder-only text model with vLLM's plain attention layers only"
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
 from vllm_gsd.engine.attention.cpu import no_rows_left
+from vllm_gsd.engine.attention.layers import without_windows
 from vllm_gsd.engine.attention.tree_rows import serves_chains
 from vllm_gsd.engine.observe.measure import idle_tokens
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
@@ -76,11 +76,8 @@ class GraphModelRunner(CPUModelRunner):
             self.drafter.warm_up(min(64, self.max_num_tokens))
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """KV cache specs that keep all tokens, even outside sliding windows, so that all layers share one block table.
-
-        Upstream does the same on CPUs for models that mix layers with and without windows.
-        """
-        return {name: _without_window(spec) for name, spec in super().get_kv_cache_spec().items()}
+        """KV cache specs that keep all tokens; see ``without_windows``."""
+        return without_windows(super().get_kv_cache_spec())
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache, then set up drafting and KV moves for it."""
@@ -273,10 +270,3 @@ def _has_processor(request: CachedRequestState) -> bool:
     """Whether one of vLLM's built-in logits processors is active for the request."""
     params = request.sampling_params
     return params.min_tokens > 0 or params.min_p > 0 or bool(params.logit_bias)
-
-
-def _without_window(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec of a layer that keeps all tokens. Only the attention then applies the sliding window."""
-    if type(spec) is not SlidingWindowSpec:
-        return spec
-    return replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",), sliding_window=None)

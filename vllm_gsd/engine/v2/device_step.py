@@ -25,17 +25,15 @@ class Proposals:
         # Whether the graph in a slot was proposed for the request that has the slot now; kept on the host.
         self.fresh = np.zeros(num_slots, np.bool_)
 
-    def store(self, slots: torch.Tensor, slots_np: np.ndarray, trees: DeviceTrees) -> None:
+    def store(self, slots: torch.Tensor, trees: DeviceTrees) -> None:
         """Store the graphs proposed for the requests in some slots.
 
         Args:
             slots: int64 [num_requests], on the device.
-            slots_np: the same on the host.
             trees: the graphs, one per request.
         """
         for kept, new in zip(self.trees, trees, strict=True):
             kept[slots] = new
-        self.fresh[slots_np] = True
 
     def drop(self, slots: np.ndarray | int) -> None:
         """Discard the proposals for these slots."""

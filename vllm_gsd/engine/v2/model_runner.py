@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode
 from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_gsd.engine.attention.layers import without_windows
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
@@ -64,6 +65,10 @@ class GraphModelRunner(GPUModelRunner):
         instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
         if self.model_config.uses_mrope:
             instances.wrap_prepare_inputs(self.model_state, self._with_positions_of_nodes)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """KV cache specs that keep all tokens; see ``without_windows``."""
+        return without_windows(super().get_kv_cache_spec())
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any

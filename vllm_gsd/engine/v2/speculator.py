@@ -24,6 +24,7 @@ from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
+from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 from vllm_gsd.ops.growth.state import COUNTS
@@ -52,9 +53,9 @@ class GraphSpeculator(BaseSpeculator):
     """Grows a graph for every request of a batch on the device, so that the host need not wait for verification.
 
     The host learns from the accepted tokens later, when they have been copied. Some graphs depend on the host: those of
-    requests with a grammar, and all graphs if texts are shared between requests. For batches with such graphs, the host
-    waits for the accepted tokens and grows the graphs itself. Tensor-parallel ranks draft from the first rank's
-    candidates and learn of each step at the same time, so all draft the same graphs.
+    requests with a grammar, and all graphs if texts are shared between requests. The host waits for the accepted
+    tokens of such requests and grows their graphs itself, while the device drafts for the others. Tensor-parallel ranks
+    draft from the first rank's candidates and learn of each step at the same time, so all draft the same graphs.
 
     Args:
         vllm_config: the engine's configuration.
@@ -219,14 +220,11 @@ class GraphSpeculator(BaseSpeculator):
             self.proposals.drop(input_batch.idx_mapping_np)
             return nothing
         requests = [self.requests[request_id] for request_id in input_batch.req_ids]
-        on_host = self.host_only or any(
-            has_grammar(request) or self.speculation.traces(request) for request in requests
-        )
-        if on_host:
-            trees = self._grow_on_host(input_batch)
-            self.proposals.store(input_batch.idx_mapping, input_batch.idx_mapping_np, trees)
-            return trees.token
-        self._grow_on_device(input_batch)
+        on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
+        if not on_host.all():  # first, so that the device drafts while the host waits for what was accepted
+            self._grow_on_device(input_batch, np.flatnonzero(~on_host))
+        if on_host.any():
+            self._grow_on_host(input_batch, np.flatnonzero(on_host))
         self.proposals.fresh[input_batch.idx_mapping_np] = True
         return self.proposals.trees.token[input_batch.idx_mapping]
 
@@ -266,17 +264,26 @@ class GraphSpeculator(BaseSpeculator):
 
     # --- growing ----------------------------------------------------------------------------------
 
-    def _grow_on_device(self, input_batch: InputBatch) -> None:
-        """Draft without knowing the accepted tokens, and write the graphs to ``proposals``."""
+    def _grows_on_host(self, request: NewRequestData) -> bool:
+        """Whether the host grows the request's graphs. It does so for as long as the request lives, or never."""
+        return self.host_only or has_grammar(request) or self.speculation.traces(request)
+
+    def _grow_on_device(self, input_batch: InputBatch, places: np.ndarray) -> None:
+        """Draft without knowing the accepted tokens, and write the graphs to ``proposals``.
+
+        Args:
+            input_batch: the batch.
+            places: int64 [n], the requests' places in it.
+        """
         assert self.drafting is not None
-        speculation, slots = self.speculation, input_batch.idx_mapping_np
-        batch, prompts = self._batch(input_batch), input_batch.is_prefilling_np
+        speculation, slots = self.speculation, input_batch.idx_mapping_np[places]
+        batch, prompts = self._batch(input_batch, places), input_batch.is_prefilling_np[places]
         speculates = speculation.speculates(batch)
         draft_length = np.full(len(slots), -1)
         if speculation.drafter is not None:
             assert speculation.draft_kv is not None
             # The draft processes prompts together with the target; the host knows their tokens.
-            known = np.minimum(batch.length, input_batch.prefill_len_np)
+            known = np.minimum(batch.length, input_batch.prefill_len_np[places])
             due = np.where(speculates & prompts, known, 0)
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
             for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
@@ -292,36 +299,41 @@ class GraphSpeculator(BaseSpeculator):
         )
         self.drafting.propose(known_batch, batch.block_table)
 
-    def _grow_on_host(self, input_batch: InputBatch) -> DeviceTrees:
-        """Wait for the accepted tokens, then grow the graphs on the host."""
+    def _grow_on_host(self, input_batch: InputBatch, places: np.ndarray) -> None:
+        """Wait for the accepted tokens, then grow the graphs on the host; arguments as for ``_grow_on_device``."""
         self.learn(wait=True)
-        batch = self._batch(input_batch)
+        batch = self._batch(input_batch, places)
         trees = self.speculation.propose(batch)
         for request, tree in zip(batch.requests, trees, strict=True):
             if has_grammar(request):
                 self.parents[request.req_id] = tree.parent.tolist()
+        (slots,) = Staging(self.device).send(batch.token_rows.astype(np.int64))
         if self.drafting is not None and self.speculation.draft_kv is not None:
             length = self.speculation.draft_kv.length
             done = np.array([length[request_id] for request_id in batch.request_ids], np.int64)
-            self.drafting.draft_length[input_batch.idx_mapping] = torch.from_numpy(done).to(self.device)
-        return to_device(trees, self.num_rows, self.device)
+            self.drafting.draft_length[slots] = torch.from_numpy(done).to(self.device)
+        self.proposals.store(slots, to_device(trees, self.num_rows, self.device))
 
-    def _batch(self, input_batch: InputBatch) -> DraftBatch:
-        """The batch as the host knows it; ``length`` may lag behind the device for requests that got tokens."""
+    def _batch(self, input_batch: InputBatch, places: np.ndarray) -> DraftBatch:
+        """Some requests as the host knows them; ``length`` may lag behind the device for those that got tokens."""
         assert self.block_tables is not None
-        slots, texts = input_batch.idx_mapping_np, self.texts
+        slots, texts = input_batch.idx_mapping_np[places], self.texts
+        request_ids = [input_batch.req_ids[place] for place in places]
+        block_table = self.block_tables.input_block_tables[0][: input_batch.num_reqs]
+        if len(places) < input_batch.num_reqs:
+            block_table = block_table[Staging(self.device).send(places)[0]]
         # Exact in the middle of a prompt, where nothing was drafted; otherwise an upper bound.
-        computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-        sampled = computed >= input_batch.prefill_len_np
+        computed = (input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens)[places]
+        sampled = computed >= input_batch.prefill_len_np[places]
         return DraftBatch(
-            request_ids=input_batch.req_ids,
-            requests=[self.requests[request_id] for request_id in input_batch.req_ids],
+            request_ids=request_ids,
+            requests=[self.requests[request_id] for request_id in request_ids],
             num_outputs=texts.length[slots] - texts.prompt_length[slots],
             sampled=sampled,
             length=np.where(sampled, texts.length[slots], computed).astype(np.int64),
             token_ids=texts.tokens,
             token_rows=slots,
-            block_table=self.block_tables.input_block_tables[0][: input_batch.num_reqs],
+            block_table=block_table,
             num_blocks=self.block_tables.num_blocks.np[0, slots].astype(np.int64),
             block_size=self.block_tables.block_sizes[0],
         )
