@@ -203,6 +203,7 @@ def test_signature(function, expected):
         (LogprobsTensors, {"logprob_token_ids", "logprobs", "selected_token_ranks"}),
         (SchedulerStats, {"kv_connector_stats", "spec_decoding_stats"}),
         (EngineArgs, {"speculative_config", "additional_config", "worker_cls", "scheduler_cls"}),
+        (ModelConfig, {"hf_text_config", "max_model_len"}),
         (
             CommonAttentionMetadata,
             {

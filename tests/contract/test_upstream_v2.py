@@ -163,6 +163,8 @@ def test_a_model_state_prepares_attention_with_these():
     expected = ["input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups"]
     assert parameters(f"{GPU}/model_states/default.py", "DefaultModelState.prepare_attn")[:5] == expected
     assert "self.model_state.prepare_attn(" in source(RUNNER, "GPUModelRunner.execute_model")
+    expected = ["input_batch", "req_states"]
+    assert parameters(f"{GPU}/model_states/default.py", "DefaultModelState.prepare_inputs") == expected
 
 
 def test_a_speculator_is_asked_with_these():
@@ -186,7 +188,8 @@ def test_slots_come_from_positions_by_place():
     text = source(RUNNER, "GPUModelRunner.prepare_attn")
     assert "self.block_tables.compute_slot_mappings(" in text and "input_batch.positions" in text
     step = source(RUNNER, "GPUModelRunner.execute_model")
-    order = ["self.prepare_inputs(", "self.prepare_attn(", "self.model_state.prepare_attn(", "self.model("]
+    order = ["self.prepare_inputs(", "self.prepare_attn(", "self.model_state.prepare_attn("]
+    order += ["self.model_state.prepare_inputs(", "self.model("]
     assert [step.index(call) for call in order] == sorted(step.index(call) for call in order)
 
 

@@ -132,7 +132,7 @@ class Engine:
         return self._receive()
 
     def generate(self, prompts, params) -> list[Answer]:
-        """Answers to ``prompts`` (lists of token ids, or chat messages as strings), in order.
+        """Answers to ``prompts`` (lists of token ids, vLLM's own dicts, or chat messages as strings), in order.
 
         Args:
             params: a ``Params`` or a dict of its keys for all prompts, or a list of them.
@@ -232,7 +232,7 @@ def generate(llm, prompts, params: list[Params]) -> list[Answer]:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         outputs = llm.chat(chats, params, use_tqdm=False)
     else:
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        inputs = [prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt} for prompt in prompts]
         outputs = llm.generate(inputs, params, use_tqdm=False)
     return [_answer(output) for output in outputs]
 
@@ -313,3 +313,7 @@ if "forkserver" in " ".join(sys.orig_argv):
     # import numba, and with numba's modules loaded vLLM 0.32 fails to register its CPU kernels.
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
+    registry._run_in_subprocess = lambda inspect: inspect()

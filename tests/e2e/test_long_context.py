@@ -67,6 +67,12 @@ def test_equals_plain_vllm(engines, random_prompts):
     assert first["gsd_draft_rows"] > LENGTH
     # The second prompt's prefix, and the draft's keys and values of it, come from the prefix cache.
     assert second["gsd_draft_rows"] - before["gsd_draft_rows"] < LENGTH / 20
+    # A text that the draft has not read, and that one forward of the draft cannot catch up on, is not read in a step.
+    (unread,) = random_prompts(1, 6000, 6000, seed=1)
+    run(gsd, [unread], {**GREEDY, "max_tokens": 1, "extra_args": {"gsd": False}})
+    before = gsd.metrics()["gsd_draft_rows"]
+    assert run(gsd, [unread + unread[:30]], GREEDY) == run(plain, [unread + unread[:30]], GREEDY)
+    assert gsd.metrics()["gsd_draft_rows"] == before
     bytes_of = gsd.call(own_bytes)
     assert sum(bytes_of.values()) < 4 * LENGTH * 4, bytes_of  # vLLM's own table of its 4 requests' token ids has more
 

@@ -34,6 +34,12 @@ FAMILIES = {
 }
 
 
+SAMPLING = [
+    {"temperature": 0, "max_tokens": 40, "ignore_eos": True},
+    {"temperature": 0.8, "seed": 5, "max_tokens": 20, "ignore_eos": True},
+]
+
+
 def build(folder, family):
     """A random target whose last two layers share KV, and a draft alike that mostly agrees with it."""
     import transformers
@@ -52,19 +58,17 @@ def build(folder, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_plain_vllm(tmp_path, family, random_prompts, tiny_pair):
-    """With a draft that shares KV too, and with one whose nodes are hardly ever accepted."""
+    """With a draft that shares KV too, and with a random one: it drafts tokens for which Gemma 3n computes NaN."""
     target, draft = build(tmp_path, family)
     prompts = random_prompts(8, 10, 90)
-    params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     answers, moved = [], []
-    for model in (None, draft, tiny_pair.draft):
+    for model in (None, draft, *([tiny_pair.draft] if family == "Gemma3n" else [])):
         config = {"method": "gsd", "model": str(model), "num_speculative_tokens": 16}
         with contextlib.closing(
             Engine(target, config if model else None, [draft_every_level] if model else [], skip_tokenizer_init=True)
         ) as engine:
-            answers.append(run(engine, prompts, params))
+            parts = prompts[:1], prompts[1:5], prompts
+            answers.append([run(engine, part, params) for params in SAMPLING for part in parts])
             moved.append(engine.metrics().get("gsd_kv_rows_moved"))
-    plain, agreeing, random = answers
-    assert moved[1] > 50 and moved[2] > 0
-    assert agreeing == plain
-    assert random == plain
+    assert moved[1] > 50 and all(moved[1:])
+    assert all(answer == answers[0] for answer in answers[1:])

@@ -9,7 +9,7 @@ from vllm_gsd.method.constants import MERGED, NATIVE, NGRAM, NUM_SOURCES, OFF_BE
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, new_graphs, reset
 from vllm_gsd.planner.calibration import Calibration, SourceTrust
-from vllm_gsd.planner.costs import Costs, convex
+from vllm_gsd.planner.costs import Costs, convex, rising
 from vllm_gsd.planner.overhead import Overhead
 from vllm_gsd.planner.planner import (
     DECAY,
@@ -229,6 +229,23 @@ def test_a_full_batch_is_tried_with_few_requests():
     assert tried == [PROBE_REQUESTS] * 3  # after 40, 120 and 280 steps
 
 
+def test_a_probe_waits_for_a_text_that_the_draft_has_read():
+    """Until there is one, prompts go through the draft."""
+    planner = new_planner()
+    for _ in range(PROBE_EVERY - 2):
+        planner.begin(64, 0)
+        assert not planner.wants_drafts(64, NOTHING_FOUND)
+        planner.put_off()
+    for _ in range(3):
+        planner.begin(64, 0)
+        assert planner.drafts_pay() and planner.wants_drafts(64, NOTHING_FOUND) and planner.probing
+        planner.put_off()
+    step(planner, 64, np.full(3, 0.3))
+    planner.begin(64, 0)
+    assert not planner.drafts_pay()
+    assert planner.pause == 2 * PROBE_EVERY
+
+
 def observe_steps(overhead, steps, true_ms, seed=0):
     """``steps``: (requests, context, nodes) of each; ``true_ms`` of the same is what they take beyond 20 ms."""
     random = np.random.default_rng(seed)
@@ -310,6 +327,20 @@ def test_what_rows_add_never_falls():
     # A slow measurement at 2 rows and a fast one at 8: each further row adds what it does on average around.
     np.testing.assert_allclose(convex(rows, np.array([10.0, 13, 10, 12, 18])), [10, 10, 10, 12, 18])
     np.testing.assert_allclose(convex(rows, np.array([10.0, 12, 13, 19, 20])), [10, 10.9, 12.7, 16.4, 20.0], atol=0.1)
+
+
+def test_experts_that_no_row_chose_yet_cost():
+    """A mixture of experts: times rise steeply until every expert is in use. A convex fit would hide that."""
+    rows, times = np.array([1, 2, 4, 8, 16, 64]), np.array([10.0, 19, 34, 50, 60, 70])
+    np.testing.assert_allclose(rising(rows, times), times)
+    np.testing.assert_allclose(rising(rows, np.array([10.0, 40, 34, 50, 60, 70])), [10, 34, 34, 50, 60, 70])
+    chances = np.full((1, 7), 0.25, np.float32)
+    chosen = [
+        int(planned(Costs(rows, fit(rows, times), np.ones(6), 0.0), 1).choose(
+            chances, np.array([7], np.int32), np.array([100]), np.zeros(1, np.bool_))[0])
+        for fit in (convex, rising)
+    ]  # fmt: skip
+    assert chosen == [7, 0]
 
 
 def test_learned_overhead_decides():

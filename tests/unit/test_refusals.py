@@ -14,11 +14,14 @@ USED = {
     "other platforms than vLLM's CPU and CUDA platforms": ("V1", "", {}, "this platform yet"),
     "pooling models": ("V1", "CPU", {"model.runner_type": "pooling"}, "text-generation"),
     "encoder-decoder models": ("V1", "CPU", {"model.is_encoder_decoder": True}, "decoder-only"),
-    "M-RoPE positions": ("V1", "CPU", {"model.uses_mrope": True}, "M-RoPE"),
-    "multimodal models": ("V1", "CPU", {"model.is_multimodal_model": True}, "multimodal"),
     "multi-head latent attention (MLA)": ("V2", "GPU", {"model.use_mla": True}, "MLA"),
     "Mamba, hybrid and attention-free models": ("V1", "CPU", {"model.is_hybrid": True}, "hybrid"),
-    "chunked local attention (Llama 4)": ("V1", "CPU", {"model.attention_chunk_size": 8192}, "chunks of 8192 tokens"),
+    "texts longer than a chunk of chunked local attention (Llama 4)": (
+        "V2",
+        "GPU",
+        {"model.attention_chunk_size": 8192, "model.max_model_len": 8193},
+        "--max-model-len to at most 8192",
+    ),
     "diffusion language models": ("V1", "CPU", {"vllm_config.diffusion_config": 1}, "diffusion"),
     'sliding windows of at most "num_speculative_tokens" tokens': (
         *("V1", "CPU", {"model.get_sliding_window": lambda: 16}),
@@ -64,10 +67,11 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
     model = {
         "runner_type": "generate",
         "get_sliding_window": lambda: None,
-        **dict.fromkeys(("is_encoder_decoder", "uses_mrope", "is_multimodal_model", "use_mla", "is_hybrid"), False),
+        **dict.fromkeys(("is_encoder_decoder", "is_multimodal_model", "use_mla", "is_hybrid"), False),
         **dict.fromkeys(("is_attention_free", "is_moe", "enable_prompt_embeds", "enable_trace_replay"), False),
         "return_sampling_mask": False,
         "attention_chunk_size": None,
+        "max_model_len": 8192,
     }
     sizes = ("pipeline", "decode_context", "prefill_context", "data", "tensor")
     parallel = {
@@ -126,6 +130,8 @@ def test_nothing_else_is_refused(runner, platform):
     [
         ("V1", "CPU", {"vllm_config.lora_config": 1}),
         ("V1", "CPU", {"model.get_sliding_window": lambda: 17}),
+        ("V1", "CPU", {"model.is_multimodal_model": True}),
+        ("V1", "CPU", {"model.attention_chunk_size": 8192}),
         ("V1", "CPU", {"vllm_config.watermark_config": 1}),
         ("V2", "GPU", {"cache.cache_dtype": "fp8"}),
         ("V2", "GPU", {"config.tree_attention": "xformers", "cache.block_size": 128}),

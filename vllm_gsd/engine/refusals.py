@@ -95,8 +95,6 @@ REFUSALS = (
         "pooling models", "pooling models", lambda e: e.model.runner_type != "generate", "use a text-generation model"
     ),
     Refusal("encoder-decoder models", "encoder-decoder models", lambda e: e.model.is_encoder_decoder, _OTHER_TARGET),
-    Refusal("M-RoPE positions", "models with M-RoPE positions", lambda e: e.model.uses_mrope, _OTHER_TARGET),
-    Refusal("multimodal models", "multimodal models", lambda e: e.model.is_multimodal_model, _OTHER_TARGET),
     Refusal(
         "multi-head latent attention (MLA)",
         "models with multi-head latent attention (MLA)",
@@ -110,10 +108,11 @@ REFUSALS = (
         f"{_OTHER_TARGET} (docs/hybrids.md says why)",
     ),
     Refusal(
-        "chunked local attention (Llama 4)",
-        "chunked local attention (chunks of {e.model.attention_chunk_size} tokens)",
-        lambda e: e.model.attention_chunk_size is not None,
-        "use a model whose layers have full or sliding-window attention",
+        "texts longer than a chunk of chunked local attention (Llama 4)",
+        "chunked local attention with --max-model-len {e.model.max_model_len} above a chunk's"
+        " {e.model.attention_chunk_size} tokens",
+        lambda e: e.model.attention_chunk_size is not None and e.model.max_model_len > e.model.attention_chunk_size,
+        "set --max-model-len to at most {e.model.attention_chunk_size}",
     ),
     Refusal(
         "diffusion language models",

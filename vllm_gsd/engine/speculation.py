@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
+# Tokens that the draft may run in a step because it has missed them, unless a step of the target takes more.
+MOST_MISSED = 4096
 # A grammar may forbid most draft tokens, so it chooses among GRAMMAR_CHOICE times as many nodes as are verified.
 GRAMMAR_CHOICE = 4
 # For each origin, whether its nodes are copied from a text.
@@ -104,6 +106,7 @@ class Speculation:
         self.shared = None
         if "shared" in self.config.sources:
             self.shared = SharedSuffixes(self.config.shared_responses)
+        self.most_missed = 1 + max(MOST_MISSED, vllm_config.scheduler_config.max_num_batched_tokens)
         self.drafter: Drafter | BlockDrafter | None = None
         if self.config.model is not None:
             common = vllm_config, self.config, self.stats, self.planner
@@ -297,10 +300,11 @@ class Speculation:
         trees = self._grow(requests) if self.has_free_sources else None
         if self.drafter is not None:
             assert self.draft_kv is not None
-            drafting = self._choose_drafting(requests, trees, num_requests)
+            missed = self.drafter.missed(self.draft_kv, request_ids, length)
+            drafting = self._choose_drafting(requests, trees, missed)
             due = np.where(drafting, length, 0)
             # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size.
-            prompts = speculates & ~wanted
+            prompts = speculates & ~wanted & (missed <= self.most_missed)
             if prompts.any() and self.planner.drafts_pay():
                 due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
@@ -331,15 +335,22 @@ class Speculation:
             trust=self.trust.of([batch.request_ids[request] for request in index]),
         )
 
-    def _choose_drafting(self, requests: GraphRequests, found: FlatTrees | None, num_requests: int) -> np.ndarray:
+    def _choose_drafting(self, requests: GraphRequests, found: FlatTrees | None, missed: np.ndarray) -> np.ndarray:
         """Choose the requests to draft for, given the trees that other sources found for them.
+
+        Args:
+            missed: int64 [num_requests], tokens that the draft would have to run first, with the last one. A request
+                that lacks more than ``most_missed`` goes without the draft, as the step would last as long as reading
+                the text. If all together lack more, the others wait.
 
         Returns:
             bool [num_requests].
         """
-        drafting = np.zeros(num_requests, np.bool_)
+        assert self.drafter is not None
+        drafting = np.zeros(len(missed), np.bool_)
         count = len(requests.index)
         if count == 0:
+            self.planner.put_off()
             return drafting
         chances, left = np.zeros(0), 1.0
         if found is not None:  # then at least one tree has nodes
@@ -354,12 +365,14 @@ class Speculation:
         if not wanted:
             self.stats.counts["drafts_skipped"] += count
             return drafting
-        if self.planner.probing and count > PROBE_REQUESTS:
-            # Probe with the requests that have the fewest tokens to catch up on.
-            assert self.draft_kv is not None
-            done = np.array([self.draft_kv.length[requests.batch.request_ids[request]] for request in chosen])
-            chosen = chosen[np.argsort(requests.length - done, kind="stable")[:PROBE_REQUESTS]]
-            self.stats.counts["drafts_skipped"] += count - PROBE_REQUESTS
+        chosen = chosen[np.argsort(missed[chosen], kind="stable")]
+        missed = missed[chosen]
+        chosen = chosen[(missed <= self.most_missed) & (missed.cumsum() - missed < self.most_missed)]
+        if self.planner.probing:
+            chosen = chosen[:PROBE_REQUESTS]
+            if len(chosen) == 0:
+                self.planner.put_off()
+        self.stats.counts["drafts_skipped"] += count - len(chosen)
         drafting[chosen] = True
         return drafting
 

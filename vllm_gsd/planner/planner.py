@@ -90,10 +90,15 @@ class Planner:
     # --- before drafting --------------------------------------------------------------------------
 
     def drafts_pay(self) -> bool:
-        """Whether drafting for all requests of the batch would pay; asked while prompts are processed."""
-        if self.costs is None:
+        """Whether drafting for all requests of the batch would pay or be tried; asked while prompts are processed."""
+        if self.costs is None or self.due:
             return True
         return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle
+
+    def put_off(self) -> None:
+        """Probe in the next step instead, if in this one: there is no request to draft for."""
+        if self.due:
+            self.pause, self.next_probe = max(PROBE_EVERY, self.pause // 2), self.steps + 1
 
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as for ``wants_drafts``."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 from vllm_gsd.upstream.patching import replaced
 
@@ -43,8 +44,9 @@ def share_ends(draft: Any, target: Any) -> None:
 
     Args:
         draft: an EAGLE or DFlash model of vLLM.
-        target: the target's causal language model.
+        target: the target, which may be multimodal.
     """
+    target = target.get_language_model() if supports_multimodal(target) else target
     embedding = target.model.embed_tokens
     embedding = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
     own = draft.model.embed_tokens.weight

@@ -110,6 +110,8 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 setattr(self, name, value)
         # Without speculation, either model runner works, so vLLM's choice is taken.
         check_engine(vllm_config, config, v2 if config.speculates else vllm_config.use_v2_model_runner)
+        if vllm_config.model_config.attention_chunk_size is not None:
+            vllm_config.model_config.hf_text_config.attention_chunk_size = None  # no text is longer than a chunk
         if config.speculates:
             wire.allow_traces(vllm_config, config)
         if config.speculates and vllm_config.scheduler_config.async_scheduling:

@@ -19,6 +19,11 @@ def wrap_prepare_attn(model_state: ModelState, wrapper: Wrapper) -> None:
     model_state.prepare_attn = wrapper(model_state.prepare_attn)
 
 
+def wrap_prepare_inputs(model_state: ModelState, wrapper: Wrapper) -> None:
+    """Wrap ``prepare_inputs`` of a V2 runner's model state, which computes M-RoPE positions."""
+    model_state.prepare_inputs = wrapper(model_state.prepare_inputs)
+
+
 def wrap_dispatch(cudagraph_manager: CudaGraphManager, wrapper: Wrapper) -> None:
     """Wrap ``dispatch`` of a V2 runner's CUDA-graph manager, which selects the CUDA graph of a step."""
     cudagraph_manager.dispatch = wrapper(cudagraph_manager.dispatch)

@@ -111,6 +111,10 @@ class BlockDrafter:
         states = self.model.features_of(hidden[: len(slots)], aux)
         self.features.write(slots, positions[: len(slots)].clamp(max=self.max_positions - 1), states)
 
+    def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
+        """As of ``Drafter``: nothing, since the target's steps write the draft's KV."""
+        return np.zeros(len(length), np.int64)
+
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:

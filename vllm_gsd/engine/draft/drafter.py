@@ -98,6 +98,10 @@ class Drafter:
         """Do the work of a draft level over ``num_rows`` rows, to measure its cost."""
         self.model.candidates(self.model.run_idle(num_rows), self.config.top_k)
 
+    def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
+        """Tokens of each request that the draft has to run before it can draft, int64 [num_requests]."""
+        return length - np.array([tracker.length[request_id] for request_id in request_ids], np.int64)
+
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:

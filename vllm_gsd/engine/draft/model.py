@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -26,6 +28,7 @@ from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.engine.draft.aux_states import aux_layers, uses_aux_states
 from vllm_gsd.engine.draft.trimmed_head import TrimmedHead
+from vllm_gsd.engine.observe.measure import idle_tokens
 from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.ops.topk.api import topk_softmax
 from vllm_gsd.upstream import drafts, wire
@@ -77,6 +80,7 @@ class DraftModel:
         self.model: Any = None
         self.layer_names: list[str] = []
         self.builders: list[tuple[Any, list[str]]] = []  # metadata builders and their draft layers
+        self.idle_runs = itertools.count()
         self.device = torch.device(vllm_config.device_config.device_type)
 
     @property
@@ -125,6 +129,8 @@ class DraftModel:
             drafts.with_draft_config(config, self.model_config, self.block_depth)
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
             self.model = get_model(vllm_config=config, prefix="draft_model")
+        if supports_multimodal(self.model):  # a draft reads the text and the placeholders of images
+            self.model = self.model.get_language_model()
         self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
         if is_head:
             drafts.share_ends(self.model, target_model)
@@ -161,13 +167,13 @@ class DraftModel:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
-        """Run over zeros without a KV cache, to compile the model or to measure the cost of a level.
+        """Run over any tokens without a KV cache, to compile the model or to measure the cost of a level.
 
         Returns:
             meaningless hidden states [num_tokens, hidden].
         """
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-            tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+            tokens = idle_tokens(num_tokens, self.model_config.get_vocab_size(), next(self.idle_runs)).to(self.device)
             positions = torch.arange(num_tokens, device=self.device)
             features = None
             if self.reads_features:
@@ -393,6 +399,7 @@ def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:
         enforce_eager=target.enforce_eager,
         max_logprobs=target.max_logprobs,
         config_format=target.config_format,
+        language_model_only=True,
     )
 
 

@@ -13,9 +13,11 @@ from vllm.logger import init_logger
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.parallel.ranks import from_first_rank
-from vllm_gsd.planner.costs import Costs, convex
+from vllm_gsd.planner.costs import Costs, convex, rising
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
     from vllm_gsd.engine.draft.block_drafter import BlockDrafter
     from vllm_gsd.engine.draft.drafter import Drafter
     from vllm_gsd.engine.v1.model_runner import GraphModelRunner
@@ -30,6 +32,8 @@ MOST_SECONDS = 6.0
 TREE_SIZE, CONTEXTS = 9, (32, 1024)
 # Draft levels that are timed together, because the first level of a step finds the draft's weights in no cache.
 LEVELS = 2
+# Idle rows take tokens of the vocabulary that are this far apart: a prime, so that tokens repeat late.
+TOKEN_STRIDE = 7919
 
 
 @torch.inference_mode()
@@ -60,8 +64,8 @@ def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | No
             break
     costs = Costs(
         rows=np.array(rows, np.int64),
-        target=from_first_rank(convex(np.array(rows), np.array(target))),
-        draft=from_first_rank(convex(np.array(rows), np.array(draft))),
+        target=from_first_rank(_fit(runner.model_config)(np.array(rows), np.array(target))),
+        draft=from_first_rank(_fit(drafter and drafter.model.model_config)(np.array(rows), np.array(draft))),
         attention=float(from_first_rank(np.array([_attention_ms(runner)]))[0]),
     )
     last = len(rows) - 1
@@ -71,6 +75,19 @@ def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | No
         *(target[0], target[last], rows[last], draft[0], draft[last], 1000 * costs.attention),
     )
     return costs
+
+
+def idle_tokens(count: int, vocab_size: int, turn: int) -> torch.Tensor:
+    """Different tokens for the rows of an idle run, and others in the next turn, int32 [count].
+
+    A mixture of experts reads the weights of the experts that its tokens choose, so equal tokens would look cheap.
+    """
+    return ((torch.arange(count) + turn * count) * TOKEN_STRIDE % vocab_size).to(torch.int32)
+
+
+def _fit(model: ModelConfig | None) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """How the times of a model are fitted."""
+    return rising if model is not None and model.is_moe else convex
 
 
 def _draft_levels(drafter: Drafter | BlockDrafter, num_rows: int) -> None:

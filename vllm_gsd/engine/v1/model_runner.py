@@ -8,6 +8,7 @@ accepted paths and moves their KV to contiguous slots. Then the proposer drafts 
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilat
 from vllm_gsd.engine.attention.cpu import no_rows_left
 from vllm_gsd.engine.attention.layers import without_windows
 from vllm_gsd.engine.attention.tree_rows import serves_chains
+from vllm_gsd.engine.observe.measure import idle_tokens
 from vllm_gsd.engine.speculation import Speculation, check_kv_groups
 from vllm_gsd.engine.v1.plan import plan_step
 from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
@@ -53,6 +55,7 @@ class GraphModelRunner(CPUModelRunner):
         self.drafter.bind(self)
         self.use_aux_hidden_state_outputs = self.drafter.reads_aux
         self.all_rows = torch.arange(self.max_num_tokens)
+        self.idle_runs = itertools.count()
         tell_of_processors(self.input_batch.logitsprocs)
 
     @property
@@ -86,13 +89,18 @@ class GraphModelRunner(CPUModelRunner):
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
-        """Run the target over zeros without a KV cache, and compute the logits of all rows.
+        """Run the target over any tokens without a KV cache, and compute the logits of all rows.
 
-        With LoRA, every row uses an adapter. The caller must have set up dummy adapters.
+        Rows hold different tokens, because a mixture of experts runs the experts that its tokens choose. With LoRA,
+        every row uses an adapter. The caller must have set up dummy adapters.
         """
         num_loras = 0 if self.lora_config is None else 1
         rows = np.ones(num_tokens, np.int32)
         with torch.inference_mode():
+            tokens = self.input_ids.gpu[:num_tokens]
+            tokens.copy_(idle_tokens(num_tokens, self.model_config.get_vocab_size(), next(self.idle_runs)))
+            if self.supports_mm_inputs:  # upstream embeds the tokens of such a target outside of it
+                self.inputs_embeds.gpu[:num_tokens].copy_(self.model.embed_input_ids(tokens))
             hidden, _ = self._dummy_run(num_tokens, remove_lora=False, num_active_loras=num_loras)
             # The dummy run selects adapters for the logits of one row per request. Here all rows need one.
             with self.maybe_select_dummy_loras(self.lora_config, rows, num_active_loras=num_loras):
@@ -113,7 +121,11 @@ class GraphModelRunner(CPUModelRunner):
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.step = plan_step(self, scheduler_output, self.drafter.trees)
         if self.step is not None:
+            listed = self.positions.clone() if self.uses_mrope else None
             self.step.set_positions(self.positions)
+            if listed is not None:  # text after images advances by one in every dimension
+                moved = self.positions - listed
+                self.mrope_positions.gpu[:, : len(moved)].add_(moved)
             if self.step.has_placeholders:
                 # Upstream schedules placeholders of -1 where it pads a request to a uniform length.
                 self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)

@@ -43,6 +43,7 @@ class GraphModelRunner(GPUModelRunner):
     rejection_sampler: GraphSampler
     step: DeviceStep | None = None  # set from ``prepare_inputs`` to ``sample``
     aux_hidden_states: list[torch.Tensor] | None = None  # set from ``execute_model`` to ``sample``
+    moved: torch.Tensor | None = None  # with M-RoPE, int64 [rows], each row's position minus the one in row order
 
     @property
     def speculation(self) -> Speculation:
@@ -62,6 +63,8 @@ class GraphModelRunner(GPUModelRunner):
         self.row_buffers = RowBuffers(self.max_num_reqs, self.decode_query_len, self.device)
         self.speculator.prepare(self.req_states)
         instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
+        if self.model_config.uses_mrope:
+            instances.wrap_prepare_inputs(self.model_state, self._with_positions_of_nodes)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """KV cache specs that keep all tokens; see ``without_windows``."""
@@ -160,8 +163,22 @@ class GraphModelRunner(GPUModelRunner):
         """Compute KV slots from positions in row order, then lay the graphs out."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         assert self.step is not None
+        listed = input_batch.positions.clone() if self.model_config.uses_mrope else None
         self.step.lay(self.row_buffers, slot_mappings[0])
+        self.moved = None if listed is None else input_batch.positions - listed
         return block_tables, slot_mappings
+
+    def _with_positions_of_nodes(self, upstream: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Wrap ``ModelState.prepare_inputs`` to move M-RoPE positions by depth, which text has in all dimensions."""
+
+        @functools.wraps(upstream)
+        def prepare_inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            inputs = upstream(*args, **kwargs)
+            if self.step is not None and self.moved is not None:
+                inputs["positions"].add_(self.moved[: inputs["positions"].shape[1]])
+            return inputs
+
+        return prepare_inputs
 
     def _with_tree_rows(self, upstream: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         """Wrap ``ModelState.prepare_attn`` to add the tree mask."""

@@ -1,0 +1,169 @@
+"""Tiny random targets that read images, a draft for each that reads text only, and prompts with pictures.
+
+The image processors are those that work without torchvision; see ``without_torchvision``.
+"""
+
+import json
+
+from tiny_pair import VOCAB_SIZE
+
+# Tokens behind the words: what stands around images and for them.
+SPECIAL = ("<|image|>", "<|begin|>", "<|end|>", "<|video|>")
+IMAGE, BEGIN, END, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(SPECIAL))
+TEXT = {
+    "vocab_size": VOCAB_SIZE + 16,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.12,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+# Of engines that read them.
+OPTIONS = {"limit_mm_per_prompt": {"image": 2, "video": 0}, "block_size": 32, "skip_tokenizer_init": False}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8, "initializer_range": 0.12}
+
+
+def _qwen3_vl(folder):
+    """M-RoPE, image features added to the first layers too, as many tokens as an image is large."""
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    vision = {"depth": 3, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 64}
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": {**rope, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+        vision_config={**VISION, **vision, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 256, "longest_edge": 4096}).save_pretrained(folder)
+    names = {"image_token": IMAGE, "vision_start_token": BEGIN, "vision_end_token": END, "video_token": VIDEO}
+    draft = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TEXT, rope_parameters=rope))
+    return transformers.Qwen3VLForConditionalGeneration(config), draft, "Qwen3VLProcessor", names
+
+
+def _gemma3(folder):
+    """Sliding windows in most layers, four tokens for every image."""
+    import transformers
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    text = {**TEXT, "sliding_window": 64, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32},
+        mm_tokens_per_image=4,
+        boi_token_index=BEGIN,
+        eoi_token_index=END,
+        image_token_index=IMAGE,
+    )
+    Gemma3ImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+    names = {"boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE}
+    draft = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**text))
+    return transformers.Gemma3ForConditionalGeneration(config), draft, "Gemma3Processor", names
+
+
+# What a text writes for an image: vLLM puts the tokens of the image there.
+FAMILIES = {"Qwen3-VL": (_qwen3_vl, [BEGIN, IMAGE, END]), "Gemma 3": (_gemma3, [BEGIN])}
+
+
+def build(folder, family):
+    """Build the target and the draft, which shares the target's text layers but for some noise."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(3)
+    (folder / "target").mkdir()
+    model, draft, processor, names = FAMILIES[family][0](folder / "target")
+    model.float().eval().save_pretrained(folder / "target")
+    if family == "Gemma 3":  # published checkpoints, which vLLM reads, have another name for the vision tower
+        file = folder / "target" / "model.safetensors"
+        tower, stored = "vision_tower.", load_file(file)
+        renamed = {name.replace(tower, tower + "vision_model."): value for name, value in stored.items()}
+        save_file(renamed, file, metadata={"format": "pt"})
+    weights = model.model.language_model.state_dict()
+    draft.model.load_state_dict({name: value.clone() for name, value in weights.items()})
+    draft.lm_head.load_state_dict(model.lm_head.state_dict())
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.dim() == 2:
+                weight += 0.05 * weight.std() * torch.randn_like(weight)
+    draft.float().save_pretrained(folder / "draft")
+    _write_tokenizer(folder / "target", processor, names)
+    return folder / "target", folder / "draft"
+
+
+def _write_tokenizer(folder, processor, names) -> None:
+    words = [f"w{index}" for index in range(VOCAB_SIZE)]
+    words += [*SPECIAL, *("\n" * count for count in range(1, 5))]
+    words += [f"w{index}" for index in range(len(words), TEXT["vocab_size"])]
+    special = [
+        {"id": VOCAB_SIZE + index, "content": name, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for index, name in enumerate(SPECIAL)
+    ]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w2"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": processor, "bos_token": "w0"}
+    extra = {name: SPECIAL[token - VOCAB_SIZE] for name, token in names.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "extra_special_tokens": extra}))
+
+
+def picture(seed: int):
+    """A random picture; some are wide and some are high."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    height, width = rng.choice([32, 48, 64], 2)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def with_pictures(family, text: list[int], seeds: list[int]) -> dict:
+    """A prompt for vLLM: ``text`` with pictures spread over it."""
+    length = len(text) // (len(seeds) + 1)
+    tokens = [
+        token for i in range(len(seeds)) for token in [*text[i * length : (i + 1) * length], *FAMILIES[family][1]]
+    ]
+    tokens += text[len(seeds) * length :]
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": [picture(seed) for seed in seeds]}}
+
+
+def without_torchvision() -> None:
+    """Let vLLM import its models of images, and transformers make a processor of videos, without torchvision.
+
+    vLLM imports the processors of transformers that need it, for one function that does not. The engine's processor
+    of images is another one. No test runs the one of videos.
+    """
+    import importlib
+    import sys
+    from unittest.mock import MagicMock
+
+    from transformers import processing_utils
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    missing = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    sys.modules.update({name: MagicMock() for name in missing})
+    for module in ("qwen3_vl", "gemma3_mm"):
+        importlib.import_module(f"vllm.model_executor.models.{module}")
+    for name in missing:
+        del sys.modules[name]
+    videos = importlib.import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
+    processing_utils.MODALITY_TO_BASE_CLASS_MAPPING["video_processor"] = "BaseImageProcessor"
+    AutoVideoProcessor.from_pretrained = lambda *_, **__: videos.Qwen3VLVideoProcessor()
