@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3}
-STEPS = int(os.environ.get("GSD_TEST_STEPS", 20))  # of which the ranks' graphs are compared; 300 take minutes
+STEPS = int(os.environ.get("GSD_TEST_STEPS", 12))  # of which the ranks' graphs are compared; 300 take minutes
 
 
 @pytest.fixture(scope="module")
