@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
-# Tokens that the draft may run in a step because it has missed them, unless a step of the target takes more.
+# Tokens of a text that the draft may catch up on in a step; more if the target reads more tokens in a step.
 MOST_MISSED = 4096
 # A grammar may forbid most draft tokens, so it chooses among GRAMMAR_CHOICE times as many nodes as are verified.
 GRAMMAR_CHOICE = 4
@@ -103,9 +103,7 @@ class Speculation:
         self.trust = SourceTrust()
         # Whether a source of draft tokens needs no draft model.
         self.has_free_sources = not {"ngram", "shared"}.isdisjoint(self.config.sources)
-        self.shared = None
-        if "shared" in self.config.sources:
-            self.shared = SharedSuffixes(self.config.shared_responses)
+        self.shared = SharedSuffixes(self.config.shared_responses) if "shared" in self.config.sources else None
         self.most_missed = 1 + max(MOST_MISSED, vllm_config.scheduler_config.max_num_batched_tokens)
         self.drafter: Drafter | BlockDrafter | None = None
         if self.config.model is not None:
@@ -339,9 +337,9 @@ class Speculation:
         """Choose the requests to draft for, given the trees that other sources found for them.
 
         Args:
-            missed: int64 [num_requests], tokens that the draft would have to run first, with the last one. A request
-                that lacks more than ``most_missed`` goes without the draft, as the step would last as long as reading
-                the text. If all together lack more, the others wait.
+            missed: int64 [num_requests], tokens that the draft would have to run first. A request with more than
+                ``most_missed`` gets no draft, as the step would take as long as reading them. If all requests together
+                have more, those with the most wait.
 
         Returns:
             bool [num_requests].

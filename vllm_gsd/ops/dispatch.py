@@ -49,5 +49,5 @@ def check_tensor(
 
 
 def warps_for(lanes: int) -> int:
-    """Warps of a program over so many lanes, at most 8 a thread: each holds some values, and registers must suffice."""
+    """Warps of a program over so many lanes: 8 lanes a thread up to 4096 lanes, since each takes some registers."""
     return max(1, min(16, lanes // 256))

@@ -44,9 +44,9 @@ def toy_model(draft: str = TOKENS) -> DraftModel:
     return model
 
 
-def toy_drafter(config: GSDConfig, draft: str, num_slots: int):
+def toy_drafter(config: GSDConfig, draft: str):
     """As much of a drafter as the draft phase takes."""
-    features = Features(num_slots * LENGTH, VOCAB, torch.float32, CPU) if draft == STATES else None
+    features = Features(SLOTS * LENGTH, VOCAB, torch.float32, CPU) if draft == STATES else None
     drafter = SimpleNamespace(max_slots=draft_kv_slots(config))
     if draft == BLOCKS:
         drafter = BlockDrafter.__new__(BlockDrafter)
@@ -57,16 +57,16 @@ def toy_drafter(config: GSDConfig, draft: str, num_slots: int):
     return drafter
 
 
-def toy_drafting(seed: int = 1, draft: str = TOKENS, num_slots: int = SLOTS, max_depth: int = 3):
+def toy_drafting(seed: int = 1, draft: str = TOKENS):
     """Requests with random texts."""
-    config = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES, max_depth=max_depth, top_k=3)
-    drafter = toy_drafter(config, draft, num_slots)
+    config = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES, max_depth=3, top_k=3)
+    drafter = toy_drafter(config, draft)
     states = SimpleNamespace(
-        all_token_ids=SimpleNamespace(gpu=torch.zeros((num_slots, LENGTH), dtype=torch.int32)),
-        total_len=SimpleNamespace(gpu=torch.zeros(num_slots, dtype=torch.int32)),
+        all_token_ids=SimpleNamespace(gpu=torch.zeros((SLOTS, LENGTH), dtype=torch.int32)),
+        total_len=SimpleNamespace(gpu=torch.zeros(SLOTS, dtype=torch.int32)),
     )
-    drafting = DeviceDrafting(config, drafter, states, 60, empty_trees(num_slots, NODES, CPU), CPU)
-    drafting.bind(torch.zeros((num_slots, LENGTH // BLOCK_SIZE), dtype=torch.int32), BLOCK_SIZE)
+    drafting = DeviceDrafting(config, drafter, states, 60, empty_trees(SLOTS, NODES, CPU), CPU)
+    drafting.bind(torch.zeros((SLOTS, LENGTH // BLOCK_SIZE), dtype=torch.int32), BLOCK_SIZE)
     refill(drafting, seed)
     return drafting
 

@@ -95,7 +95,8 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
 
         Keys and values go into the cache first.
         """
-        if attn_metadata is None:  # an idle run; what rows hold chooses the experts, so it must not be anything
+        if attn_metadata is None:
+            # An idle run. What upstream leaves in the output would decide which experts the rows choose.
             return output.zero_()
         tree = wire.tree_rows_of(attn_metadata)
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:

@@ -167,7 +167,7 @@ class DraftModel:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
-        """Run over any tokens without a KV cache, to compile the model or to measure the cost of a level.
+        """Run over different tokens without a KV cache, to compile the model or to measure the cost of a level.
 
         Returns:
             meaningless hidden states [num_tokens, hidden].

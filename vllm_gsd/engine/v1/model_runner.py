@@ -89,7 +89,7 @@ class GraphModelRunner(CPUModelRunner):
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
-        """Run the target over any tokens without a KV cache, and compute the logits of all rows.
+        """Run the target without a KV cache, and compute the logits of all rows.
 
         Rows hold different tokens, because a mixture of experts runs the experts that its tokens choose. With LoRA,
         every row uses an adapter. The caller must have set up dummy adapters.

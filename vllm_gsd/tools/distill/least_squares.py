@@ -3,7 +3,7 @@
 From random weights a block first has to find out that the last known state matters most, which takes it a thousand
 steps. The fit starts it there. It predicts the target's last state, normalised, from the token before and the target's
 states before the anchor, both linearly. Attention then carries what the states tell, and the low-rank bias what the
-token tells. EAGLE's first layers were made by such a fit, too.
+token tells.
 """
 
 from __future__ import annotations
