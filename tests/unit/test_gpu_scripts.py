@@ -82,7 +82,7 @@ def test_gpu_e2e_says_what_is_missing():
     assert script("gpu_e2e", "--target", "TARGET").returncode == 2
 
 
-def test_gpu_all_runs_every_part(monkeypatch):
+def test_gpu_all_runs_every_part():
     """The plans of its parts are valid, and a page tells what was not measured."""
     commands = json.loads(script("gpu_all", "--dry-run").stdout)
     assert list(commands) == ["Kernels", "Losslessness of the built-in pair", "Steps in the shapes of 8B"]
