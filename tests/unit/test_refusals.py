@@ -9,6 +9,7 @@ import pytest
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.refusals import REFUSALS, Engine
 
+PRUNING = SimpleNamespace(is_multimodal_pruning_enabled=lambda: True)
 # Feature: (runner, platform, the configuration that uses it, a part of the message).
 USED = {
     "other platforms than vLLM's CPU and CUDA platforms": ("V1", "", {}, "this platform yet"),
@@ -36,6 +37,10 @@ USED = {
     "data parallelism over Ray": (
         *("V1", "CPU", {"parallel.data_parallel_size": 2, "parallel.data_parallel_backend": "ray"}),
         'leave it at "mp"',
+    ),
+    "pruned video tokens with M-RoPE (--video-pruning-rate)": (
+        *("V1", "CPU", {"model.uses_mrope": True, "model.multimodal_config": PRUNING}),
+        "--video-pruning-rate with M-RoPE",
     ),
     "micro-batching (DBO)": ("V2", "GPU", {"parallel.use_ubatching": True}, "--enable-dbo"),
     "KV connectors": ("V1", "CPU", {"vllm_config.kv_transfer_config": 1}, "--kv-transfer-config"),
@@ -70,6 +75,7 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
         **dict.fromkeys(("is_encoder_decoder", "is_multimodal_model", "use_mla", "is_hybrid"), False),
         **dict.fromkeys(("is_attention_free", "is_moe", "enable_prompt_embeds", "enable_trace_replay"), False),
         "return_sampling_mask": False,
+        "uses_mrope": False,
         "attention_chunk_size": None,
         "max_model_len": 8192,
     }

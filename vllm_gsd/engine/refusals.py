@@ -115,6 +115,12 @@ REFUSALS = (
         "set --max-model-len to at most {e.model.attention_chunk_size}",
     ),
     Refusal(
+        "pruned video tokens with M-RoPE (--video-pruning-rate)",
+        "--video-pruning-rate with M-RoPE, whose positions vLLM computes again within a step",
+        lambda e: e.model.uses_mrope and e.model.multimodal_config.is_multimodal_pruning_enabled(),
+        "leave it out",
+    ),
+    Refusal(
         "diffusion language models",
         "diffusion language models",
         lambda e: e.vllm_config.diffusion_config is not None,
