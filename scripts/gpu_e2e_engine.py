@@ -54,6 +54,8 @@ def main() -> None:
     prefill, prefill_change, _ = generate(1)
     modes.clear()
     seconds, change, tokens = generate(task["max_tokens"])
+    missed = sum(mode in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None
+    replayed = None if missed is None else len(modes) - missed
     # Subtract the prefill from all counters.
     change = {name: value - prefill_change.get(name, 0) for name, value in change.items()}
     answer_file.write_text(
@@ -62,8 +64,8 @@ def main() -> None:
                 **step_times(change, tokens, seconds - prefill, task["batch"]),
                 **(profiled(generate, task["batch"]) if task.get("profile") else {}),
                 "captured": compilation_counter.num_cudagraph_captured,
-                "replayed": sum(mode not in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
-                "missed": sum(mode in ("NONE", "CUDAGraphMode.NONE") for mode in modes) if modes else None,
+                "replayed": replayed,
+                "missed": missed,
                 "tokens": tokens if task["kind"] == "lossless" else None,
             }
         )
@@ -71,7 +73,10 @@ def main() -> None:
 
 
 def profiled(generate: Any, batch: int) -> dict[str, float]:
-    """Launches and replays of CUDA graphs per step, and the share of the time in which the GPU does nothing."""
+    """Launches and replays of CUDA graphs per step, and the share of the time in which the GPU does nothing.
+
+    The prompts' step counts as one of the steps.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -79,7 +84,7 @@ def profiled(generate: Any, batch: int) -> dict[str, float]:
         _, change, tokens = generate(24)
     events = found.events() or []
     on_gpu = [(of.time_range.start, of.time_range.end) for of in events if of.device_type == DeviceType.CUDA]
-    steps = step_times(change, tokens, 0.0, batch)["steps"]
+    steps = 1 + step_times(change, tokens, 0.0, batch)["steps"]
     return launches_and_gaps([of.name for of in events], on_gpu, steps)
 
 

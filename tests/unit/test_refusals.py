@@ -42,6 +42,10 @@ USED = {
         *("V1", "CPU", {"model.uses_mrope": True, "model.multimodal_config": PRUNING}),
         "--video-pruning-rate with M-RoPE",
     ),
+    "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma)": (
+        *("V2", "GPU", {"model.is_mm_prefix_lm": True}),
+        "--language-model-only",
+    ),
     "micro-batching (DBO)": ("V2", "GPU", {"parallel.use_ubatching": True}, "--enable-dbo"),
     "KV connectors": ("V1", "CPU", {"vllm_config.kv_transfer_config": 1}, "--kv-transfer-config"),
     "encoder-cache connectors": ("V1", "CPU", {"vllm_config.ec_transfer_config": 1}, "--ec-transfer-config"),
@@ -72,10 +76,11 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
     model = {
         "runner_type": "generate",
         "get_sliding_window": lambda: None,
-        **dict.fromkeys(("is_encoder_decoder", "is_multimodal_model", "use_mla", "is_hybrid"), False),
+        **dict.fromkeys(("is_encoder_decoder", "use_mla", "is_hybrid"), False),
         **dict.fromkeys(("is_attention_free", "is_moe", "enable_prompt_embeds", "enable_trace_replay"), False),
         "return_sampling_mask": False,
-        "uses_mrope": False,
+        **dict.fromkeys(("uses_mrope", "is_mm_prefix_lm"), False),
+        "multimodal_config": None,
         "attention_chunk_size": None,
         "max_model_len": 8192,
     }
@@ -136,7 +141,8 @@ def test_nothing_else_is_refused(runner, platform):
     [
         ("V1", "CPU", {"vllm_config.lora_config": 1}),
         ("V1", "CPU", {"model.get_sliding_window": lambda: 17}),
-        ("V1", "CPU", {"model.is_multimodal_model": True}),
+        ("V1", "CPU", {"model.is_mm_prefix_lm": True}),
+        ("V1", "CPU", {"model.uses_mrope": True}),
         ("V1", "CPU", {"model.attention_chunk_size": 8192}),
         ("V1", "CPU", {"vllm_config.watermark_config": 1}),
         ("V2", "GPU", {"cache.cache_dtype": "fp8"}),

@@ -79,6 +79,11 @@ def _quantised_cache(e: Engine) -> bool:
     return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *fp8)
 
 
+def _prunes_video(model: ModelConfig) -> bool:
+    multimodal = model.multimodal_config  # None for text models, which may have M-RoPE, too
+    return multimodal is not None and multimodal.is_multimodal_pruning_enabled()
+
+
 _OTHER_TARGET = "use a decoder-only text model with attention layers only"
 _V1_INSTEAD = "set VLLM_USE_V2_MODEL_RUNNER=0"
 
@@ -117,8 +122,15 @@ REFUSALS = (
     Refusal(
         "pruned video tokens with M-RoPE (--video-pruning-rate)",
         "--video-pruning-rate with M-RoPE, whose positions vLLM computes again within a step",
-        lambda e: e.model.uses_mrope and e.model.multimodal_config.is_multimodal_pruning_enabled(),
+        lambda e: e.model.uses_mrope and _prunes_video(e.model),
         "leave it out",
+    ),
+    Refusal(
+        "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma)",
+        "Model Runner V2 with images whose tokens attend to each other in both directions",
+        lambda e: e.model.is_mm_prefix_lm,
+        "turn images off with --language-model-only",
+        ("V2",),
     ),
     Refusal(
         "diffusion language models",

@@ -74,6 +74,9 @@ def convex(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _filled(every: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Interpolate between the measured rows and extrapolate with the last slope, float64 [len(every)]."""
-    slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+    """Interpolate between the measured rows and extrapolate with the last slope, float64 [len(every)].
+
+    Noise may have levelled the last measurements; no further row costs less than the table's mean slope.
+    """
+    slope = max((values[-1] - values[start]) / (at[-1] - at[start]) for start in (-2, 0))
     return np.interp(every, at, values) + slope * np.maximum(every - at[-1], 0)

@@ -18,7 +18,7 @@ from vllm_gsd.engine.draft.block_heads import block_candidates
 from vllm_gsd.engine.draft.context_kv import ContextKV
 from vllm_gsd.engine.draft.drafter import slots_of
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
-from vllm_gsd.engine.draft.model import DraftModel
+from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
 from vllm_gsd.host import add_lattices
@@ -191,7 +191,15 @@ class BlockDrafter:
 
     def candidates(self, hidden: torch.Tensor, roots: torch.Tensor) -> Sequence[torch.Tensor]:
         """``block_candidates`` on the device, the same on every tensor-parallel rank."""
-        tokens, probs = block_candidates(self.model.kind, self.model.model, hidden, roots, self.config.top_k)
+        k = self.config.top_k
+        # A head scores a depth's whole vocabulary after each candidate, or all depths at once.
+        logits = self.model.model_config.get_vocab_size() * max(k, hidden.shape[1])
+        most = max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * logits))
+        parts = [
+            block_candidates(self.model.kind, self.model.model, *part, k)
+            for part in zip(hidden.split(most), roots.split(most), strict=True)
+        ]
+        tokens, probs = (torch.cat(of) for of in zip(*parts, strict=True))
         return tensors_from_first_rank(tokens, probs.contiguous())
 
     def idle_level(self, num_rows: int) -> None:

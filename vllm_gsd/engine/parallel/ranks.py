@@ -34,7 +34,10 @@ def tensors_from_first_rank(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return tensors
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    parts = get_tp_group().broadcast(packed, src=0).split([tensor.nbytes for tensor in tensors])
+    # By the device's communicator: a CUDA graph cannot hold the group's broadcast, which is torch.distributed's.
+    communicator = get_tp_group().device_communicator
+    assert communicator is not None  # vLLM makes one for every group of several ranks
+    parts = communicator.broadcast(packed, 0).split([tensor.nbytes for tensor in tensors])
     return [part.view(of.dtype).view(of.shape) for part, of in zip(parts, tensors, strict=True)]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.tools.distill.data import States, spread
+from vllm_gsd.tools.distill.options import DistillError
 from vllm_gsd.tools.distill.target import Target
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def _fit(model: Any, target: Target, data: Dataset, reader: States) -> Fit:
     chance = 1.0 / np.arange(1, model.block_size + 1)
     hidden, sample = len(target.norm), []
     unit = 1.0 / target.embedding.std()
-    gram, right, count = torch.zeros(()), torch.zeros(()), 0
+    size, count = hidden + model.fc.in_features, 0
+    gram, right = torch.zeros(size, size), torch.zeros(size, hidden)
     for row in data:
         batch = reader.collate([row])
         known = batch["loss_mask"][0]
@@ -84,8 +86,12 @@ def _fit(model: Any, target: Target, data: Dataset, reader: States) -> Fit:
         inputs = torch.cat([unit * target.embedding[batch["input_ids"][0, places + depth]], states], 1)
         last = batch["verifier_last_hidden_states"][0, places + depth].float()
         wanted = target.norm * last * (last.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-        gram, right, count = gram + inputs.T @ inputs, right + inputs.T @ wanted, count + len(inputs)
+        gram.addmm_(inputs.T, inputs)
+        right.addmm_(inputs.T, wanted)
+        count += len(inputs)
         sample.append(states[::8])
+    if not count:
+        raise DistillError(f"No answer is longer than the {model.block_size} tokens of a block; lower --depth.")
     weights = torch.linalg.solve(gram + RIDGE * count * torch.eye(len(gram)), right)
     from_states, states = weights[hidden:], torch.cat(sample)
     return Fit(unit * weights[:hidden], from_states, states, float((states @ from_states).square().mean().sqrt()))
