@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -159,6 +160,11 @@ def test_drafts_are_kept_where_they_are_set():
 def test_layers_ask_for_the_group_that_is_replaced():
     assert "_TP" in inspect.getsource(parallel_state.get_tp_group)
     assert "get_tensor_model_parallel_world_size()" in inspect.getsource(LinearBase.__init__)
+
+
+def test_a_group_of_ranks_broadcasts_by_its_device_communicator():
+    assert "self.device_communicator = " in inspect.getsource(parallel_state.GroupCoordinator.__init__)
+    assert list(inspect.signature(DeviceCommunicatorBase.broadcast).parameters) == ["self", "tensor", "src"]
 
 
 def test_drafts_say_what_they_have_of_their_own():
