@@ -21,7 +21,7 @@ ENGINE = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "max_model_len": 128
 ENGINE |= {"skip_tokenizer_init": False}
 # DFlash2's convolutions span as many rows as are drafted.
 KINDS = ["dspark", "trimmed dspark", "dflash2 of speculators", "dflash with windows", "gemma4", "qwen3"]
-# Chains of other heads are compared on V1.
+# Chains of other heads are compared on V1; two ranks have the trimmed block (test_v2_parallel.py).
 MORE = ["dflash of speculators", "midlayer"]
 
 
@@ -95,7 +95,7 @@ def test_a_distilled_block_is_loaded_by_vllm(text_pair, prompts, tmp_path):
     assert ours[: -DEPTH - 1] == theirs[: -DEPTH - 1]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *MORE], indirect=True)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS + MORE if kind != "trimmed dspark"], indirect=True)
 def test_equals_plain_v2(graph, kind, prompts, expected):
     assert ask(graph, prompts, 12) == expected
     check_counts(graph.metrics(), levels=kind in HEADS)
