@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3}
+# The long form also has "dflash2" and "dflash".
+KINDS = os.environ.get("GSD_TEST_KINDS", "eagle3,dspark").split(",")
 STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 300 take minutes
 
 
@@ -70,15 +72,17 @@ def expected(start_v2, asked):
 
 @pytest.fixture(scope="module")
 def drafts(tiny_pair, tiny_eagle3, tmp_path_factory):
-    """One that drafts levels and one that drafts blocks; both read hidden states and have LM heads of their own."""
-    folder = tmp_path_factory.mktemp("draft") / "dspark"
-    return {
-        "eagle3": tiny_eagle3 / "llama",
-        "dspark": build_tiny_block("dspark", tiny_pair.target, folder, trimmed=True),
+    """One that drafts levels and those that draft blocks; all read hidden states."""
+    folder = tmp_path_factory.mktemp("draft")
+    blocks = {
+        kind: build_tiny_block(kind, tiny_pair.target, folder / kind, trimmed=kind == "dspark")
+        for kind in KINDS
+        if kind != "eagle3"
     }
+    return {"eagle3": tiny_eagle3 / "llama", **blocks}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_agree(run_ranks, drafts, expected, kind):
     """The second rank has noise in its draft. It would draft other graphs than the first one's candidates give."""
     two = run_ranks(drafts[kind])
