@@ -73,6 +73,23 @@ SIGNATURES = [
         ["scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"],
     ),
     (RUNNER, "GPUModelRunner.prepare_attn", ["input_batch"]),
+    (
+        "v1/worker/lora_model_runner_mixin.py",
+        "LoRAModelRunnerMixin._set_active_loras",
+        ["prompt_lora_mapping", "token_lora_mapping", "lora_requests", "mapping_type"],
+    ),
+    (
+        "v1/worker/lora_model_runner_mixin.py",
+        "LoRAModelRunnerMixin.maybe_dummy_run_with_lora",
+        [
+            "lora_config",
+            "num_scheduled_tokens",
+            "num_sampled_tokens",
+            "remove_lora",
+            "num_active_loras",
+            "mapping_type",
+        ],
+    ),
     (RUNNER, "GPUModelRunner.sample", ["hidden_states", "input_batch", "grammar_output"]),
     (RUNNER, "GPUModelRunner.sample_tokens", ["grammar_output"]),
     (RUNNER, "GPUModelRunner.take_draft_token_ids", []),

@@ -67,7 +67,6 @@ USED = {
     "trace replay": ("V2", "GPU", {"model.enable_trace_replay": True}, "--enable-trace-replay"),
     "sampling masks": ("V2", "GPU", {"model.return_sampling_mask": True}, "--return-sampling-mask"),
     "batch-sharded sampling": ("V2", "GPU", {"parallel.enable_batch_sharded_sampling": True}, "leave it off"),
-    "LoRA adapters": ("V2", "CPU", {"vllm_config.lora_config": 1}, "VLLM_USE_V2_MODEL_RUNNER=0"),
 }
 
 
@@ -140,6 +139,7 @@ def test_nothing_else_is_refused(runner, platform):
     ("runner", "platform", "changes"),
     [
         ("V1", "CPU", {"vllm_config.lora_config": 1}),
+        ("V2", "GPU", {"vllm_config.lora_config": 1}),
         ("V1", "CPU", {"model.get_sliding_window": lambda: 17}),
         ("V1", "CPU", {"model.is_mm_prefix_lm": True}),
         ("V1", "CPU", {"model.uses_mrope": True}),

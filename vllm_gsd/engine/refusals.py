@@ -85,7 +85,6 @@ def _prunes_video(model: ModelConfig) -> bool:
 
 
 _OTHER_TARGET = "use a decoder-only text model with attention layers only"
-_V1_INSTEAD = "set VLLM_USE_V2_MODEL_RUNNER=0"
 
 # Start-up reports the first refusal that applies.
 REFUSALS = (
@@ -259,16 +258,5 @@ REFUSALS = (
         lambda e: e.parallel.enable_batch_sharded_sampling,
         "leave it off",
         ("V2",),
-    ),
-    *(
-        Refusal(
-            "LoRA adapters",
-            "LoRA with Model Runner V2 yet",
-            lambda e: e.vllm_config.lora_config is not None,
-            instead,
-            ("V2",),
-            (platform,),
-        )
-        for platform, instead in (("GPU", "leave --enable-lora off"), ("CPU", _V1_INSTEAD))
     ),
 )

@@ -95,7 +95,7 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
         config = GSDConfig.load(value)
         check_engine_args(self, config)
-        v2, cpu = takes_v2(self), current_platform.is_cpu()
+        v2, cpu = takes_v2(), current_platform.is_cpu()
         _check_symbols(v2, cpu, ray=self.distributed_executor_backend == "ray")
         ours = wire.engine_args(config, v2, cpu, self.additional_config)
         # The arguments are restored afterwards, because some callers (such as Ray Data) build a configuration from the
@@ -139,20 +139,18 @@ def _check_symbols(v2: bool, cpu: bool, ray: bool) -> None:
     check_engine_symbols(*when)
 
 
-def takes_v2(args: EngineArgs) -> bool:
-    """Predict whether vLLM will use Model Runner V2 for an engine with gsd and these arguments.
+def takes_v2() -> bool:
+    """Predict whether vLLM will use Model Runner V2 for an engine with gsd.
 
     ``VllmConfig.use_v2_model_runner`` gives the answer only after the configuration is built, but the configuration
-    depends on the answer. Like vLLM, gsd uses V1 for features that V2 does not support yet; for gsd this is LoRA
-    outside CUDA. ``engine.support.check_engine`` verifies the prediction.
+    depends on the answer. ``engine.support.check_engine`` verifies the prediction.
     """
     from vllm import envs
-    from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return envs.VLLM_USE_V2_MODEL_RUNNER
-    return HAS_TRITON and (not args.enable_lora or current_platform.is_cuda())
+    return HAS_TRITON
 
 
 def make_room_for_lora(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.sequence import IntermediateTensors
@@ -92,7 +93,10 @@ class GraphModelRunner(GPUModelRunner):
         """
         super()._dummy_sampler_run(hidden_states)
         batch = whole_graphs(self.input_buffers, self.max_num_reqs, self.max_num_tokens, self.decode_query_len)
-        logits = self.model.compute_logits(hidden_states.new_zeros((batch.num_tokens, hidden_states.shape[1])))
+        rows = np.full(batch.num_reqs, self.decode_query_len, np.int32)
+        num_loras = 0 if self.lora_config is None else self.lora_config.max_loras
+        with self.maybe_dummy_run_with_lora(self.lora_config, rows, rows, num_active_loras=num_loras):
+            logits = self.model.compute_logits(hidden_states.new_zeros((batch.num_tokens, hidden_states.shape[1])))
         step = self.rejection_sampler.step = self.speculator.lay_out(batch)
         step.lay(self.row_buffers, torch.zeros(batch.num_tokens, dtype=torch.int64, device=self.device))
         processed, penalized = self.sampler.needs_logits_processing, self.sampler.penalties_state.use_penalty
@@ -167,6 +171,17 @@ class GraphModelRunner(GPUModelRunner):
         self.step.lay(self.row_buffers, slot_mappings[0])
         self.moved = None if listed is None else input_batch.positions - listed
         return block_tables, slot_mappings
+
+    def _set_active_loras(
+        self, prompt_lora_mapping: tuple[int, ...], token_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any
+    ) -> None:
+        """Select the adapter of each token as upstream does, and for logits that of each verified row.
+
+        Upstream computes the logits of one row per request with an adapter, even where several rows are verified.
+        """
+        if self.step is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self.step.sizes).tolist())
+        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, *args, **kwargs)
 
     def _with_positions_of_nodes(self, upstream: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         """Wrap ``ModelState.prepare_inputs`` to move M-RoPE positions by depth, which text has in all dimensions."""
@@ -245,7 +260,7 @@ class GraphModelRunner(GPUModelRunner):
 
         If the draft reads the target's hidden states, they are stored first.
         """
-        step = self.step
+        step, self.step = self.step, None
         assert step is not None
         if self.speculation.features is not None:
             slots = step.slot_mapping[: input_batch.num_tokens]
