@@ -1,5 +1,7 @@
 """Hypotheses from texts: what followed earlier occurrences of the request's last tokens, in its text or in others."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_gsd.method.constants import MATCH_PROB, MAX_MATCH, NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
@@ -105,14 +107,39 @@ def graft_tree(
             text.
         origin: ORIGIN_* of the nodes.
     """
-    nodes: list[int] = []
-    for token, parent, share in zip(tokens, parents, shares, strict=True):
-        above, before = (0, _ONE) if parent == NONE else (nodes[parent], shares[parent])
-        if above == NONE:  # the graph is full
-            nodes.append(NONE)
+    graft_late_tree(graphs, row, tokens, parents, shares, matched, (), origin)
+
+
+def graft_late_tree(
+    graphs: GraphBatch,
+    row: int,
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    shares: np.ndarray,
+    matched: int,
+    since: Sequence[int],
+    origin: int,
+) -> None:
+    """``graft_tree`` for a suffix tree that was looked up before the text had its last tokens.
+
+    Args:
+        since: these tokens. What continues the node that they lead to is inserted, and nothing if they leave the tree.
+        graphs, row, tokens, parents, shares, matched, origin: as for ``graft_tree``, at the time of the look-up.
+    """
+    reached = NONE
+    for token in since:
+        found = np.flatnonzero((parents == reached) & (tokens == token))
+        if not len(found):
+            return
+        reached = int(found[0])
+    nodes = {reached: 0}
+    for place, (token, parent, share) in enumerate(zip(tokens, parents, shares, strict=True)):
+        if parent not in nodes:  # elsewhere, or the graph is full
             continue
-        prob = match_prob(matched + graphs.depth[row, above]) * share / before
-        nodes.append(insert_copy(graphs, row, above, token, prob, prob, origin))
+        above, before = nodes[parent], _ONE if parent == NONE else shares[parent]
+        prob = match_prob(matched + len(since) + graphs.depth[row, above]) * share / before
+        if (node := insert_copy(graphs, row, above, token, prob, prob, origin)) != NONE:
+            nodes[place] = node
 
 
 def insert_copy(

@@ -64,3 +64,8 @@ def refuse_reads(llm) -> None:
 def guarded_calls(llm) -> int:
     """How many calls were looked at."""
     return model_runner(llm).speculator.guarded
+
+
+def learn_a_step_late(llm) -> None:
+    """Let the host learn from a step after it has drafted for the next one, as on a GPU."""
+    model_runner(llm).speculator.late.in_step = True

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_probes import attention_groups
 from engine_process import Params, run
-from no_reads import guarded_calls, refuse_reads, refused
+from no_reads import guarded_calls, learn_a_step_late, refuse_reads, refused
 from request_tables import end_requests, tables
 
 # Few levels, so that a step has few of everything; two runners agree on any config.
@@ -196,6 +196,8 @@ def test_shared_suffixes(start_v2, four_prompts, expected):
     engine = start_v2({"model": None, "sources": ["shared"], "num_speculative_tokens": 8})
     params, texts = expected["greedy"]
     accepted = []
+    engine.call(refuse_reads)
+    engine.call(learn_a_step_late)
     for _ in range(2):
         before = engine.metrics()["gsd_nodes_accepted_shared"]
         assert run(engine, four_prompts, params) == texts

@@ -152,6 +152,7 @@ class Engine:
         self.floats = NUM_SOURCES * NUM_DEPTHS * NUM_BINS
         self.known = torch.zeros(self.floats + MOST_REQUESTS * (NUM_SOURCES + 5), dtype=torch.int32)
         self.ranks, self.match_probs = ngram.new_matches(MOST_REQUESTS, top_k, device)
+        self.suffix_trees = torch.zeros((MOST_REQUESTS, ngram.tree_words(1 + 2 * nodes)), dtype=torch.int32)
         self.trees = flatten.DeviceTrees(*(
             torch.zeros((MOST_REQUESTS, nodes)[: 1 if name == "size" else 2], dtype=dtype)
             for name, dtype in zip(flatten.DeviceTrees._fields, DTYPES, strict=True)
@@ -215,6 +216,7 @@ class Engine:
         tokens = torch.zeros((count, 7, self.top_k), dtype=torch.int64)
         lattice.add_lattices(graphs, tokens, self.chances[:count], self.limits)
         ngram.graft_ngrams(graphs, self.ranks[:count], self.match_probs, self.texts, 2)
+        ngram.graft_trees(graphs, self.suffix_trees[:count], self.match_probs, self.texts)
         flatten.flatten_graphs(graphs, self.trees, factor, trust)
 
 

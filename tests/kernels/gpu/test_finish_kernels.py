@@ -17,11 +17,11 @@ from vllm_gsd.method.constants import (
 )
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, find_child
-from vllm_gsd.method.ngram import graft_ngrams, longest_matches
+from vllm_gsd.method.ngram import graft_late_tree, graft_ngrams, longest_matches
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth import state
 from vllm_gsd.ops.ngram.api import graft_ngrams as graft_on_device
-from vllm_gsd.ops.ngram.api import new_matches
+from vllm_gsd.ops.ngram.api import graft_trees, new_matches, pack_tree, tree_words
 
 
 def repetitive_texts(random):
@@ -52,6 +52,26 @@ def test_copies_are_the_specifications(device, seed):
         expected = longest_matches(text, min_match, most) if depth[row] else []
         assert [(rank & 0xFFFFFFFF, rank >> 32) for rank in found if rank] == expected
         graft_ngrams(pair.host, row, text, most if depth[row] else 0, int(depth[row]), min_match)
+    pair.check()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_suffix_trees_are_the_specifications(device, seed):
+    """Also where the text has grown since the look-up, along the tree or out of it."""
+    random = np.random.default_rng([seed, 15])
+    vocab, capacity, most = int(random.choice([2, 3, 6])), int(random.choice([1, 5, 20, 70])), 7
+    pair = Pair(device, random, random_texts(random, vocab), capacity, 8, int(random.choice([0, 1, 2])))
+    pair.begin()
+    pair.grow(vocab, random.integers(0, 4))
+    words = np.zeros((pair.count, tree_words(most)), np.int32)
+    for row, length in enumerate(pair.length):
+        size, known = int(random.integers(0, most + 1)), length - int(random.integers(0, min(3, length)))
+        parents = np.array([random.integers(-1, i) for i in range(size)], np.int32)
+        shares = random.uniform(0.05, 1, size).astype(np.float32)
+        tree = random.integers(0, vocab, size), parents, shares, int(random.integers(2, 20))
+        pack_tree(words[row], *tree, known)
+        graft_late_tree(pair.host, row, *tree, pair.texts[row, known:length], ORIGIN_SHARED)
+    graft_trees(pair.graphs, tensor(words, device), new_matches(1, 1, device)[1], tensor(pair.texts, device))
     pair.check()
 
 

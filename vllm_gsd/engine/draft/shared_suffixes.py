@@ -8,7 +8,7 @@ The number of stored responses is bounded; the oldest are evicted first.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,15 @@ LEAST_SHARE = 0.05
 LEAST_MATCH = 2
 # Id of the request that never ends and in whose name the suffix trees are read.
 READER = "reader"
+
+
+class SuffixTree(NamedTuple):
+    """Continuations of a text; the fields are arguments of ``method.ngram.graft_tree``."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    shares: np.ndarray
+    matched: int
 
 
 class SharedSuffixes:
@@ -82,34 +91,39 @@ class SharedSuffixes:
         """Drop the cache salt of a request that has ended, with or without a response."""
         self.salts.pop(request_id, None)
 
-    def graft(
-        self,
-        graphs: GraphBatch,
-        row: int,
-        request_id: str,
-        lora_request: LoRARequest | None,
-        text: np.ndarray,
-        num_nodes: int,
-    ) -> None:
+    def graft(self, graphs: GraphBatch, row: int, *request: Any) -> None:
         """Add continuations of the text's longest known suffixes to a token graph.
 
         Args:
             graphs, row: the batch of token graphs and the request's row in it.
+            request: as for ``find``.
+        """
+        if (found := self.find(*request)) is not None:
+            graft_tree(graphs, row, *found, ORIGIN_SHARED)
+
+    def find(
+        self, request_id: str, lora_request: LoRARequest | None, text: np.ndarray, num_nodes: int
+    ) -> SuffixTree | None:
+        """Look continuations of the text's longest known suffixes up; None if nothing may be read.
+
+        Args:
             request_id: the request.
             lora_request: its LoRA adapter, if any.
             text: int32 [length], its committed tokens.
-            num_nodes: maximum number of nodes to add.
+            num_nodes: maximum number of tokens of the continuations.
         """
         cache = self.caches.get(self._reader(request_id, lora_request))
         if cache is None:
-            return
+            return None
         latest = np.ascontiguousarray(text[-(TREE_DEPTH // 2) :], np.int32)
         found = cache.speculate(READER, latest, num_nodes, REACH, 0.0, LEAST_SHARE, use_tree_spec=True)
-        tokens, parents = np.array(found.token_ids, np.int64), np.array(found.parents, np.int32)
-        shares = np.array(found.probs, np.float32)
-        # Of equally good matches, arctic-inference reports the shortest.
-        matched = max(LEAST_MATCH, found.match_len)
-        graft_tree(graphs, row, tokens, parents, shares, matched, ORIGIN_SHARED)
+        return SuffixTree(
+            np.array(found.token_ids, np.int64),
+            np.array(found.parents, np.int32),
+            np.array(found.probs, np.float32),
+            # Of equally good matches, arctic-inference reports the shortest.
+            max(LEAST_MATCH, found.match_len),
+        )
 
     def clear(self) -> None:
         """Remove all responses."""

@@ -1,10 +1,10 @@
 """The draft phase of a decode step, entirely on the device, because only the device knows what was accepted before.
 
 It is one function over buffers that stay where they are: the draft catches up on the tokens that it has not read, grows
-graphs level by level, adds copies from the texts, and flattens. A draft of whole blocks drafts one instead, which is
-laid into the graph. Nothing in it depends on what a tensor holds, so a CUDA graph can hold it for each number of
-requests. The host sends only what does not depend on acceptance. The results equal those of ``Speculation.propose`` on
-the host without a cost table, which drafts every level.
+graphs level by level, adds copies from the texts and from other requests' responses, and flattens. A draft of whole
+blocks drafts one instead, which is laid into the graph. Nothing in it depends on what a tensor holds, so a CUDA graph
+can hold it for each number of requests. The host sends only what does not depend on acceptance. The results equal those
+of ``Speculation.propose`` on the host without a cost table, which drafts every level.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth.api import Limits, begin, grow_level
 from vllm_gsd.ops.growth.state import TOKEN, DeviceGraphs, Known, Rows, new_graphs, new_rows
 from vllm_gsd.ops.lattice.api import add_lattices
-from vllm_gsd.ops.ngram.api import graft_ngrams, new_matches
+from vllm_gsd.ops.ngram.api import graft_ngrams, graft_trees, new_matches, tree_words
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
@@ -49,6 +49,9 @@ class KnownBatch:
     end: np.ndarray  # int64 [num_requests], the request's maximum number of tokens
     trust: np.ndarray  # float32 [num_requests, sources], from ``SourceTrust``
     factor: np.ndarray  # float32, from ``Calibration``
+    # int32 [num_requests, words], what other requests' responses suggest, from ``pack_tree``; None if the engine does
+    # not share responses
+    suggested: np.ndarray | None = None
 
     def packed(self, part: slice, count: int) -> np.ndarray:
         """A part of the requests in the layout of ``DeviceDrafting.known``, padded to ``count`` requests, int32."""
@@ -57,7 +60,10 @@ class KnownBatch:
         trust = np.pad(self.trust[part], ((0, padding), (0, 0)))
         limits = np.pad(limits, ((0, padding), (0, 0)), constant_values=-1)
         floats = np.concatenate([self.factor.ravel(), trust.ravel()]).astype(np.float32)
-        return np.concatenate([floats.view(np.int32), limits.ravel().astype(np.int32)])
+        packed = [floats.view(np.int32), limits.ravel().astype(np.int32)]
+        if self.suggested is not None:
+            packed.append(np.pad(self.suggested[part], ((0, padding), (0, 0))).ravel())
+        return np.concatenate(packed)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Bucket:
     last: torch.Tensor  # int64 [count]
     rows: list[tuple[int, Rows, TreeRows]]  # of the texts and of every level but the last, with their widths
     ranks: torch.Tensor
+    suggested: torch.Tensor  # int32 [count, words], a view of what ``known`` is a view of
 
 
 class DeviceDrafting:
@@ -123,8 +130,11 @@ class DeviceDrafting:
         )
         merge_ngram = 0 if drafter is None or block else config.merge_ngram
         self.graphs = new_graphs(self.most, capacity, num_places, merge_ngram, self.limits.max_slots, device)
-        # Factors, the requests' trust in float32, and their limits, so that one copy brings all.
-        self.known = torch.zeros(_FACTORS + self.most * (NUM_SOURCES + _LIMITS), dtype=torch.int32, device=device)
+        # Of a suffix tree: along a path that was accepted since the look-up, and below it.
+        self.tree_words = tree_words(1 + 2 * num_places) if "shared" in config.sources else 0
+        # Factors, the requests' trust in float32, their limits and suffix trees, so that one copy brings all.
+        words = _FACTORS + self.most * (NUM_SOURCES + _LIMITS + self.tree_words)
+        self.known = torch.zeros(words, dtype=torch.int32, device=device)
         self.last = torch.zeros(self.most, dtype=torch.int64, device=device)
         self.text_rows = new_rows(self.most, self.width, -(-self.width // 64), device)
         self.node_rows = new_rows(self.most, num_places, self.graphs.slots.shape[1], device)
@@ -190,16 +200,19 @@ class DeviceDrafting:
             widths = [min(num_places, self.config.top_k**level) for level in range(1, levels)]
             rows = [(self.width, self.text_rows), *((width, self.node_rows) for width in widths)]
             floats = self.known[: _FACTORS + count * NUM_SOURCES].view(torch.float32)
-            limits = self.known[len(floats) : len(floats) + count * _LIMITS].view(count, _LIMITS)
+            limits, suggested, _ = self.known[len(floats) :].tensor_split(
+                [count * _LIMITS, count * (_LIMITS + self.tree_words)]
+            )
             factor = floats[:_FACTORS].view(NUM_SOURCES, NUM_DEPTHS, NUM_BINS)
             self.buckets[count] = Bucket(
                 count=count,
-                known=Known(limits, floats[_FACTORS:].view(count, NUM_SOURCES), factor),
+                known=Known(limits.view(count, _LIMITS), floats[_FACTORS:].view(count, NUM_SOURCES), factor),
                 graphs=self.graphs.first(count),
                 block_table=self.block_table[:count],
                 last=self.last[:count],
                 rows=[(width, part := of.first(count, width), self._tree(part, width)) for width, of in rows],
                 ranks=self.ranks[:count],
+                suggested=suggested.view(count, self.tree_words),
             )
         return self.buckets[count]
 
@@ -227,6 +240,8 @@ class DeviceDrafting:
             self._grow(self.drafter, bucket, blocks)
         if "ngram" in self.config.sources:
             graft_ngrams(bucket.graphs, bucket.ranks, self.match_probs, texts, MIN_NGRAM_MATCH)
+        if self.tree_words:
+            graft_trees(bucket.graphs, bucket.suggested, self.match_probs, texts)
         flatten_graphs(bucket.graphs, self.trees, bucket.known.factor, bucket.known.trust)
 
     def _grow(self, drafter: Drafter, bucket: Bucket, blocks: tuple[Any, ...]) -> None:

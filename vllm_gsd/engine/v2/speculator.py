@@ -26,8 +26,10 @@ from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
+from vllm_gsd.method.constants import OFF_BELOW, SHARED
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 from vllm_gsd.ops.growth.state import COUNTS
+from vllm_gsd.ops.ngram.api import pack_tree
 
 logger = init_logger("vllm.gsd")
 
@@ -52,9 +54,10 @@ class Verified(NamedTuple):
 class GraphSpeculator(BaseSpeculator):
     """Grows a graph for every request of a batch on the device, so that the host need not wait for verification.
 
-    The host learns from the accepted tokens later, when they have been copied. Some graphs depend on the host: those of
-    requests with a grammar, and all graphs if texts are shared between requests. The host waits for the accepted
-    tokens of such requests and grows their graphs itself, while the device drafts for the others. Tensor-parallel ranks
+    The host learns from the accepted tokens later, when they have been copied. It looks up what other requests'
+    responses suggest for the text that it knows by then; the device skips what was accepted since. The graphs of
+    requests with a grammar depend on the host. The host waits for the accepted tokens of such requests and grows their
+    graphs itself, while the device drafts for the others. Tensor-parallel ranks
     draft from the first rank's candidates and learn of each step at the same time, so all draft the same graphs.
 
     Args:
@@ -90,7 +93,6 @@ class GraphSpeculator(BaseSpeculator):
         self.proposals = Proposals(num_slots, self.num_rows, device)
         # Ranks that learned at different times would draft different graphs.
         self.late = LateCopies(device, in_step=vllm_config.parallel_config.tensor_parallel_size > 1)
-        self.host_only = "shared" in self.speculation.config.sources
 
     def prepare(self, req_states: RequestState) -> None:
         """Set up drafting on the device after the models are loaded.
@@ -128,7 +130,7 @@ class GraphSpeculator(BaseSpeculator):
         drafting = self.drafting
         assert drafting is not None
         self.draft_graphs = None
-        if not self.host_only and DraftGraphs.possible(cudagraph_mode):
+        if DraftGraphs.possible(cudagraph_mode):
             self.draft_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
             # A weak reference, because vLLM drops the graphs that it captures to profile memory.
             drafting.cuda_graphs = weakref.ref(self.draft_graphs)
@@ -158,6 +160,8 @@ class GraphSpeculator(BaseSpeculator):
     def forget(self, request_ids: Collection[str]) -> None:
         """Remove finished requests, before their slots are reused."""
         shared = self.speculation.shared
+        if shared is not None and request_ids:
+            self.learn()  # the last tokens of responses have arrived, because the scheduler has seen them
         for request_id in request_ids:
             record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
             if slot is not None:
@@ -266,7 +270,7 @@ class GraphSpeculator(BaseSpeculator):
 
     def _grows_on_host(self, request: NewRequestData) -> bool:
         """Whether the host grows the request's graphs. It does so for as long as the request lives, or never."""
-        return self.host_only or has_grammar(request) or self.speculation.traces(request)
+        return has_grammar(request) or self.speculation.traces(request)
 
     def _grow_on_device(self, input_batch: InputBatch, places: np.ndarray) -> None:
         """Draft without knowing the accepted tokens, and write the graphs to ``proposals``.
@@ -288,16 +292,37 @@ class GraphSpeculator(BaseSpeculator):
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
             for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
                 draft_length[request] = speculation.draft_kv.length[batch.request_ids[request]]
+        wanted, trust = speculates & batch.sampled, speculation.trust.of(batch.request_ids)
         known_batch = KnownBatch(
             slots=slots,
-            wanted=speculates & batch.sampled,
+            wanted=wanted,
             draft_length=draft_length,
             capacity=batch.capacity,
             end=self.ends[slots],
-            trust=speculation.trust.of(batch.request_ids),
+            trust=trust,
             factor=speculation.planner.calibration.factor,
+            suggested=self._suggested(batch, wanted & (trust[:, SHARED] >= OFF_BELOW)),
         )
         self.drafting.propose(known_batch, batch.block_table)
+
+    def _suggested(self, batch: DraftBatch, wanted: np.ndarray) -> np.ndarray | None:
+        """Look up what other requests' responses suggest; see ``KnownBatch``.
+
+        Args:
+            batch: the requests, with their texts as far as the host knows them.
+            wanted: bool [num_requests], requests to look up for.
+        """
+        shared, drafting = self.speculation.shared, self.drafting
+        if shared is None or drafting is None:
+            return None
+        packed = np.zeros((len(wanted), drafting.tree_words), np.int32)
+        for place in np.flatnonzero(wanted):
+            length, lora_request = int(batch.length[place]), batch.requests[place].lora_request
+            text = batch.token_ids[batch.token_rows[place], :length]
+            found = shared.find(batch.request_ids[place], lora_request, text, drafting.tree_words // 3 - 1)
+            if found is not None:
+                pack_tree(packed[place], *found, length)
+        return packed
 
     def _grow_on_host(self, input_batch: InputBatch, places: np.ndarray) -> None:
         """Wait for the accepted tokens, then grow the graphs on the host; arguments as for ``_grow_on_device``."""

@@ -1,7 +1,8 @@
-"""Hypotheses from the requests' own texts, on the device; the results equal those of ``method.ngram`` on the host."""
+"""Hypotheses from texts, on the device; the results equal those of ``method.ngram`` on the host."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from vllm_gsd.method.constants import MATCH_PROB
@@ -52,4 +53,51 @@ def graft_ngrams(
         max_matches, graphs.capacity, RANKS=triton.next_power_of_2(PARTS * max_matches),
         BLOCK=(block := triton.next_power_of_2(graphs.capacity)), num_warps=warps_for(block),
         enable_fp_fusion=False,  # the host's bits
+    )  # fmt: skip
+
+
+def tree_words(num_tokens: int) -> int:
+    """Words of a packed suffix tree of at most ``num_tokens`` tokens."""
+    return 3 + 3 * num_tokens
+
+
+def pack_tree(
+    words: np.ndarray, tokens: np.ndarray, parents: np.ndarray, shares: np.ndarray, matched: int, length: int
+) -> None:
+    """Write a suffix tree for ``graft_trees``.
+
+    Args:
+        words: int32 [tree_words(most)], overwritten.
+        tokens, parents, shares, matched: as for ``method.ngram.graft_tree``, with at most ``most`` tokens.
+        length: length of the text at the look-up.
+    """
+    count, most = len(tokens), len(words) // 3 - 1
+    words[:3] = count, length, matched
+    for place, values in enumerate((tokens, parents, np.asarray(shares, np.float32).view(np.int32))):
+        words[3 + place * most :][:count] = values
+
+
+def graft_trees(graphs: DeviceGraphs, trees: torch.Tensor, match_probs: torch.Tensor, texts: torch.Tensor) -> None:
+    """Insert what suffix trees of other texts suggest, as ``method.ngram.graft_late_tree`` does; one launch.
+
+    Args:
+        graphs: as ``begin``, ``grow_level`` and ``graft_ngrams`` left them; updated.
+        trees: int32 ``[num_graphs, tree_words(most)]``, as ``pack_tree`` writes them; all zeros for nothing.
+        match_probs: as ``new_matches`` returns it.
+        texts: int32 ``[slots, most]``, as far as each graph's state says; they may have grown since the look-up.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        RuntimeError: Triton cannot run on these tensors.
+    """
+    from vllm_gsd.ops.ngram.triton import graft_tree_kernel, triton
+
+    device, count, most = graphs.state.device, len(graphs.state), trees.shape[1] // 3 - 1
+    check_tensor("texts", texts, device, 2, torch.int32)
+    check_tensor("trees", trees, device, 2, torch.int32, rows=count)
+    require_triton("graft_trees", texts)
+    graft_tree_kernel[(count,)](
+        graphs.nodes, graphs.chances, graphs.state, trees, texts, texts.stride(0), match_probs, most, graphs.capacity,
+        PLACES=triton.next_power_of_2(most), BLOCK=(block := triton.next_power_of_2(graphs.capacity)),
+        num_warps=warps_for(block), enable_fp_fusion=False,  # the host's bits
     )  # fmt: skip

@@ -19,6 +19,7 @@ from vllm_gsd.ops.growth.triton import (
 )
 
 COPIED, AGREED = tl.constexpr(constants.ORIGIN_NGRAM), tl.constexpr(constants.ORIGIN_AGREED)
+SHARED = tl.constexpr(constants.ORIGIN_SHARED)
 MAX_MATCH = tl.constexpr(constants.MAX_MATCH)
 
 
@@ -60,17 +61,49 @@ def match_kernel(
 
 
 @triton.jit
-def _copy_token(node, copied, chance, lane, count, capacity, tokens, parents, depths, probs, survivals, origins, BLOCK):
+def _load_graph(nodes, chances, lane, size, capacity):
+    """Token, parent, depth, origin, merged target, probability and survival of a graph's nodes."""
+    real = lane < size
+    return (
+        tl.load(nodes + TOKEN * capacity + lane, mask=real, other=-1),
+        tl.load(nodes + PARENT * capacity + lane, mask=real, other=-1),
+        tl.load(nodes + DEPTH * capacity + lane, mask=real, other=0),
+        tl.load(nodes + ORIGIN * capacity + lane, mask=real, other=0),
+        tl.load(nodes + TARGET * capacity + lane, mask=real, other=-1),
+        tl.load(chances + lane, mask=real, other=0.0),
+        tl.load(chances + capacity + lane, mask=real, other=0.0),
+    )
+
+
+@triton.jit
+def _store_graph(nodes, chances, lane, size, capacity, tokens, parents, depths, origins, targets, probs, survivals):
+    """The inverse of ``_load_graph``."""
+    real = lane < size
+    tl.store(nodes + TOKEN * capacity + lane, tokens, mask=real)
+    tl.store(nodes + PARENT * capacity + lane, parents, mask=real)
+    tl.store(nodes + DEPTH * capacity + lane, depths, mask=real)
+    tl.store(nodes + ORIGIN * capacity + lane, origins, mask=real)
+    tl.store(nodes + TARGET * capacity + lane, targets, mask=real)
+    tl.store(chances + lane, probs, mask=real)
+    tl.store(chances + capacity + lane, survivals, mask=real)
+
+
+@triton.jit
+def _copy_token(
+    node, copied, chance, lane, count, capacity, tokens, parents, depths, probs, survivals, origins, BLOCK,
+    SOURCE: tl.constexpr,
+):  # fmt: skip
     """One step of a copy: agree with the child of ``node`` that carries the token, or add one if there is room."""
     child = tl.min(tl.where((parents == node) & (tokens == copied), lane, BLOCK), 0)
     missing = child == BLOCK
-    # A token that the draft proposed too is wrong only if both are wrong. A new token gets the chance that its surest
-    # copied sibling leaves.
+    # A token that the draft proposed too is wrong only if both are wrong. A new token from the request's own text gets
+    # the chance that its surest copied sibling leaves.
     agreed = (lane == child) & (origins == DRAFT)
     probs = tl.where(agreed, probs + chance * (1.0 - probs), probs)
     origins = tl.where(agreed, AGREED, origins)
     if missing:
-        chance *= 1.0 - tl.max(tl.where((parents == node) & (origins != DRAFT), probs, 0.0), 0)
+        if SOURCE == COPIED:
+            chance *= 1.0 - tl.max(tl.where((parents == node) & (origins != DRAFT), probs, 0.0), 0)
         above = lane == node
         likely = tl.sum(tl.where(above, survivals, 0.0), 0) * chance
         level = tl.sum(tl.where(above, depths, 0), 0) + 1
@@ -80,7 +113,7 @@ def _copy_token(node, copied, chance, lane, count, capacity, tokens, parents, de
         depths = tl.where(new, level, depths)
         survivals = tl.where(new, likely, survivals)
         probs = tl.where(new, chance, probs)
-        origins = tl.where(new, COPIED, origins)
+        origins = tl.where(new, SOURCE, origins)
         child = count
         count = tl.minimum(count + 1, capacity)
     return child, count, tokens, parents, depths, probs, survivals, origins
@@ -98,14 +131,7 @@ def graft_kernel(
     chances += graph * 2 * capacity
     lane, place = tl.arange(0, BLOCK), tl.arange(0, RANKS)
     size = tl.load(state + SIZE)
-    real = lane < size
-    tokens = tl.load(nodes + TOKEN * capacity + lane, mask=real, other=-1)
-    parents = tl.load(nodes + PARENT * capacity + lane, mask=real, other=-1)
-    depths = tl.load(nodes + DEPTH * capacity + lane, mask=real, other=0)
-    origins = tl.load(nodes + ORIGIN * capacity + lane, mask=real, other=0)
-    targets = tl.load(nodes + TARGET * capacity + lane, mask=real, other=-1)
-    probs = tl.load(chances + lane, mask=real, other=0.0)
-    survivals = tl.load(chances + capacity + lane, mask=real, other=0.0)
+    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     length, most = tl.load(state + LENGTH), tl.load(state + COPIES)
     text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
     rank = tl.load(ranks + graph * num_ranks + place, mask=place < num_ranks, other=0)
@@ -119,18 +145,56 @@ def graft_kernel(
             chance = tl.load(match_probs + tl.minimum(matched + step, MAX_MATCH))
             child, size, tokens, parents, depths, probs, survivals, origins = _copy_token(
                 node, tl.load(text + start + step), chance, lane, size, capacity, tokens, parents, depths, probs,
-                survivals, origins, BLOCK,
+                survivals, origins, BLOCK, COPIED,
             )  # fmt: skip
             # A merged edge continues as its target. Where a node found no room, the copy ends.
             target = tl.sum(tl.where(lane == child, targets, 0), 0)
             node = tl.where(target == -1, child, target)
             step = tl.where(child < capacity, step + 1, steps)
-    real = lane < size
-    tl.store(nodes + TOKEN * capacity + lane, tokens, mask=real)
-    tl.store(nodes + PARENT * capacity + lane, parents, mask=real)
-    tl.store(nodes + DEPTH * capacity + lane, depths, mask=real)
-    tl.store(nodes + ORIGIN * capacity + lane, origins, mask=real)
-    tl.store(nodes + TARGET * capacity + lane, targets, mask=real)
-    tl.store(chances + lane, probs, mask=real)
-    tl.store(chances + capacity + lane, survivals, mask=real)
+    _store_graph(nodes, chances, lane, size, capacity, tokens, parents, depths, origins, targets, probs, survivals)
+    tl.store(state + SIZE, size)
+
+
+@triton.jit(do_not_specialize=["text_row", "places", "capacity"], do_not_specialize_on_alignment=["trees"])
+def graft_tree_kernel(
+    nodes, chances, state, trees, texts, text_row, match_probs, places, capacity, PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (graphs). The tree below the node that the text has reached since the look-up; see ``ops.ngram.api``."""
+    graph = tl.program_id(0).to(tl.int64)
+    state += graph * STATES
+    nodes += graph * 6 * capacity
+    chances += graph * 2 * capacity
+    trees += graph * (3 + 3 * places)
+    lane, place = tl.arange(0, BLOCK), tl.arange(0, PLACES)
+    count, known, matched = tl.load(trees), tl.load(trees + 1), tl.load(trees + 2)
+    copied = tl.load(trees + 3 + place, mask=place < count, other=-1)
+    above = tl.load(trees + 3 + places + place, mask=place < count, other=PLACES)
+    shares = tl.load(trees + 3 + 2 * places + place, mask=place < count, other=0).to(tl.float32, bitcast=True)
+    text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
+    length = tl.where(count > 0, tl.load(state + LENGTH), known)
+    reached, at = count * 0 - 1, known
+    while at < length:
+        found = tl.min(tl.where((above == reached) & (copied == tl.load(text + at)), place, PLACES), 0)
+        at = tl.where(found < PLACES, at + 1, length)
+        reached = tl.where(found < PLACES, found, PLACES + 1)  # a place that nothing is below
+    size = tl.load(state + SIZE)
+    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    held = tl.full([PLACES], -1, tl.int32)  # the graph's node for each place of the tree
+    for number in range(0, count):
+        here = place == number
+        parent = tl.sum(tl.where(here, above, 0), 0)
+        node = tl.where(parent == reached, 0, tl.max(tl.where(place == parent, held, -1), 0))
+        if node >= 0:
+            before = tl.where(parent == -1, 1.0, tl.sum(tl.where(place == parent, shares, 0.0), 0))
+            level = tl.sum(tl.where(lane == node, depths, 0), 0)
+            sure = tl.load(match_probs + tl.minimum(matched + length - known + level, MAX_MATCH))
+            chance = tl.div_rn(sure * tl.sum(tl.where(here, shares, 0.0), 0), before)
+            child, size, tokens, parents, depths, probs, survivals, origins = _copy_token(
+                node, tl.sum(tl.where(here, copied, 0), 0), chance, lane, size, capacity, tokens, parents, depths,
+                probs, survivals, origins, BLOCK, SHARED,
+            )  # fmt: skip
+            target = tl.sum(tl.where(lane == child, targets, 0), 0)
+            held = tl.where(here & (child < capacity), tl.where(target == -1, child, target), held)
+    _store_graph(nodes, chances, lane, size, capacity, tokens, parents, depths, origins, targets, probs, survivals)
     tl.store(state + SIZE, size)
