@@ -80,9 +80,6 @@ class Speculation:
         vllm_config: the engine's configuration, which contains gsd's.
     """
 
-    # Whether grammars choose among the proposed nodes, and may add nodes, before the scheduler assigns rows.
-    asks_grammar = True
-
     def __init__(self, vllm_config: VllmConfig):
         config = wire.options_of(vllm_config)
         assert config is not None
@@ -477,7 +474,7 @@ class Speculation:
         if self.recorder is not None:
             self.recorder.admit(request_id, request)
         most = None if request.sampling_params is None else request.sampling_params.max_tokens
-        grammar = reason is None and self.asks_grammar and has_grammar(request)
+        grammar = reason is None and has_grammar(request)
         self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
         return known
 

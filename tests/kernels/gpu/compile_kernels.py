@@ -34,7 +34,7 @@ from vllm_gsd.ops.lattice.triton import lattice_kernel
 from vllm_gsd.ops.lay_out import api as lay_out
 from vllm_gsd.ops.lay_out.triton import lay_out_kernel
 from vllm_gsd.ops.ngram import api as ngram
-from vllm_gsd.ops.ngram.triton import graft_kernel, match_kernel
+from vllm_gsd.ops.ngram.triton import graft_kernel, graft_tree_kernel, match_kernel
 from vllm_gsd.ops.topk import api as topk
 from vllm_gsd.ops.topk.triton import best_of_parts_kernel, best_of_rows_kernel
 from vllm_gsd.ops.walk import api as walk
@@ -42,7 +42,8 @@ from vllm_gsd.ops.walk.triton import accept_walk_kernel
 
 KERNELS = (
     tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel, begin_kernel, grow_kernel,
-    lattice_kernel, match_kernel, graft_kernel, flatten_kernel, best_of_parts_kernel, best_of_rows_kernel,
+    lattice_kernel, match_kernel, graft_kernel, graft_tree_kernel, flatten_kernel, best_of_parts_kernel,
+    best_of_rows_kernel,
 )  # fmt: skip
 # Options of attention beside those of the engines below.
 ATTENTION = {

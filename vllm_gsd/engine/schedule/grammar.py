@@ -37,6 +37,10 @@ class ProposedTree(NamedTuple):
     max_depth: int = 0  # maximum depth of nodes that the grammar adds
     room: int = 0  # maximum number of nodes to verify, including forced ones
 
+    def left_out(self, chosen: GrammarTree) -> int:
+        """How many nodes of the budget the grammar has not chosen or replaced."""
+        return max(0, min(self.budget, len(self.tokens)) - len(chosen.places))
+
 
 class GrammarTree(NamedTuple):
     """The scheduled nodes of a request, with the paths that its grammar allows."""

@@ -62,7 +62,7 @@ class GraphScheduling(Scheduler):
             kept = self.kept[request_id] = allowed_nodes(
                 self.structured_output_manager, request, tree, self.grammar_tokens.after
             )
-            self.nodes_invalid += max(0, min(tree.budget, len(tree.tokens)) - len(kept.places))
+            self.nodes_invalid += tree.left_out(kept)
             structured.set_drafts(request, kept.tokens)
         drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
         for request_id, parents in wire.parents_of(draft_token_ids).items():

@@ -17,13 +17,16 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
+from vllm_gsd.engine.v2.grammars import WorkerGrammars
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
+from vllm_gsd.engine.verify.draft_tree import FlatTree
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.method.constants import OFF_BELOW, SHARED
@@ -32,12 +35,6 @@ from vllm_gsd.ops.growth.state import COUNTS
 from vllm_gsd.ops.ngram.api import pack_tree
 
 logger = init_logger("vllm.gsd")
-
-
-class V2Speculation(Speculation):
-    """Grammars do not choose among candidates here, because the scheduler may already have scheduled their rows."""
-
-    asks_grammar = False
 
 
 class Verified(NamedTuple):
@@ -69,7 +66,7 @@ class GraphSpeculator(BaseSpeculator):
     draft_logits = None  # nodes are chosen rather than sampled
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.speculation = V2Speculation(vllm_config)
+        self.speculation = Speculation(vllm_config)
         self.device = device
         self.vllm_config = vllm_config
         self.num_rows = vllm_config.num_speculative_tokens  # nodes per request; rows are scheduled for all of them
@@ -88,6 +85,7 @@ class GraphSpeculator(BaseSpeculator):
             )
         self.draft_graphs: DraftGraphs | None = None
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
+        self.grammars: WorkerGrammars | None = None  # from the first request with structured output on
         self.block_tables: BlockTables | None = None
         self.drafting: DeviceDrafting | None = None
         self.proposals = Proposals(num_slots, self.num_rows, device)
@@ -156,6 +154,9 @@ class GraphSpeculator(BaseSpeculator):
         self.ends[slot] = self.texts.tokens.shape[1] if limit is None else request.prompt_len + limit
         self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
+        if has_grammar(request):
+            self.grammars = self.grammars or WorkerGrammars(self.vllm_config)
+            self.grammars.admit(request)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Remove finished requests, before their slots are reused."""
@@ -172,6 +173,8 @@ class GraphSpeculator(BaseSpeculator):
                 shared.forget(request_id)  # a preempted request was aborted; its text is gone
             self.parents.pop(request_id, None)
         self.speculation.forget(request_ids)
+        if self.grammars is not None:
+            self.grammars.forget(request_ids)
 
     def preempt(self, request_ids: Iterable[str]) -> None:
         """Release the slots of preempted requests, which may resume in other slots."""
@@ -329,6 +332,8 @@ class GraphSpeculator(BaseSpeculator):
         self.learn(wait=True)
         batch = self._batch(input_batch, places)
         trees = self.speculation.propose(batch)
+        for request_id, proposed in self.speculation.take_grammar_trees().items():
+            trees[batch.request_ids.index(request_id)] = self._chosen(request_id, proposed)
         for request, tree in zip(batch.requests, trees, strict=True):
             if has_grammar(request):
                 self.parents[request.req_id] = tree.parent.tolist()
@@ -338,6 +343,16 @@ class GraphSpeculator(BaseSpeculator):
             done = np.array([length[request_id] for request_id in batch.request_ids], np.int64)
             self.drafting.draft_length[slots] = torch.from_numpy(done).to(self.device)
         self.proposals.store(slots, to_device(trees, self.num_rows, self.device))
+
+    def _chosen(self, request_id: str, proposed: ProposedTree) -> FlatTree:
+        """The nodes of a proposed tree that the request's grammar chooses; the best ones if it cannot tell."""
+        assert self.grammars is not None
+        tree, stats = self.speculation.trees[request_id], self.speculation.stats
+        chosen = self.grammars.choose(request_id, self.texts.output(self.slots[request_id]), proposed)
+        if chosen is None:
+            return tree.first(proposed.budget)
+        stats.counts["nodes_invalid"] += proposed.left_out(chosen)
+        return tree.select(chosen)
 
     def _batch(self, input_batch: InputBatch, places: np.ndarray) -> DraftBatch:
         """Some requests as the host knows them; ``length`` may lag behind the device for those that got tokens."""
@@ -425,7 +440,8 @@ class GraphSpeculator(BaseSpeculator):
 
     def take_stats(self) -> dict[str, dict]:
         """Return the statistics since the last call; see ``Speculation.take_stats``."""
-        return self.speculation.take_stats(self.requests, self.slots, self.parents)
+        grammars = {} if self.grammars is None else self.grammars.requests
+        return self.speculation.take_stats(self.requests, self.slots, self.parents, grammars)
 
     def _advance(self, request_id: str, draft_length: int) -> None:
         tracker = self.speculation.draft_kv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,10 @@ class FlatTree:
     origin: np.ndarray  # int8 [n], ORIGIN_* of each node
     via_merge: np.ndarray  # bool [n], whether the path to the node uses a merged edge
     survival: np.ndarray  # float32 [n], uncalibrated
+
+    def first(self, size: int) -> FlatTree:
+        """The tree of the first ``size`` nodes."""
+        return FlatTree(*(getattr(self, of.name)[:size] for of in fields(self)))
 
     def select(self, allowed: GrammarTree) -> FlatTree:
         """The tree of the nodes that ``allowed_nodes`` returned. Nodes that the grammar added have survival 1."""

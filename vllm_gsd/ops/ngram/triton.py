@@ -62,28 +62,27 @@ def match_kernel(
 
 @triton.jit
 def _load_graph(nodes, chances, lane, size, capacity):
-    """Token, parent, depth, origin, merged target, probability and survival of a graph's nodes."""
+    """Token, parent, depth, origin, probability and survival of a graph's nodes."""
     real = lane < size
     return (
         tl.load(nodes + TOKEN * capacity + lane, mask=real, other=-1),
         tl.load(nodes + PARENT * capacity + lane, mask=real, other=-1),
         tl.load(nodes + DEPTH * capacity + lane, mask=real, other=0),
         tl.load(nodes + ORIGIN * capacity + lane, mask=real, other=0),
-        tl.load(nodes + TARGET * capacity + lane, mask=real, other=-1),
         tl.load(chances + lane, mask=real, other=0.0),
         tl.load(chances + capacity + lane, mask=real, other=0.0),
     )
 
 
 @triton.jit
-def _store_graph(nodes, chances, lane, size, capacity, tokens, parents, depths, origins, targets, probs, survivals):
-    """The inverse of ``_load_graph``."""
+def _store_graph(nodes, chances, lane, old, size, capacity, tokens, parents, depths, origins, probs, survivals):
+    """The inverse of ``_load_graph``; nodes from ``old`` on are new, and no merged edges."""
     real = lane < size
     tl.store(nodes + TOKEN * capacity + lane, tokens, mask=real)
     tl.store(nodes + PARENT * capacity + lane, parents, mask=real)
     tl.store(nodes + DEPTH * capacity + lane, depths, mask=real)
     tl.store(nodes + ORIGIN * capacity + lane, origins, mask=real)
-    tl.store(nodes + TARGET * capacity + lane, targets, mask=real)
+    tl.store(nodes + TARGET * capacity + lane, lane * 0 - 1, mask=real & (lane >= old))
     tl.store(chances + lane, probs, mask=real)
     tl.store(chances + capacity + lane, survivals, mask=real)
 
@@ -130,8 +129,9 @@ def graft_kernel(
     nodes += graph * 6 * capacity
     chances += graph * 2 * capacity
     lane, place = tl.arange(0, BLOCK), tl.arange(0, RANKS)
-    size = tl.load(state + SIZE)
-    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    old = tl.load(state + SIZE)
+    size = old
+    tokens, parents, depths, origins, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     length, most = tl.load(state + LENGTH), tl.load(state + COPIES)
     text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
     rank = tl.load(ranks + graph * num_ranks + place, mask=place < num_ranks, other=0)
@@ -148,10 +148,10 @@ def graft_kernel(
                 survivals, origins, BLOCK, COPIED,
             )  # fmt: skip
             # A merged edge continues as its target. Where a node found no room, the copy ends.
-            target = tl.sum(tl.where(lane == child, targets, 0), 0)
+            target = tl.load(nodes + TARGET * capacity + child, mask=child < old, other=-1)
             node = tl.where(target == -1, child, target)
             step = tl.where(child < capacity, step + 1, steps)
-    _store_graph(nodes, chances, lane, size, capacity, tokens, parents, depths, origins, targets, probs, survivals)
+    _store_graph(nodes, chances, lane, old, size, capacity, tokens, parents, depths, origins, probs, survivals)
     tl.store(state + SIZE, size)
 
 
@@ -168,9 +168,9 @@ def graft_tree_kernel(
     trees += graph * (3 + 3 * places)
     lane, place = tl.arange(0, BLOCK), tl.arange(0, PLACES)
     count, known, matched = tl.load(trees), tl.load(trees + 1), tl.load(trees + 2)
-    copied = tl.load(trees + 3 + place, mask=place < count, other=-1)
-    above = tl.load(trees + 3 + places + place, mask=place < count, other=PLACES)
-    shares = tl.load(trees + 3 + 2 * places + place, mask=place < count, other=0).to(tl.float32, bitcast=True)
+    listed, parent_of, share_of = trees + 3, trees + 3 + places, trees + 3 + 2 * places
+    copied = tl.load(listed + place, mask=place < count, other=-1)
+    above = tl.load(parent_of + place, mask=place < count, other=PLACES)
     text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
     length = tl.where(count > 0, tl.load(state + LENGTH), known)
     reached, at = count * 0 - 1, known
@@ -178,23 +178,24 @@ def graft_tree_kernel(
         found = tl.min(tl.where((above == reached) & (copied == tl.load(text + at)), place, PLACES), 0)
         at = tl.where(found < PLACES, at + 1, length)
         reached = tl.where(found < PLACES, found, PLACES + 1)  # a place that nothing is below
-    size = tl.load(state + SIZE)
-    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    old = tl.load(state + SIZE)
+    size = old
+    tokens, parents, depths, origins, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     held = tl.full([PLACES], -1, tl.int32)  # the graph's node for each place of the tree
     for number in range(0, count):
-        here = place == number
-        parent = tl.sum(tl.where(here, above, 0), 0)
+        parent = tl.load(parent_of + number)
         node = tl.where(parent == reached, 0, tl.max(tl.where(place == parent, held, -1), 0))
         if node >= 0:
-            before = tl.where(parent == -1, 1.0, tl.sum(tl.where(place == parent, shares, 0.0), 0))
+            share = tl.load(share_of + number).to(tl.float32, bitcast=True)
+            before = tl.load(share_of + tl.maximum(parent, 0)).to(tl.float32, bitcast=True)
             level = tl.sum(tl.where(lane == node, depths, 0), 0)
             sure = tl.load(match_probs + tl.minimum(matched + length - known + level, MAX_MATCH))
-            chance = tl.div_rn(sure * tl.sum(tl.where(here, shares, 0.0), 0), before)
+            chance = tl.div_rn(sure * share, tl.where(parent == -1, 1.0, before))
             child, size, tokens, parents, depths, probs, survivals, origins = _copy_token(
-                node, tl.sum(tl.where(here, copied, 0), 0), chance, lane, size, capacity, tokens, parents, depths,
+                node, tl.load(listed + number), chance, lane, size, capacity, tokens, parents, depths,
                 probs, survivals, origins, BLOCK, SHARED,
             )  # fmt: skip
-            target = tl.sum(tl.where(lane == child, targets, 0), 0)
-            held = tl.where(here & (child < capacity), tl.where(target == -1, child, target), held)
-    _store_graph(nodes, chances, lane, size, capacity, tokens, parents, depths, origins, targets, probs, survivals)
+            target = tl.load(nodes + TARGET * capacity + child, mask=child < old, other=-1)
+            held = tl.where((place == number) & (child < capacity), tl.where(target == -1, child, target), held)
+    _store_graph(nodes, chances, lane, old, size, capacity, tokens, parents, depths, origins, probs, survivals)
     tl.store(state + SIZE, size)

@@ -1,0 +1,78 @@
+"""Grammars in the worker, which choose among the nodes of a graph before its rows run.
+
+vLLM keeps grammars in the scheduler's process. With asynchronous scheduling, the rows of a step run before that process
+learns what the step before accepted. The worker waits for it anyway when it grows the graph of a request with a
+grammar, so it has a second copy of each grammar, and takes its choice as the scheduler does with Model Runner V1. The
+scheduler checks all nodes again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from vllm_gsd.engine.schedule.grammar import GrammarTokens, GrammarTree, ProposedTree, allowed_nodes
+
+
+class WorkerGrammars:
+    """The grammars of running requests, each as far as its text is known to the host.
+
+    Args:
+        vllm_config: the engine's configuration.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.manager = StructuredOutputManager(vllm_config)
+        self.tokens = GrammarTokens(self.manager)
+        self.requests: dict[str, Request] = {}
+
+    def admit(self, new: NewRequestData) -> None:
+        """Start to compile the grammar of a new request; a resumed one keeps its own."""
+        if new.req_id in self.requests:
+            return
+        request = Request(new.req_id, new.prompt_token_ids, new.sampling_params, None)
+        if request.use_structured_output:
+            self.manager.grammar_init(request)
+            self.requests[new.req_id] = request
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Remove finished requests."""
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+
+    def choose(self, request_id: str, output: list[int], proposed: ProposedTree) -> GrammarTree | None:
+        """Choose the nodes to verify as ``allowed_nodes`` does.
+
+        All tensor-parallel ranks choose the same, as they wait for a grammar that is still being compiled.
+
+        Args:
+            request_id: the request.
+            output: all tokens that it has generated.
+            proposed: its proposed nodes.
+
+        Returns:
+            None if the grammar has ended or does not accept the output, as after reasoning that only the scheduler
+            knows the end of.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        structured = request.structured_output_request
+        assert structured is not None and request.sampling_params is not None
+        while not structured.is_grammar_ready:
+            time.sleep(0.001)
+        new = output[len(request.output_token_ids) :]
+        ends = [place for place, token in enumerate(new) if token in request.sampling_params.all_stop_token_ids]
+        if ends:  # tokens after the end of a response are no part of it
+            new = new[: ends[0] + 1]
+        request.append_output_token_ids(new)
+        if not isinstance(structured.grammar, StructuredOutputGrammar) or not self.manager.accept_tokens(request, new):
+            del self.requests[request_id]
+            return None
+        return allowed_nodes(self.manager, request, proposed, self.tokens.after)
