@@ -62,13 +62,14 @@ def match_kernel(
 
 @triton.jit
 def _load_graph(nodes, chances, lane, size, capacity):
-    """Token, parent, depth, origin, probability and survival of a graph's nodes."""
+    """Token, parent, depth, origin, merged target, probability and survival of a graph's nodes."""
     real = lane < size
     return (
         tl.load(nodes + TOKEN * capacity + lane, mask=real, other=-1),
         tl.load(nodes + PARENT * capacity + lane, mask=real, other=-1),
         tl.load(nodes + DEPTH * capacity + lane, mask=real, other=0),
         tl.load(nodes + ORIGIN * capacity + lane, mask=real, other=0),
+        tl.load(nodes + TARGET * capacity + lane, mask=real, other=-1),
         tl.load(chances + lane, mask=real, other=0.0),
         tl.load(chances + capacity + lane, mask=real, other=0.0),
     )
@@ -131,7 +132,7 @@ def graft_kernel(
     lane, place = tl.arange(0, BLOCK), tl.arange(0, RANKS)
     old = tl.load(state + SIZE)
     size = old
-    tokens, parents, depths, origins, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     length, most = tl.load(state + LENGTH), tl.load(state + COPIES)
     text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
     rank = tl.load(ranks + graph * num_ranks + place, mask=place < num_ranks, other=0)
@@ -148,7 +149,7 @@ def graft_kernel(
                 survivals, origins, BLOCK, COPIED,
             )  # fmt: skip
             # A merged edge continues as its target. Where a node found no room, the copy ends.
-            target = tl.load(nodes + TARGET * capacity + child, mask=child < old, other=-1)
+            target = tl.sum(tl.where(lane == child, targets, 0), 0)
             node = tl.where(target == -1, child, target)
             step = tl.where(child < capacity, step + 1, steps)
     _store_graph(nodes, chances, lane, old, size, capacity, tokens, parents, depths, origins, probs, survivals)
@@ -180,7 +181,7 @@ def graft_tree_kernel(
         reached = tl.where(found < PLACES, found, PLACES + 1)  # a place that nothing is below
     old = tl.load(state + SIZE)
     size = old
-    tokens, parents, depths, origins, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    tokens, parents, depths, origins, _, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     held = tl.full([PLACES], -1, tl.int32)  # the graph's node for each place of the tree
     for number in range(0, count):
         parent = tl.load(parent_of + number)
