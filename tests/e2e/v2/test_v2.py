@@ -139,6 +139,24 @@ def test_features_are_those_of_plain_v2(start_v2, four_prompts, expected):
     assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
 
 
+def test_completions_ends_and_prompts_in_chunks(start_v2, random_prompts):
+    """Several completions of a prompt, stop tokens, both limits of length, and prompts of more tokens than a step."""
+    prompts = random_prompts(3, 150, 151, seed=6)
+    (last,) = random_prompts(1, 250, 250, seed=7)
+    params = [
+        {**GREEDY, "max_tokens": 4, "temperature": 1.0, "seed": 3, "n": 2},
+        {**GREEDY, "max_tokens": 4},
+        {**GREEDY, "stop_token_ids": list(range(3, 90))},
+        {**GREEDY, "max_tokens": 14},
+    ]
+    answers = [start_v2(config).generate([*prompts, last], params) for config in (None, GSD)]
+    theirs, ours = ([answer.completions for answer in of] for of in answers)
+    assert ours == theirs
+    assert len(ours[0]) == 2 and ours[0][0].tokens != ours[0][1].tokens
+    assert ours[2][0].finish_reason == "stop"
+    assert len(ours[3][0].tokens) == 6 and ours[3][0].finish_reason == "length"
+
+
 def test_custom_processors_whose_state_goes_on_with_every_row(start_v2, four_prompts):
     options = {"logits_processors": ["custom_v2_processor:AutomatonProcessor"]}
     plain, engine = start_v2(None, **options), start_v2(GSD, **options)

@@ -93,7 +93,10 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     grown = engine.call(who_grew)
     counts = engine.metrics()
     (free,) = engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8, **TRACED})
+    stop, whole = expected_free.completions[0].text[12:15], expected_free.completions[0].text
+    (stopped,) = engine.generate(prompts[:1], {**FREE, "stop": [stop]})
     engine.close()
+    assert stopped.completions[0].text == whole[: whole.index(stop)] and stopped.completions[0].stop_reason == stop
     assert beside.tokens == expected_free.tokens
     # The request without a grammar drafts on the device, also beside those that wait for the host.
     assert {count for kind, count, _ in grown if kind == "device"} == {1}
