@@ -78,8 +78,8 @@ class GSDConfig(BaseModel):
         2,
         ge=0,
         le=16,
-        description="Tokens that must agree for two nodes to be merged; 0 turns merging off. In a drafted block, nodes of "
-        "a depth are merged if their tokens agree, unless it is 0.",
+        description="Tokens that must agree for two nodes to be merged; 0 turns merging off. In a drafted block, nodes "
+        "of a depth are merged if their tokens agree, unless it is 0.",
     )
     sources: tuple[Source, ...] = Field(
         default_factory=_default_sources,
