@@ -93,6 +93,9 @@ SIGNATURES = [
     (RUNNER, "GPUModelRunner.sample", ["hidden_states", "input_batch", "grammar_output"]),
     (RUNNER, "GPUModelRunner.sample_tokens", ["grammar_output"]),
     (RUNNER, "GPUModelRunner.take_draft_token_ids", []),
+    # engine.v2.grammars: called
+    ("v1/structured_output/__init__.py", "StructuredOutputManager.grammar_init", ["request"]),
+    ("v1/structured_output/__init__.py", "StructuredOutputManager.accept_tokens", ["request", "new_token_ids"]),
     # runtime.v2.model_runner: replaced while a runner is built
     (f"{GPU}/spec_decode/__init__.py", "init_speculator", ["vllm_config", "device", "req_states"]),
     (RUNNER, "GPUModelRunner.capture_model", []),
@@ -174,6 +177,14 @@ def test_signature(path, name, expected):
 def test_execute_model_takes_what_is_passed_on():
     expected = ["scheduler_output", "intermediate_tensors", "dummy_run"]
     assert parameters(RUNNER, "GPUModelRunner.execute_model")[:3] == expected
+
+
+def test_the_worker_makes_requests_with_grammars_from_these():
+    expected = ["request_id", "prompt_token_ids", "sampling_params", "pooling_params"]
+    assert parameters("v1/request.py", "Request.__init__")[:4] == expected
+    assert "structured_output_manager.accept_tokens(" in source(
+        "v1/core/sched/scheduler.py", "Scheduler.update_from_output"
+    )
 
 
 def test_a_model_state_prepares_attention_with_these():
