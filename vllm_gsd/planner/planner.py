@@ -6,6 +6,9 @@ including "no speculation". Forward costs are measured at start-up, overhead is 
 graphs is learned from the graphs. From time to time the planner tries what its present plan leaves out.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import numpy as np
 
 from vllm_gsd import host
@@ -86,6 +89,16 @@ class Planner:
         """Probe next in ``steps`` steps, or in the maximum."""
         self.pause = min(steps, PROBE_AT_MOST)
         self.next_probe = self.steps + self.pause
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Draft every level and verify every node within; the plan of the step stays."""
+        kept = vars(self).copy()
+        self.costs = None
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     # --- before drafting --------------------------------------------------------------------------
 
@@ -183,6 +196,10 @@ class Planner:
             rows = min(max(self.caught_up_rows, rows), rows * (len(self.levels) + 1))
         self.rows.append(rows)
 
+    def drafted_at_once(self, num_requests: int) -> None:
+        """Record a draft phase that runs all levels: it costs what one level does, with a row for each request."""
+        self.num_drafted, self.rows = num_requests, [num_requests]
+
     def level_size(self, values: np.ndarray) -> int:
         """Number of nodes to expand, best first, given their calibrated probabilities ``values`` [n]; 0 to stop."""
         costs = self.costs
@@ -208,15 +225,35 @@ class Planner:
         Returns:
             int32 [num_graphs], at most ``size``.
         """
+        if self.costs is None:
+            return size
+        self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.probing)
+        return self.sizes(values, size, context)
+
+    def learn_graphs(
+        self, values: np.ndarray, size: np.ndarray, pure: np.ndarray, rows: Sequence[int], num_drafted: int, tried: bool
+    ) -> None:
+        """Learn what drafted graphs are worth. Model Runner V2 learns of them a step or two after the draft phase.
+
+        Args:
+            values, size, pure: as for ``choose``.
+            rows: rows of each draft level of the step that drafted them.
+            num_drafted: number of requests that the step drafted for.
+            tried: whether it did so as a probe.
+        """
+        if not num_drafted or not pure.any():
+            return
+        weight = NEWEST_TRIED if tried else NEWEST
+        known, before = (self.worth, self.levels, self.level_share), self.worth.sum()
+        host.follow_graphs(*known, values, size, pure, np.array(rows), num_drafted, weight)
+        if tried and self.worth.sum() > before * (1.0 + (PROMISING - 1.0) * weight):
+            self._probe_after(PROBE_EVERY)
+
+    def sizes(self, values: np.ndarray, size: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Choose how many nodes to verify, and learn nothing; arguments and result as for ``choose``."""
         costs = self.costs
         if costs is None or not size.any():
             return size
-        if pure.any() and self.num_drafted:
-            weight = NEWEST_TRIED if self.probing else NEWEST
-            known, before = (self.worth, self.levels, self.level_share), self.worth.sum()
-            host.follow_graphs(*known, values, size, pure, np.array(self.rows), self.num_drafted, weight)
-            if self.probing and self.worth.sum() > before * (1.0 + (PROMISING - 1.0) * weight):
-                self._probe_after(PROBE_EVERY)
         if self.resting:
             return np.zeros_like(size)
         spent = self.plain_ms + self.drafting_ms()

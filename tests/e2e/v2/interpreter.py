@@ -28,6 +28,13 @@ def enable() -> None:
     backends["cpu"] = Backend(BaseBackend, InterpretedDriver)
 
 
+def leave_costs_out() -> None:
+    """Draft every level and verify every node: interpreted kernels cost what nothing else does."""
+    from vllm_gsd.engine.observe import measure_phases
+
+    measure_phases.measure_costs = lambda runner: None
+
+
 def turn_on_async_scheduling() -> None:
     """Schedule a step while the one before runs: vLLM's CPU platform turns that off after everything else."""
     from vllm.platforms import current_platform

@@ -52,7 +52,8 @@ class V2Engine(Engine):
         first: tuple = (),
         **options,
     ):
-        before = [*first, interpreter.turn_on_async_scheduling] if async_scheduling else [*first]
+        before = [interpreter.leave_costs_out, *first]
+        before += [interpreter.turn_on_async_scheduling] if async_scheduling else []
         before += [interpreter.attend_as_on_gpus] if gpu_attention else []
         before += [interpreter.emulate_cuda_graphs] if cuda_graphs else []
         before += [interpreter.split_attention_groups] if split_groups else []

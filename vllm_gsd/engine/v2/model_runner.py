@@ -24,8 +24,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_gsd.engine.attention.layers import without_windows
-from vllm_gsd.engine.speculation import Speculation, check_kv_groups
+from vllm_gsd.engine.attention.layers import check_kv_groups, without_windows
+from vllm_gsd.engine.observe import measure_phases
+from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
@@ -113,6 +114,11 @@ class GraphModelRunner(GPUModelRunner):
             self.speculator.bind(None)
             self.speculation.release_kv_cache()
 
+    def measure(self) -> None:
+        """Measure costs by which to plan, once everything is warm and captured."""
+        if self.speculation.config.budget == "auto":
+            self.speculation.planner.costs = measure_phases.measure_costs(self)
+
     # --- one step ---------------------------------------------------------------------------------
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -143,6 +149,8 @@ class GraphModelRunner(GPUModelRunner):
     ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run the target and measure its time. A step without tokens returns its output, with our statistics."""
         self.step = None
+        if not dummy_run:
+            scheduler_output = self.speculator.cut(scheduler_output)
         with self.speculation.stats.timed("verify_seconds"):
             output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
         state = self.execute_model_state
