@@ -5,6 +5,7 @@ import json
 import pytest
 from engine_process import run
 from launch_keys import launch_keys, record_launch_keys
+from planted import cost_rows, plant_costs
 from request_tables import end_requests, tables
 from start_probes import start_of
 from step_watch import report, watch_steps
@@ -31,15 +32,19 @@ def expected(start_v2, asked):
 
 def test_a_start_as_on_gpus(start_v2):
     """vLLM profiles the largest step, and warms up with requests of its own, of which nothing is left."""
-    seen, left = start_v2(GSD, gpu_attention=True).call(start_of)
+    engine = start_v2(GSD, gpu_attention=True, costs=True)
+    seen, left = engine.call(start_of)
     # Four requests, each with a root and eight nodes: all are verified, and drafted for after as many were accepted.
     assert seen["rows_sampled"] == seen["rows_drafted"] == 4 * 9
     assert seen["verified"] >= 7 and seen["_grow_on_device"] >= 7
     assert not any(left.values()), left
+    costs = engine.call(cost_rows)
+    assert costs["rows"] == [1, 2] and min(costs["target"] + costs["draft"]) > 0
 
 
 def test_kernels_of_gpus(start_v2, asked, expected):
-    engine = start_v2(GSD, gpu_attention=True)
+    engine = start_v2(GSD, gpu_attention=True, costs=True)
+    engine.call(plant_costs, None)
     assert run(engine, *asked) == expected
     metrics = engine.metrics()
     assert metrics["gsd_kv_rows_moved"] > 0
