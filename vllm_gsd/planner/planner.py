@@ -249,8 +249,16 @@ class Planner:
         if tried and self.worth.sum() > before * (1.0 + (PROMISING - 1.0) * weight):
             self._probe_after(PROBE_EVERY)
 
-    def sizes(self, values: np.ndarray, size: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Choose how many nodes to verify, and learn nothing; arguments and result as for ``choose``."""
+    def sizes(
+        self, values: np.ndarray, size: np.ndarray, context: np.ndarray, shares: Sequence[int] = ()
+    ) -> np.ndarray:
+        """Choose how many nodes to verify, and learn nothing; arguments and result as for ``choose``.
+
+        Args:
+            values, size, context: as for ``choose``.
+            shares: if any, all graphs get the same one of these numbers of nodes, whatever their sizes. Full CUDA graphs
+                hold batches whose requests have equally many rows.
+        """
         costs = self.costs
         if costs is None or not size.any():
             return size
@@ -258,7 +266,10 @@ class Planner:
             return np.zeros_like(size)
         spent = self.plain_ms + self.drafting_ms()
         batch = self.tables, self.num_requests, self.context
-        chosen = host.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
+        if shares:
+            chosen = np.full_like(size, self._share(values, size, spent, shares))
+        else:
+            chosen = host.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
         if not chosen.any() and self.due:  # verify the best nodes to learn whether they are accepted
             best = np.argsort(np.where(size > 0, -values[:, 0], 0.0), kind="stable")[:PROBE_REQUESTS]
             chosen[best] = np.minimum(size[best], 1)
@@ -266,3 +277,18 @@ class Planner:
         rows = self.num_requests + int(chosen.sum())
         self.planned = rows, costs.target_ms(rows, self.context + float((chosen * context).sum()))
         return chosen
+
+    def _share(self, values: np.ndarray, size: np.ndarray, spent: float, shares: Sequence[int]) -> int:
+        """The one of ``shares`` with the most tokens per millisecond."""
+        costs = self.costs
+        assert costs is not None
+        real = np.where(np.arange(values.shape[1]) < size[:, None], values, 0.0)
+        gains = np.append(0.0, real.cumsum(0, dtype=np.float64)[-1].cumsum())  # of the first n nodes of every graph
+
+        def rate(share: int) -> float:
+            count = share * len(size)
+            rows, context = self.num_requests + count, self.context * (1.0 + count / self.num_requests)
+            took = costs.target_ms(rows, context) + count * self.overhead.node_ms
+            return (self.num_requests + gains[share]) / (spent + took + (share > 0) * self.overhead.graph_ms)
+
+        return max(shares, key=rate)

@@ -65,8 +65,9 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
     assert run(graphs, *asked) == expected
     metrics = graphs.metrics()
     assert metrics["num_preemptions"] > 0
-    # Of the target for batches of 1, 2 and 4 requests with 9 rows each; of the draft phase for 1, 2, 3 and 4 requests.
-    assert metrics["gsd_cudagraphs_captured"] == 3 + 4
+    # Of the target for batches of 1, 2 and 4 requests with 9 rows each, of 1, 2 and 3 with 3, of 2 and 4 with a single
+    # one; of the draft phase for 1, 2, 3 and 4 requests.
+    assert metrics["gsd_cudagraphs_captured"] == 3 + 3 + 2 + 4
     assert metrics["gsd_cudagraph_hits"] > metrics["gsd_target_steps"] / 4
     long = [[token for prompt in asked[0] for token in prompt][:49]]
     texts = run(start_v2(None), long, GREEDY)
@@ -75,7 +76,12 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
         assert [answer.tokens] == texts and answer.num_cached_tokens == cached
     graphs.call(end_requests, [(2 * prompt)[:30] for prompt in asked[0]], "preempt and abort")
     assert not any(graphs.call(tables).values())
+    graphs.call(plant_costs, 0.8)  # fewer nodes, by graphs for as many
     assert run(graphs, *asked) == expected
+    graphs.call(plant_costs, None)
+    planned = graphs.metrics()
+    print(planned["gsd_nodes_cut"], planned["gsd_nodes_verified"] - metrics["gsd_nodes_verified"])
+    assert planned["gsd_nodes_cut"] > 0
     for kernel, keys in json.loads(graphs.call(launch_keys)).items():
         later = set(keys) - set(compiled.get(kernel, []))
         assert not later, f"{kernel} compiles while requests wait: {later}, beside {compiled.get(kernel)}"

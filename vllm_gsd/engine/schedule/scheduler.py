@@ -41,6 +41,7 @@ class GraphScheduling(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.dynamic_sd_lookup = None  # V2's runner chooses how many of the scheduled nodes it verifies
         self.graph_stats: dict[str, Any] | None = None  # statistics of this step
         self.unreported: dict[str, Counter] = {name: Counter() for name in COUNTED}
         self.reported_at = 0.0

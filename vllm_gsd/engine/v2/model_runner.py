@@ -117,6 +117,9 @@ class GraphModelRunner(GPUModelRunner):
     def measure(self) -> None:
         """Measure costs by which to plan, once everything is warm and captured."""
         if self.speculation.config.budget == "auto":
+            graphs = [] if self.cudagraph_manager is None else self.cudagraph_manager.graphs
+            captured = {desc.uniform_token_count - 1 for desc in graphs if desc.uniform_token_count is not None}
+            self.speculator.plan.captured = sorted(captured)
             self.speculation.planner.costs = measure_phases.measure_costs(self)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -204,6 +207,8 @@ class GraphModelRunner(GPUModelRunner):
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
             draft_layers, step = set(self.speculation.layer_names), self.step
             full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+            # A full graph of one row a request is plain decoding's.
+            full &= input_batch.num_tokens_after_padding > input_batch.num_reqs_after_padding
             graphs = step if step is not None and step.num_tree_requests else None
             if step is None:
                 self.row_buffers.clear()  # a dummy batch
@@ -211,8 +216,7 @@ class GraphModelRunner(GPUModelRunner):
                 assert step is None or step.whole  # upstream replays full graphs for nothing else
                 num_requests, num_rows = input_batch.num_reqs, input_batch.num_tokens
                 if full:
-                    num_requests = input_batch.num_reqs_after_padding
-                    num_rows = num_requests * self.decode_query_len
+                    num_requests, num_rows = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
                 inputs = input_batch.query_start_loc, input_batch.positions, block_tables[0]
                 rows = self.row_buffers.rows(num_requests, num_rows, *inputs)
                 attach_to(rows, attn_groups[0], draft_layers, metadata)

@@ -2,7 +2,8 @@
 
 Only the device knows the graphs of the step under way, so the plan is made with the latest graphs that have arrived on
 the host, a step or two old: their values stand for those of the next graphs. Whatever it decides is lossless, because
-every share of a graph is a valid tree. Tensor-parallel ranks decide alike: they learn of the same graphs at the same
+every share of a graph is a valid tree. Each request has its own share, or, if full CUDA graphs of the target were
+captured, all have one of the shares that these hold. Tensor-parallel ranks decide alike: they learn of the same graphs at the same
 time, and use the first rank's clock.
 """
 
@@ -40,6 +41,8 @@ class Plan:
     def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int) -> None:
         self.speculation = speculation
         self.num_nodes = num_nodes
+        # The numbers of nodes for which full CUDA graphs of the target were captured; none without such graphs.
+        self.captured: list[int] = []
         # By slot, how many nodes of the next graph are verified.
         self.shares = np.full(num_slots, num_nodes, np.int64)
         self.kinds = np.full(num_slots, NO_GRAPH, np.int64)  # of the next graph
@@ -55,6 +58,12 @@ class Plan:
     def active(self) -> bool:
         """Whether there are costs to plan by."""
         return self.speculation.planner.costs is not None
+
+    def forget(self) -> None:
+        """Forget all requests."""
+        for slot in range(len(self.shares)):
+            self.admit(slot)
+        self.phase = Phase(0, False)
 
     def admit(self, slot: int) -> None:
         """Start a request in a slot."""
@@ -85,8 +94,8 @@ class Plan:
                 self.speculation.planner.drafted_at_once(self.phase.num_drafted)
         self.kinds[slots] = kinds
         values, size = self._expected(slots, kinds, missed is not None)
-        chosen = self.speculation.planner.sizes(values, size, batch.length)
-        self.speculation.stats.counts["nodes_cut"] += int((size - chosen).sum())
+        chosen = self.speculation.planner.sizes(values, size, batch.length, self.captured)
+        self.speculation.stats.counts["nodes_cut"] += int(np.maximum(size - chosen, 0).sum())
         self.shares[slots] = chosen
         return kinds
 

@@ -284,7 +284,7 @@ class GraphSpeculator(BaseSpeculator):
         self.texts.clear()
         self.drafting.reset()
         self.proposals.fresh[:] = False
-        self.plan = Plan(self.speculation, len(self.ends), self.num_rows)
+        self.plan.forget()
         self.parents = {}
         self.speculation.forget_warm_up()
 
