@@ -170,6 +170,30 @@ def test_graphs_that_have_not_arrived(plan):
     assert plan._expected(np.array([1]), np.array([COPIES_ONLY]), True)[1] == [0]
 
 
+@pytest.mark.parametrize("row_ms", [0.0, 0.3, 1.0, 20.0])
+def test_one_share_for_all_is_the_best_that_was_captured(row_ms):
+    rng, seen = np.random.default_rng(3), set()
+    planner = Planner(4, 6, NODES, Costs(ROWS, 10 + row_ms * ROWS, np.full(5, 0.1), attention=1e-4))
+    plan = Plan(new_speculation(planner), SLOTS, NODES)
+    plan.captured = [0, 2, NODES]
+    for _ in range(20):
+        count = int(rng.integers(1, SLOTS + 1))
+        size = rng.integers(0, NODES + 1, count).astype(np.int32)
+        real = np.arange(NODES) < size[:, None]
+        values = np.where(real, -np.sort(-rng.uniform(0.001, 1.0, (count, NODES)), axis=1), 0).astype(np.float32)
+        planner.begin(count, 100 * count)
+        chosen = planner.sizes(values, size, np.full(count, 100), plan.captured)
+        rates = {}
+        for share in plan.captured:
+            rows, graph_ms = count * (1 + share), planner.overhead.graph_ms if share else 0
+            took = planner.plain_ms + graph_ms + planner.costs.target_ms(rows, 100 * rows)
+            rates[share] = (count + values[:, :share].sum()) / took
+        assert len(set(chosen)) == 1 and rates[chosen[0]] == pytest.approx(max(rates.values()), rel=1e-6)
+        assert not size.any() or planner.planned[0] == count * (1 + chosen[0])
+        seen.add(int(chosen[0]))
+    assert seen >= {0.0: {NODES}, 20.0: {0}}.get(row_ms, {2})
+
+
 def test_without_costs_every_node_is_verified(plan):
     plan.speculation.planner.costs = None
     plan.shares[:] = 0

@@ -256,8 +256,8 @@ class Planner:
 
         Args:
             values, size, context: as for ``choose``.
-            shares: if any, all graphs get the same one of these numbers of nodes, whatever their sizes. Full CUDA graphs
-                hold batches whose requests have equally many rows.
+            shares: if any, all graphs get the same one of these numbers of nodes, whatever their sizes, because full
+                CUDA graphs hold batches whose requests have equally many rows.
         """
         costs = self.costs
         if costs is None or not size.any():

@@ -2,9 +2,9 @@
 
 Only the device knows the graphs of the step under way, so the plan is made with the latest graphs that have arrived on
 the host, a step or two old: their values stand for those of the next graphs. Whatever it decides is lossless, because
-every share of a graph is a valid tree. Each request has its own share, or, if full CUDA graphs of the target were
-captured, all have one of the shares that these hold. Tensor-parallel ranks decide alike: they learn of the same graphs at the same
-time, and use the first rank's clock.
+every share of a graph is a valid tree. Each request has its own share. If full CUDA graphs of the target were captured,
+all have one of the shares that these hold. Tensor-parallel ranks decide alike: they learn of the same graphs at the
+same time, and use the first rank's clock.
 """
 
 from __future__ import annotations
