@@ -331,7 +331,7 @@ def test_hidden_states_of_inner_layers():
 
 
 def test_full_graphs_are_captured_for_a_schedule_that_our_scheduler_does_not_follow():
-    """``wire.speculative_config`` names the shares; ``GraphScheduling`` sets the lookup to None."""
+    """``wire.speculative_config`` names the shares; ``GraphScheduling`` replaces the lookup by its own, or by None."""
     source_of_graphs = source(CUDA_GRAPHS, "CudaGraphManager._init_candidates")
     assert "build_dynamic_sd_schedule_lookup(" in source_of_graphs and "decode_query_lens" in source_of_graphs
     schedule = source("v1/core/sched/scheduler.py", "Scheduler.schedule")

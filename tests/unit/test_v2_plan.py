@@ -9,6 +9,7 @@ import torch
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.observe.stats import GraphStats
+from vllm_gsd.engine.schedule.scheduler import nodes_that_fit
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
 from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT, ORIGIN_NGRAM
@@ -210,3 +211,9 @@ def test_a_plan_set_aside():
         planner.begin(1, 10)
         assert planner.wants_drafts(1, np.zeros(0))
     assert vars(planner) == before
+
+
+def test_no_request_waits_for_nodes_of_others():
+    assert nodes_that_fit(NODES, 100, 11) is None
+    assert nodes_that_fit(NODES, 20, 7) == [8, 8, 8, 5, 4, 3, 2, 1]
+    assert nodes_that_fit(NODES, 2, 4) == [8, 1, 0, 0, 0]
