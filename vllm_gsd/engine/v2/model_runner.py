@@ -119,7 +119,7 @@ class GraphModelRunner(GPUModelRunner):
         if self.speculation.config.budget == "auto":
             graphs = [] if self.cudagraph_manager is None else self.cudagraph_manager.graphs
             captured = {desc.uniform_token_count - 1 for desc in graphs if desc.uniform_token_count is not None}
-            self.speculator.plan.captured = sorted(captured)
+            self.speculator.plan.captured = sorted(captured | {0}) if captured else []
             self.speculation.planner.costs = measure_phases.measure_costs(self)
 
     # --- one step ---------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Plan:
     def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int) -> None:
         self.speculation = speculation
         self.num_nodes = num_nodes
-        # The numbers of nodes for which full CUDA graphs of the target were captured; none without such graphs.
+        # If full CUDA graphs of the target were captured, their numbers of nodes, and none.
         self.captured: list[int] = []
         # By slot, how many nodes of the next graph are verified.
         self.shares = np.full(num_slots, num_nodes, np.int64)
@@ -67,7 +67,8 @@ class Plan:
 
     def admit(self, slot: int) -> None:
         """Start a request in a slot."""
-        self.shares[slot], self.seen[slot], self.size[slot] = self.num_nodes, NO_GRAPH, 0
+        self.shares[slot], self.size[slot] = self.num_nodes, 0
+        self.kinds[slot] = self.seen[slot] = NO_GRAPH
 
     def choose(self, batch: DraftBatch, wanted: np.ndarray, missed: np.ndarray | None) -> np.ndarray:
         """Plan the next step; the planner's step must have begun.

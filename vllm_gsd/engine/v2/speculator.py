@@ -433,7 +433,7 @@ class GraphSpeculator(BaseSpeculator):
             "draft_length": self.drafting.draft_length[input_batch.idx_mapping],
             "counts": self.drafting.counts,
         }
-        if plan.active:
+        if plan.active and not self.host_only:
             tensors |= late_graphs(self.proposals.trees, input_batch.idx_mapping)
         self.late.send(label, {**tensors, **step.trees._asdict()})
         self.drafting.counts.zero_()
