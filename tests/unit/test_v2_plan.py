@@ -136,7 +136,10 @@ def test_both_runners_choose_the_same():
             budgets, drafted = on_v1(host, batch, missed, copies, whole)
             rows = np.flatnonzero(batch.sampled)
             kinds = np.where(drafted[rows], DRAFTED, COPIES_ONLY)
-            shares, kept = on_v2(plan, batch, missed, mixed(copies, whole, drafted[rows]), kinds)
+            known = mixed(copies, whole, drafted[rows])
+            shares, kept = on_v2(plan, batch, missed, known, kinds)
+            if (shares[rows] >= known.size).all():  # then further nodes may get rows, in case the next graphs have some
+                shares[rows] = np.minimum(shares[rows], known.size)
             assert np.array_equal(shares, budgets) and np.array_equal(kept, drafted)
             assert np.array_equal(host.planner.worth, late.planner.worth)
             names = ("nodes_cut", "drafts_skipped", "drafting_switches")
@@ -193,6 +196,16 @@ def test_one_share_for_all_is_the_best_that_was_captured(row_ms):
         assert not size.any() or planner.planned[0] == count * (1 + chosen[0])
         seen.add(int(chosen[0]))
     assert seen >= {0.0: {NODES}, 20.0: {0}}.get(row_ms, {2})
+
+
+def test_rows_for_more_nodes_than_the_latest_graph_has(plan):
+    """As many as the average graph has a use for at what rows cost."""
+    values, size = np.array([[0.9, 0.5, *[0] * 6]], np.float32), np.array([2], np.int32)
+    planner = plan.speculation.planner
+    for kind, row_ms, expected in ((DRAFTED, 0.0, NODES), (DRAFTED, 1.0, 3), (COPIES_ONLY, 0.0, 2), (DRAFTED, 3.0, 2)):
+        planner.costs = Costs(ROWS, 10 + row_ms * ROWS, np.full(5, 0.1), attention=0.0)
+        planner.begin(1, 100)
+        assert plan._sizes(values, size, np.array([100]), np.array([kind])) == [expected]
 
 
 def test_without_costs_every_node_is_verified(plan):

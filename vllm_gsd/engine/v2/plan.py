@@ -95,10 +95,28 @@ class Plan:
                 self.speculation.planner.drafted_at_once(self.phase.num_drafted)
         self.kinds[slots] = kinds
         values, size = self._expected(slots, kinds, missed is not None)
-        chosen = self.speculation.planner.sizes(values, size, batch.length, self.captured)
+        chosen = self._sizes(values, size, batch.length, kinds)
         self.speculation.stats.counts["nodes_cut"] += int(np.maximum(size - chosen, 0).sum())
         self.shares[slots] = chosen
         return kinds
+
+    def _sizes(self, values: np.ndarray, size: np.ndarray, context: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+        """How many nodes of each graph to verify; see ``Planner.sizes``.
+
+        The next graphs may have more nodes than the latest. Further nodes are expected to be worth what they are in the
+        average graph. They count if all known nodes pay, or if all graphs have the same share.
+        """
+        planner, width = self.speculation.planner, np.arange(self.num_nodes)
+        last = np.take_along_axis(values, np.maximum(size - 1, 0)[:, None], 1)
+        last[size == 0] = 1.0
+        more = np.where(width < size[:, None], values, np.minimum(planner.worth, last)).astype(np.float32)
+        most = np.where(kinds == DRAFTED, self.num_nodes, size).astype(np.int32)
+        if self.captured:
+            return planner.sizes(more, most, context, self.captured)
+        chosen = planner.sizes(values, size, context)
+        if chosen.any() and (chosen == size).all():
+            chosen = np.maximum(chosen, planner.sizes(more, most, context))
+        return chosen
 
     def _found(self, slots: np.ndarray) -> tuple[np.ndarray, float]:
         """What sources other than the draft are likely to find; see ``choose_drafting``."""
@@ -121,8 +139,7 @@ class Plan:
         values = -np.sort(-values, axis=1)
         size = np.where(kinds == NO_GRAPH, 0, np.count_nonzero(values, axis=1)).astype(np.int32)
         unknown = drafts & (kinds == DRAFTED) & (self.seen[slots] != DRAFTED)
-        worth = self.speculation.planner.worth[: self.num_nodes]
-        values[unknown, : len(worth)], size[unknown] = worth, len(worth)
+        values[unknown], size[unknown] = self.speculation.planner.worth, self.num_nodes
         return values, size
 
     def arrived(self, slots: np.ndarray, kinds: np.ndarray, phase: Phase, graphs: dict[str, np.ndarray]) -> None:
