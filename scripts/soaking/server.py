@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-TESTS = Path(__file__).resolve().parents[2] / "tests" / "e2e"
-sys.path[:0] = [str(path) for path in (TESTS, TESTS / "v2") if str(path) not in sys.path]
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+FOLDERS = [str(path) for path in (TESTS, TESTS / "e2e", TESTS / "e2e" / "v2")]
+sys.path[:0] = [path for path in FOLDERS if path not in sys.path]
 
 from adapters import RANK, build_adapter  # noqa: E402
 from serve_process import FORKING, VLLM, Server, serving  # noqa: E402
@@ -96,7 +97,7 @@ def _environment(runner: str) -> Any:
         import interpreter
         from v2_engine import TRITON
 
-        paths = [str(TESTS), str(TESTS / "v2"), str(TRITON), os.environ.get("PYTHONPATH", "")]
+        paths = [*FOLDERS, str(TRITON), os.environ.get("PYTHONPATH", "")]
         variables |= {**interpreter.SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return mock.patch.dict(os.environ, variables)
 

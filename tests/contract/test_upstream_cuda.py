@@ -23,7 +23,7 @@ def test_forward(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_attributes(impl):
     source = inspect.getsource(impl.__init__)
-    for name in ("num_heads", "head_size", "scale", "logits_soft_cap", "alibi_slopes", "sinks", "kv_cache_dtype"):
+    for name in ("num_heads", "head_size", "scale", "logits_soft_cap", "sinks", "kv_cache_dtype"):
         assert f"self.{name} = " in source, name
     assert "self.sliding_window = (sliding_window - 1, 0)" in source and "(-1, -1)" in source
 

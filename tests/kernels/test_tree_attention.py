@@ -228,11 +228,3 @@ def test_kernel_refuses_strange_dtypes_and_layouts():
     wild = KVLayout(layout.key_token + 1, layout.key_dim, layout.value_token, layout.value_dim)
     with pytest.raises(ValueError, match="outside of its page"):
         broken(tree_case(layout=KVLayout.plain), layout=wild).run(tree_attention)
-
-
-@pytest.mark.parametrize("op", [tree_attention, tree_attention_reference])
-def test_refuses_alibi(op):
-    case = tree_case()
-    case.options["alibi_slopes"] = torch.ones(4)
-    with pytest.raises(NotImplementedError, match="ALiBi"):
-        case.run(op)

@@ -15,7 +15,7 @@ import torch
 
 FOLDER = Path(__file__).parent / "gpu"
 REPOSITORY = FOLDER.parents[2]
-DRAFTING = [REPOSITORY / "tests" / of for of in ("kernels/drafting", "e2e/v2", "e2e")]
+DRAFTING = [REPOSITORY / "tests" / of for of in ("kernels/drafting", "e2e/v2", "e2e", "")]
 TRITON = Path(sys.prefix) / "triton"  # where scripts/setup puts it, out of everybody else's sight
 
 pytestmark = [

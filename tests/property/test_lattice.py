@@ -143,6 +143,29 @@ def test_choice_of_candidates(shape, more):
     assert places[:, 0].tolist() == chain
 
 
+@given(SHAPES)
+@settings(derandomize=True, deadline=None, max_examples=40)
+def test_without_merging_the_lattice_is_a_tree(shape):
+    """Every candidate keeps the edge of the best path to it, and its survival with it."""
+    depth, k, seed = shape
+    scores = np.random.default_rng(seed).standard_normal((depth, k + 2, k + 2)).astype(np.float32)
+    scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
+
+    def after(level, places):
+        return scores[level, [0] if places is None else places]
+
+    def native(merge):
+        graphs, (_, joined, _) = lattice(*choose_candidates(after, depth, k, merge), 500)
+        nodes = [node for node in range(1, graphs.size[0]) if graphs.merged[0, node] == NONE]
+        return joined, {(graphs.depth[0, node], graphs.token[0, node]): graphs.survival[0, node] for node in nodes}
+
+    (joined, merged), (none, tree) = native(True), native(False)
+    assert none == 0 and joined == (depth - 1) * k * (k - 1)
+    assert tree.keys() == merged.keys()
+    for key, survival in tree.items():
+        np.testing.assert_allclose(survival, merged[key], rtol=1e-5)
+
+
 def test_marginals_make_a_lattice_of_their_best_tokens():
     """Without edge scores every row of a depth is equal."""
     marginals = np.log(np.array([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3]], np.float32))

@@ -18,8 +18,9 @@ from vllm_gsd.ops.lattice.api import choose_candidates
 VOCAB, HIDDEN, RANK, DEPTH = 24, 8, 5, 3
 
 
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_batches_equal_the_specification(seed):
+def test_batches_equal_the_specification(seed, merge):
     random = np.random.default_rng(seed)
     count, pool, k = 3, int(random.integers(1, 9)), int(random.integers(1, 5))
     k = min(k, pool)
@@ -30,13 +31,13 @@ def test_batches_equal_the_specification(seed):
         rows = torch.from_numpy(scores[:, level])
         return rows[:, :1] if places is None else rows.gather(1, places[:, :, None].expand(-1, -1, pool))
 
-    places, probs = choose_candidates(of_batch, DEPTH, k)
+    places, probs = choose_candidates(of_batch, DEPTH, k, merge)
     for row in range(count):
 
         def of_one(level, before, row=row):
             return scores[row, level, [0] if before is None else before]
 
-        expected = lattice.choose_candidates(of_one, DEPTH, k)
+        expected = lattice.choose_candidates(of_one, DEPTH, k, merge)
         assert places[row].tolist() == expected[0].tolist()
         np.testing.assert_allclose(probs[row].numpy(), expected[1], rtol=1e-6)
 

@@ -180,9 +180,6 @@ def test_flash_prefix(monkeypatch):
 def test_refusals():
     kv_cache, tree, query = batch()
     metadata = metadata_with(tree)
-    impl = impl_of(cuda_attention.TreeTritonAttentionImpl, alibi_slopes=torch.ones(4))
-    with pytest.raises(NotImplementedError, match="ALiBi"):
-        forward(impl, query, kv_cache, metadata, query.clone())
     with pytest.raises(NotImplementedError, match="output quantization"):
         impl_of(cuda_attention.TreeTritonAttentionImpl).forward(
             None, query, None, None, kv_cache, metadata, query.clone(), torch.ones(1)

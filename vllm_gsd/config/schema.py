@@ -75,7 +75,11 @@ class GSDConfig(BaseModel):
         0.03, ge=0, le=1, description="A sibling is dropped if it has less than this share of its best sibling."
     )
     merge_ngram: int = Field(
-        2, ge=0, le=16, description="Tokens that must agree for two nodes to be merged; 0 turns merging off."
+        2,
+        ge=0,
+        le=16,
+        description="Tokens that must agree for two nodes to be merged; 0 turns merging off. In a drafted block, nodes "
+        "of a depth are merged if their tokens agree, unless it is 0.",
     )
     sources: tuple[Source, ...] = Field(
         default_factory=_default_sources,

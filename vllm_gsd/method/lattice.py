@@ -16,7 +16,7 @@ from vllm_gsd.method.growth import survival_floor
 
 
 def choose_candidates(
-    log_probs: Callable[[int, np.ndarray | None], np.ndarray], depth: int, k: int
+    log_probs: Callable[[int, np.ndarray | None], np.ndarray], depth: int, k: int, merge: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose the k candidates of each depth for one request.
 
@@ -29,6 +29,8 @@ def choose_candidates(
             [k or 1, pool >= k]. Each row of probabilities adds up to at most 1.
         depth: number of depths, at least 1.
         k: candidates of a depth, at least 1.
+        merge: whether several paths may lead to a candidate. Without, all edges into it but the most probable path's
+            get probability 0, and the lattice is a tree.
 
     Returns:
         the candidates' places in the pool, int64 [depth, k], and their conditional probabilities, float32
@@ -43,8 +45,11 @@ def choose_candidates(
         order = paths.copy()
         order[given[0].argmax()] = np.inf
         chosen = np.argsort(-order, kind="stable")[:k]
-        places[level], best = chosen, paths[chosen]
         probs[level] = np.exp(given[:, chosen])
+        if not merge and level > 0:
+            before = (best[:, None] + given[:, chosen]).argmax(axis=0)
+            probs[level] *= np.arange(k)[:, None] == before
+        places[level], best = chosen, paths[chosen]
     return places, probs
 
 

@@ -7,6 +7,8 @@ these engines are forked from a process of their own.
 import os
 import sys
 
+import faster_interpreter
+
 # vLLM's own switch. A user needs none: with a real Triton backend vLLM takes V2 by itself.
 SETTINGS = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
@@ -26,6 +28,7 @@ def enable() -> None:
 
     # Interpreted kernels are never compiled: any class will do.
     backends["cpu"] = Backend(BaseBackend, InterpretedDriver)
+    faster_interpreter.make_faster()
 
 
 def leave_costs_out() -> None:

@@ -61,8 +61,8 @@ class V2Engine(Engine):
         before += [interpreter.split_attention_groups] if split_groups else []
         before += [interpreter.start_as_on_gpus] if gpu_attention else []
         after = [uses_v2, start_probes.remember_start] if gpu_attention else [uses_v2]
-        here = str(Path(__file__).parent)
-        path = os.pathsep.join(filter(None, [here, str(TRITON), os.environ.get("PYTHONPATH")]))
+        here = Path(__file__).parent
+        path = os.pathsep.join(map(str, (here, here.parents[1], TRITON, os.environ.get("PYTHONPATH", ""))))
         with mock.patch.dict(os.environ, {**interpreter.SETTINGS, "PYTHONPATH": path}):
             super().__init__(model, speculative_config, after, before, **{**OPTIONS, **options})
 

@@ -12,12 +12,17 @@ import torch
 
 from vllm_gsd.ops.dispatch import interpreted
 
-FOLDERS = Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "property"
-sys.path[:0] = map(str, FOLDERS)  # for paged_cases, references and reference_graph
+HERE = Path(__file__).parent
+FOLDERS = HERE, HERE.parents[0], HERE.parents[1] / "property", HERE.parents[1]
+sys.path[:0] = map(str, FOLDERS)  # for paged_cases, references, reference_graph and faster_interpreter
 
 ON_GPU = torch.cuda.is_available() and not interpreted()
 if not ON_GPU and not interpreted():
     collect_ignore_glob = ["test_*.py"]
+if interpreted():
+    import faster_interpreter
+
+    faster_interpreter.make_faster()
 
 
 @pytest.fixture(scope="session")

@@ -169,7 +169,6 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
             self.scale,
             sliding_window=self.sliding_window,
             softcap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
         )
 

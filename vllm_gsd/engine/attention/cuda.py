@@ -78,7 +78,6 @@ class _TreeRowsImpl(AttendsTrees):
     scale: float
     sliding_window: tuple[int, int]
     logits_soft_cap: float
-    alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
     kv_cache_dtype: str
 
@@ -130,8 +129,6 @@ class _TreeRowsImpl(AttendsTrees):
         tree: TreeRows,
         output: torch.Tensor,
     ) -> None:
-        if self.alibi_slopes is not None:
-            raise NotImplementedError("tree attention does not support ALiBi slopes")
         num_rows = len(tree.positions)
         heads = (num_rows, self.num_heads, self.head_size)
         # The cache's logical shape is [num_blocks, kv_heads, block_size, 2 * head_size].

@@ -196,7 +196,7 @@ class BlockDrafter:
         logits = self.model.model_config.get_vocab_size() * max(k, hidden.shape[1])
         most = max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * logits))
         parts = [
-            block_candidates(self.model.kind, self.model.model, *part, k)
+            block_candidates(self.model.kind, self.model.model, *part, k, self.config.merge_ngram > 0)
             for part in zip(hidden.split(most), roots.split(most), strict=True)
         ]
         tokens, probs = (torch.cat(of) for of in zip(*parts, strict=True))

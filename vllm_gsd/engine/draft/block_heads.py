@@ -139,7 +139,7 @@ HEADS: dict[str, Any] = {"dflash": DFlashHead, "dflash2": DFlash2Head, "dspark":
 
 
 def block_candidates(
-    kind: str, model: Any, hidden: torch.Tensor, roots: torch.Tensor, k: int
+    kind: str, model: Any, hidden: torch.Tensor, roots: torch.Tensor, k: int, merge: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The candidates of a batch of drafted blocks.
 
@@ -149,10 +149,11 @@ def block_candidates(
         hidden: [n, depth, hidden], the draft's hidden states of the rows that predict the depths.
         roots: int64 [n], the last committed tokens.
         k: candidates of a depth; fewer where the pool has fewer.
+        merge: whether several paths may lead to a candidate.
 
     Returns:
         their tokens, int64 [n, depth, k], and conditional probabilities, float32 [n, depth, k, k].
     """
     head: Any = HEADS[kind](model, hidden, roots)
-    places, probs = choose_candidates(head.log_probs, hidden.shape[1], min(k, head.size))
+    places, probs = choose_candidates(head.log_probs, hidden.shape[1], min(k, head.size), merge)
     return head.tokens(places), probs

@@ -30,7 +30,6 @@ def tree_attention(
     scale: float,
     sliding_window: int = -1,
     softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of every row into ``output``; see the module's formula.
@@ -53,7 +52,6 @@ def tree_attention(
         sliding_window: a row at position p attends the prefix's keys i <= p with ``p - i < sliding_window``; -1 or
             0 for all of them. The window does not apply to slots: the mask must leave out distant ones.
         softcap: 0 for none.
-        alibi_slopes: unsupported.
         sinks: ``[num_heads]``, a logit without a value in each head's softmax.
 
     Arithmetic is in float32. On AMD processors with AVX512-BF16, pairs of bfloat16 are multiplied with sums in float32,
@@ -64,14 +62,12 @@ def tree_attention(
     on where slots lie, on how a prompt is cut into chunks, nor on the number of threads.
 
     Raises:
-        NotImplementedError: ``alibi_slopes`` is given; the positions of slots are not known here.
         ValueError: shapes or dtypes do not fit, or the block table lacks an attended block.
     """
-    _refuse_alibi(alibi_slopes)
     if not use_kernel(query):
         tree_attention_reference(
             output, query, kv_cache, layout, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-            scale, sliding_window, softcap, None, sinks,
+            scale, sliding_window, softcap, sinks,
         )  # fmt: skip
         return
     if sinks is not None:
@@ -95,11 +91,9 @@ def tree_attention_reference(
     scale: float,
     sliding_window: int = -1,
     softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
     """:func:`tree_attention` in plain PyTorch; computes in float64 where ``query`` is float64."""
-    _refuse_alibi(alibi_slopes)
     _check(output, query, kv_cache, layout, block_table, query_start_loc, prefix_lens, positions, tree_mask)
     compute = torch.promote_types(query.dtype, torch.float32)
     heads_per_kv = query.shape[1] // kv_cache.shape[1]
@@ -144,11 +138,6 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         scores = torch.cat([scores, sink], dim=2)
     nothing = (scores == -torch.inf).all(dim=2, keepdim=True)
     return torch.softmax(scores, dim=2).masked_fill(nothing, 0.0)[:, :, :keys]
-
-
-def _refuse_alibi(alibi_slopes: torch.Tensor | None) -> None:
-    if alibi_slopes is not None:
-        raise NotImplementedError("tree attention does not support ALiBi slopes")
 
 
 def _check(

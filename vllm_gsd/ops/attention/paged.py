@@ -90,10 +90,9 @@ def paged_tree_attention(
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "slot_positions": slot_positions}
     check_inputs(output, *inputs, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
     require_triton("paged_tree_attention", query)
-    num_reqs, group = len(query_start_loc) - 1, query.shape[1] // key_cache.shape[2]
+    num_reqs, group, max_rows = len(query_start_loc) - 1, query.shape[1] // key_cache.shape[2], max_rows or len(query)
     if not (len(query) and num_reqs):
         return
-    max_rows = max_rows or len(query)
     roomy = _capability(query.device) >= (9, 0) and not (softcap or sliding_window > 0 or sinks is not None)
     tiles = tiles or TreeTiles.of(max_rows, group, query.shape[2], query.element_size(), roomy)
     m_tiles = -(-max_rows * group // tiles.rows)
@@ -107,11 +106,10 @@ def paged_tree_attention(
         given = tuple(of is not None for of in (lse, *extras.values()))
         strides = (of.stride() for of in (output, query, key_cache))
         kind = tiles, query.device, query.dtype, key_cache.dtype, *strides, sliding_window > 0, softcap != 0, given
-        if kind not in _compiled:
+        for spans in () if kind in _compiled else (1, 2):
             # A later batch may have spans where this one has none. A launch without programs only compiles.
-            _compiled.add(kind)
-            for spans in (1, 2):
-                _attend(output, lse, num_reqs=0, num_splits=spans, **launch)
+            _attend(output, lse, num_reqs=0, num_splits=spans, **launch)
+        _compiled.add(kind)
     _attend(output, lse, num_reqs=num_reqs, num_splits=num_splits, **launch)
 
 

@@ -126,10 +126,8 @@ def tree_attention_kernel(
     STORE_LSE: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Grid (m tiles x splits, KV heads, requests). Tiles vary fastest, so programs that share keys run together."""
-    tile = tl.program_id(0) % m_tiles
-    split = tl.program_id(0) // m_tiles
-    kv_head = tl.program_id(1).to(tl.int64)
-    request = tl.program_id(2).to(tl.int64)
+    tile, split = tl.program_id(0) % m_tiles, tl.program_id(0) // m_tiles
+    kv_head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.load(query_start_loc + request).to(tl.int64)
     num_pairs = (tl.load(query_start_loc + request + 1) - first_row) * GROUP
     if tile * BLOCK_M >= num_pairs:
@@ -148,13 +146,11 @@ def tree_attention_kernel(
     if K_SCALE:
         score_scale = scale * tl.load(k_scale + kv_head * k_scale_head)
 
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    highest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if SINKS:
         if split == 0:
-            highest = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            total = total + 1.0
+            highest, total = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E, total + 1.0
     if PREFIX:
         highest, total, acc = _attend_prefix(
             q, highest, total, acc, row, valid, split, prefix, positions, sliding_window, table, key_cache, value_cache,

@@ -32,6 +32,13 @@ def _kinds(origins):
 
 
 @triton.jit
+def _beyond(node, nodes, capacity):
+    """Where the paths of a node go on: a merged edge continues as its target."""
+    target = tl.load(nodes + TARGET * capacity + node)
+    return tl.where(target == -1, node, target)
+
+
+@triton.jit
 def _worth(likely, chance, crossed, level, probs, targets, kinds, trust, factor):
     """Calibrated survival that each node would have as a child of a place; as ``method.cells.calibrated``."""
     below = likely * probs
@@ -91,10 +98,8 @@ def flatten_kernel(
     """Grid (graphs). Every place keeps its best child that is not taken; each step takes the best of these."""
     graph = tl.program_id(0).to(tl.int64)
     lane, place = tl.arange(0, BLOCK), tl.arange(0, PLACES)
-    nodes += graph * 6 * capacity
-    chances += graph * 2 * capacity
-    state += graph * STATES
-    trust += graph * SOURCES
+    nodes, chances = nodes + graph * 6 * capacity, chances + graph * 2 * capacity
+    state, trust = state + graph * STATES, trust + graph * SOURCES
     real = lane < tl.load(state + SIZE)
     parents = tl.load(nodes + PARENT * capacity + lane, mask=real, other=-1)
     probs = tl.load(chances + lane, mask=real, other=0.0)
@@ -110,11 +115,10 @@ def flatten_kernel(
     size = 0
     going = most > 0
     while going:
-        # Expand the newest place. A merged edge continues as its target.
+        # Expand the newest place.
         here = place == size
         source, level, crossed, own, worth = _place(here, node, depth, over, likely, chance)
-        target = tl.load(nodes + TARGET * capacity + source)
-        source = tl.where(target == -1, source, target)
+        source = _beyond(source, nodes, capacity)
         value = _worth(own, worth, crossed, level + 1, probs, targets, kinds, trust, factor)
         highest, first = _best_child(value, real & (parents == source) & (level < deepest), lane, BLOCK)
         best, heir = tl.where(here, highest, best), tl.where(here, first, heir)
@@ -126,8 +130,7 @@ def flatten_kernel(
             there = place == chosen
             child = tl.sum(tl.where(there, heir, 0), 0)
             source, level, crossed, own, worth = _place(there, node, depth, over, likely, chance)
-            target = tl.load(nodes + TARGET * capacity + source)
-            source = tl.where(target == -1, source, target)
+            source = _beyond(source, nodes, capacity)
             # Find the parent's next best child.
             value = _worth(own, worth, crossed, level + 1, probs, targets, kinds, trust, factor)
             left = real & (parents == source) & ((value < highest) | ((value == highest) & (lane > child)))
@@ -136,11 +139,8 @@ def flatten_kernel(
             size += 1
             new = place == size
             target = tl.load(nodes + TARGET * capacity + child)
-            node, above, depth = (
-                tl.where(new, child, node),
-                tl.where(new, chosen, above),
-                tl.where(new, level + 1, depth),
-            )
+            node, above = tl.where(new, child, node), tl.where(new, chosen, above)
+            depth = tl.where(new, level + 1, depth)
             over = tl.where(new, (crossed | (target != -1)).to(tl.int32), over)
             likely = tl.where(new, own * tl.load(chances + child), likely)
             chance = tl.where(new, highest, chance)

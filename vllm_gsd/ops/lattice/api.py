@@ -10,7 +10,7 @@ from vllm_gsd.ops.growth.state import DeviceGraphs
 
 
 def choose_candidates(
-    log_probs: Callable[[int, torch.Tensor | None], torch.Tensor], depth: int, k: int
+    log_probs: Callable[[int, torch.Tensor | None], torch.Tensor], depth: int, k: int, merge: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the k candidates of each depth. Nothing is read back from a GPU.
 
@@ -20,6 +20,7 @@ def choose_candidates(
             ``[n, k or 1, pool]``.
         depth: number of depths, at least 1.
         k: candidates of a depth, from 1 to the smallest pool.
+        merge: whether several paths may lead to a candidate; see ``method.lattice.choose_candidates``.
 
     Returns:
         The candidates' places in the pool, int64 ``[n, depth, k]``, and their conditional probabilities, float32
@@ -30,13 +31,16 @@ def choose_candidates(
     best: torch.Tensor | None = None
     for level in range(depth):
         given = log_probs(level, places[-1] if places else None).nan_to_num(nan=float("-inf"))
-        paths = (given if best is None else best[:, :, None] + given).amax(dim=1)
+        paths, before = (given if best is None else best[:, :, None] + given).max(dim=1)
         order = paths.scatter(1, given[:, 0].argmax(dim=1, keepdim=True), float("inf"))
         chosen = order.topk(k, dim=1).indices
         best = paths.gather(1, chosen)
-        chances = given.gather(2, chosen[:, None].expand(-1, given.shape[1], -1)).exp()
+        chances = given.gather(2, chosen[:, None].expand(-1, given.shape[1], -1)).exp().expand(-1, k, -1)
+        if not merge and level > 0:
+            own = before.gather(1, chosen)[:, None] == torch.arange(k, device=chosen.device)[:, None]
+            chances = chances * own
         places.append(chosen)
-        probs.append(chances.expand(-1, k, -1))
+        probs.append(chances)
     return torch.stack(places, dim=1), torch.stack(probs, dim=1)
 
 
