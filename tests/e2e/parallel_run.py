@@ -70,7 +70,6 @@ def watch_v2(worker, disturb: bool):
         trees = [of[input_batch.idx_mapping].tolist() for of in speculator.proposals.trees]
         proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist()]
         speculator.hashes.append(hashlib.sha256(json.dumps(proposed).encode()).hexdigest())
-        speculator.planned = speculator.planned | set(speculator.plan.shares.tolist())
         return tokens
 
     def noisy(*args):
@@ -80,7 +79,6 @@ def watch_v2(worker, disturb: bool):
     speculator.propose = recorded
     rows = np.array([1, 2, 256])
     speculator.speculation.planner.costs = Costs(rows, 10.0 + 30 * rows, np.full(3, 1.0), attention=0.0)
-    speculator.planned = set()
     if disturb:
         model.run_rows = noisy
 
