@@ -78,7 +78,7 @@ def watch_v2(worker, disturb: bool):
 
     speculator.propose = recorded
     rows = np.array([1, 2, 256])
-    speculator.speculation.planner.costs = Costs(rows, 10.0 + 30 * rows, np.full(3, 1.0), attention=0.0)
+    speculator.speculation.planner.costs = Costs(rows, 100.0 + 5 * rows, np.full(3, 1.0), attention=0.0)
     if disturb:
         model.run_rows = noisy
 

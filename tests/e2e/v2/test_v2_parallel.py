@@ -44,7 +44,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
             "engine": {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        path = [E2E / "v2/ranks", E2E / "v2", TRITON, os.environ.get("PYTHONPATH")]
+        path = [E2E / "v2/ranks", E2E / "v2", E2E.parent, TRITON, os.environ.get("PYTHONPATH")]
         variables = {
             **os.environ,
             **interpreter.SETTINGS,
