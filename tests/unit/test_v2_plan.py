@@ -165,13 +165,13 @@ def test_graphs_that_have_not_arrived(plan):
         graphs = {"graph_size": np.array([3]), "graph_value": value, "graph_origin": origin, "graph_depth": origin}
         plan.arrived(np.array([slot]), np.array([kind]), Phase(0, False), graphs)
     average = FIRST_CHANCE * DECAY ** np.arange(NODES)
-    values, size = plan._expected(np.arange(4), np.full(4, DRAFTED), True)
+    values, size = plan._expected(np.arange(4), np.full(4, DRAFTED))
     assert size.tolist() == [NODES, 3, NODES, NODES]
     assert values[[0, 2, 3]] == pytest.approx(np.tile(average, (3, 1)))
-    values, size = plan._expected(np.arange(4), np.array([COPIES_ONLY, COPIES_ONLY, NO_GRAPH, COPIES_ONLY]), True)
+    values, size = plan._expected(np.arange(4), np.array([COPIES_ONLY, COPIES_ONLY, NO_GRAPH, COPIES_ONLY]))
     assert size.tolist() == [0, 2, 0, 2] and values[1, :3] == pytest.approx([0.5, 0.3, 0])
     plan.admit(1)  # another request
-    assert plan._expected(np.array([1]), np.array([COPIES_ONLY]), True)[1] == [0]
+    assert plan._expected(np.array([1]), np.array([COPIES_ONLY]))[1] == [0]
 
 
 @pytest.mark.parametrize("row_ms", [0.0, 0.3, 1.0, 20.0])

@@ -85,7 +85,9 @@ class Plan:
         if not self.active:
             self.shares[slots] = self.num_nodes
             return kinds
-        if missed is not None:
+        if missed is None:
+            kinds = wanted * COPIES_ONLY
+        else:
             index = wanted.nonzero()[0]
             drafting = self.speculation.choose_drafting(index, *self._found(slots[index]), missed)
             copies = COPIES_ONLY if "ngram" in self.speculation.config.sources else NO_GRAPH
@@ -94,7 +96,7 @@ class Plan:
             if self.phase.num_drafted:
                 self.speculation.planner.drafted_at_once(self.phase.num_drafted)
         self.kinds[slots] = kinds
-        values, size = self._expected(slots, kinds, missed is not None)
+        values, size = self._expected(slots, kinds)
         chosen = self._sizes(values, size, batch.length, kinds)
         self.speculation.stats.counts["nodes_cut"] += int(np.maximum(size - chosen, 0).sum())
         self.shares[slots] = chosen
@@ -129,7 +131,7 @@ class Plan:
     def _real(self, slots: np.ndarray) -> np.ndarray:
         return np.arange(self.num_nodes) < self.size[slots][:, None]
 
-    def _expected(self, slots: np.ndarray, kinds: np.ndarray, drafts: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _expected(self, slots: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Values and sizes of the next graphs: those of the latest ones if these were of the same kind.
 
         Drafted graphs are otherwise like the average one, and of drafted ones the copied nodes remain.
@@ -138,7 +140,7 @@ class Plan:
         values = np.where(self._real(slots) & ~copies, self.value[slots], 0.0).astype(np.float32)
         values = -np.sort(-values, axis=1)
         size = np.where(kinds == NO_GRAPH, 0, np.count_nonzero(values, axis=1)).astype(np.int32)
-        unknown = drafts & (kinds == DRAFTED) & (self.seen[slots] != DRAFTED)
+        unknown = (kinds == DRAFTED) & (self.seen[slots] != DRAFTED)
         values[unknown], size[unknown] = self.speculation.planner.worth, self.num_nodes
         return values, size
 
