@@ -80,7 +80,6 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
     assert run(graphs, *asked) == expected
     graphs.call(plant_costs, None)
     planned = graphs.metrics()
-    print(planned["gsd_nodes_cut"], planned["gsd_nodes_verified"] - metrics["gsd_nodes_verified"])
     assert planned["gsd_nodes_cut"] > 0
     for kernel, keys in json.loads(graphs.call(launch_keys)).items():
         later = set(keys) - set(compiled.get(kernel, []))
