@@ -356,3 +356,12 @@ def test_hidden_states_of_inner_layers():
     assert "if self.use_aux_hidden_state_outputs:" in text and "set_eagle3_aux_hidden_state_layers(" in text
     assert "self.use_aux_hidden_state_outputs = False" in source(f"{GPU}/model_runner.py", "GPUModelRunner.__init__")
     assert "aux_hidden_states=aux_hidden_states" in source(f"{GPU}/model_runner.py", "GPUModelRunner.execute_model")
+
+
+def test_full_graphs_are_captured_for_a_schedule_that_our_scheduler_does_not_follow():
+    """``wire.speculative_config`` names the shares; ``GraphScheduling`` replaces the lookup by its own, or by None."""
+    source_of_graphs = source(CUDA_GRAPHS, "CudaGraphManager._init_candidates")
+    assert "build_dynamic_sd_schedule_lookup(" in source_of_graphs and "decode_query_lens" in source_of_graphs
+    schedule = source("v1/core/sched/scheduler.py", "Scheduler.schedule")
+    assert "num_spec_tokens_to_schedule = self.num_spec_tokens" in schedule
+    assert "if self.dynamic_sd_lookup is not None and len(num_scheduled_tokens) > 0:" in schedule

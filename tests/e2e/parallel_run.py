@@ -51,8 +51,14 @@ def watch(worker, disturb: bool):
 
 
 def watch_v2(worker, disturb: bool):
-    """The same with Model Runner V2; if ``disturb``, the second rank's draft has noise in its hidden states."""
+    """The same with Model Runner V2; if ``disturb``, the second rank's draft has noise in its hidden states.
+
+    The ranks plan by a planted table, and by what steps take.
+    """
+    import numpy as np
     import torch
+
+    from vllm_gsd.planner.costs import Costs
 
     speculator = worker.model_runner.speculator
     speculator.hashes = []
@@ -62,7 +68,8 @@ def watch_v2(worker, disturb: bool):
     def recorded(input_batch, *args, **kwargs):
         tokens = propose(input_batch, *args, **kwargs)
         trees = [of[input_batch.idx_mapping].tolist() for of in speculator.proposals.trees]
-        speculator.hashes.append(hashlib.sha256(json.dumps([tokens.tolist(), trees]).encode()).hexdigest())
+        proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist()]
+        speculator.hashes.append(hashlib.sha256(json.dumps(proposed).encode()).hexdigest())
         return tokens
 
     def noisy(*args):
@@ -70,6 +77,8 @@ def watch_v2(worker, disturb: bool):
         return hidden + worker.rank * 1e-2 * torch.randn_like(hidden)
 
     speculator.propose = recorded
+    rows = np.array([1, 2, 256])
+    speculator.speculation.planner.costs = Costs(rows, 100.0 + 5 * rows, np.full(3, 1.0), attention=0.0)
     if disturb:
         model.run_rows = noisy
 

@@ -296,7 +296,7 @@ class Speculation:
         if self.drafter is not None:
             assert self.draft_kv is not None
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
-            drafting = self._choose_drafting(requests, trees, missed)
+            drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)
             # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size.
             prompts = speculates & ~wanted & (missed <= self.most_missed)
@@ -330,10 +330,21 @@ class Speculation:
             trust=self.trust.of([batch.request_ids[request] for request in index]),
         )
 
-    def _choose_drafting(self, requests: GraphRequests, found: FlatTrees | None, missed: np.ndarray) -> np.ndarray:
-        """Choose the requests to draft for, given the trees that other sources found for them.
+    def _found(self, requests: GraphRequests, found: FlatTrees | None) -> tuple[np.ndarray, float]:
+        """What sources other than the draft have found: ``found`` and ``left`` of ``choose_drafting``."""
+        if found is None:
+            return np.zeros(0), 1.0
+        real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
+        chances = found.value[real].astype(np.float64)
+        return chances, 1.0 - float(found.value[real & (found.depth == 1)].sum()) / len(requests.index)
+
+    def choose_drafting(self, index: np.ndarray, found: np.ndarray, left: float, missed: np.ndarray) -> np.ndarray:
+        """Choose the requests to draft for.
 
         Args:
+            index: int64 [n], the requests of the batch that can be drafted for.
+            found: float64 [nodes], probabilities of the nodes that other sources have found for them.
+            left: mean probability that the target accepts none of these nodes.
             missed: int64 [num_requests], tokens that the draft would have to run first. A request with more than
                 ``most_missed`` gets no draft, as the step would take as long as reading them. If all requests together
                 have more, those with the most wait.
@@ -341,26 +352,19 @@ class Speculation:
         Returns:
             bool [num_requests].
         """
-        assert self.drafter is not None
         drafting = np.zeros(len(missed), np.bool_)
-        count = len(requests.index)
+        count = len(index)
         if count == 0:
             self.planner.put_off()
             return drafting
-        chances, left = np.zeros(0), 1.0
-        if found is not None:  # then at least one tree has nodes
-            real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
-            chances = found.value[real].astype(np.float64)
-            left = 1.0 - float(found.value[real & (found.depth == 1)].sum()) / count
-        chosen = requests.index
         was_drafting = self.planner.drafting
-        wanted = self.planner.wants_drafts(count, chances, max(0.0, left))
+        wanted = self.planner.wants_drafts(count, found, max(0.0, left))
         if self.planner.drafting != was_drafting:
             self.stats.counts["drafting_switches"] += 1
         if not wanted:
             self.stats.counts["drafts_skipped"] += count
             return drafting
-        chosen = chosen[np.argsort(missed[chosen], kind="stable")]
+        chosen = index[np.argsort(missed[index], kind="stable")]
         missed = missed[chosen]
         chosen = chosen[(missed <= self.most_missed) & (missed.cumsum() - missed < self.most_missed)]
         if self.planner.probing:
@@ -477,19 +481,6 @@ class Speculation:
         grammar = reason is None and has_grammar(request)
         self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
         return known
-
-
-def check_kv_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Check that all layers share one block table.
-
-    Raises:
-        ValueError: the layers of target and draft are in more than one KV cache group.
-    """
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        raise ValueError(
-            f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
-            f"{len(kv_cache_config.kv_cache_groups)} groups."
-        )
 
 
 def has_grammar(request: Any) -> bool:

@@ -6,6 +6,9 @@ including "no speculation". Forward costs are measured at start-up, overhead is 
 graphs is learned from the graphs. From time to time the planner tries what its present plan leaves out.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import numpy as np
 
 from vllm_gsd import host
@@ -86,6 +89,16 @@ class Planner:
         """Probe next in ``steps`` steps, or in the maximum."""
         self.pause = min(steps, PROBE_AT_MOST)
         self.next_probe = self.steps + self.pause
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Draft every level and verify every node within; the plan of the step stays."""
+        kept = vars(self).copy()
+        self.costs = None
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     # --- before drafting --------------------------------------------------------------------------
 
@@ -183,6 +196,10 @@ class Planner:
             rows = min(max(self.caught_up_rows, rows), rows * (len(self.levels) + 1))
         self.rows.append(rows)
 
+    def drafted_at_once(self, num_requests: int) -> None:
+        """Record a draft phase that runs all levels: it costs what one level does, with a row for each request."""
+        self.num_drafted, self.rows = num_requests, [num_requests]
+
     def level_size(self, values: np.ndarray) -> int:
         """Number of nodes to expand, best first, given their calibrated probabilities ``values`` [n]; 0 to stop."""
         costs = self.costs
@@ -208,20 +225,51 @@ class Planner:
         Returns:
             int32 [num_graphs], at most ``size``.
         """
+        if self.costs is None:
+            return size
+        self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.probing)
+        return self.sizes(values, size, context)
+
+    def learn_graphs(
+        self, values: np.ndarray, size: np.ndarray, pure: np.ndarray, rows: Sequence[int], num_drafted: int, tried: bool
+    ) -> None:
+        """Learn what drafted graphs are worth. Model Runner V2 learns of them a step or two after the draft phase.
+
+        Args:
+            values, size, pure: as for ``choose``.
+            rows: rows of each draft level of the step that drafted them.
+            num_drafted: number of requests that the step drafted for.
+            tried: whether it did so as a probe.
+        """
+        if not num_drafted or not pure.any():
+            return
+        weight = NEWEST_TRIED if tried else NEWEST
+        known, before = (self.worth, self.levels, self.level_share), self.worth.sum()
+        host.follow_graphs(*known, values, size, pure, np.array(rows), num_drafted, weight)
+        if tried and self.worth.sum() > before * (1.0 + (PROMISING - 1.0) * weight):
+            self._probe_after(PROBE_EVERY)
+
+    def sizes(
+        self, values: np.ndarray, size: np.ndarray, context: np.ndarray, shares: Sequence[int] = ()
+    ) -> np.ndarray:
+        """Choose how many nodes to verify, and learn nothing; arguments and result as for ``choose``.
+
+        Args:
+            values, size, context: as for ``choose``.
+            shares: if any, all graphs get the same one of these numbers of nodes, whatever their sizes, because full
+                CUDA graphs hold batches whose requests have equally many rows.
+        """
         costs = self.costs
         if costs is None or not size.any():
             return size
-        if pure.any() and self.num_drafted:
-            weight = NEWEST_TRIED if self.probing else NEWEST
-            known, before = (self.worth, self.levels, self.level_share), self.worth.sum()
-            host.follow_graphs(*known, values, size, pure, np.array(self.rows), self.num_drafted, weight)
-            if self.probing and self.worth.sum() > before * (1.0 + (PROMISING - 1.0) * weight):
-                self._probe_after(PROBE_EVERY)
         if self.resting:
             return np.zeros_like(size)
         spent = self.plain_ms + self.drafting_ms()
         batch = self.tables, self.num_requests, self.context
-        chosen = host.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
+        if shares:
+            chosen = np.full_like(size, self._share(values, size, spent, shares))
+        else:
+            chosen = host.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
         if not chosen.any() and self.due:  # verify the best nodes to learn whether they are accepted
             best = np.argsort(np.where(size > 0, -values[:, 0], 0.0), kind="stable")[:PROBE_REQUESTS]
             chosen[best] = np.minimum(size[best], 1)
@@ -229,3 +277,18 @@ class Planner:
         rows = self.num_requests + int(chosen.sum())
         self.planned = rows, costs.target_ms(rows, self.context + float((chosen * context).sum()))
         return chosen
+
+    def _share(self, values: np.ndarray, size: np.ndarray, spent: float, shares: Sequence[int]) -> int:
+        """The one of ``shares`` with the most tokens per millisecond."""
+        costs = self.costs
+        assert costs is not None
+        real = np.where(np.arange(values.shape[1]) < size[:, None], values, 0.0)
+        gains = np.append(0.0, real.cumsum(0, dtype=np.float64)[-1].cumsum())  # of the first n nodes of every graph
+
+        def rate(share: int) -> float:
+            count = share * len(size)
+            rows, context = self.num_requests + count, self.context * (1.0 + count / self.num_requests)
+            took = costs.target_ms(rows, context) + count * self.overhead.node_ms
+            return (self.num_requests + gains[share]) / (spent + took + (share > 0) * self.overhead.graph_ms)
+
+        return max(shares, key=rate)

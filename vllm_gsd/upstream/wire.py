@@ -5,7 +5,7 @@ This module does not import vLLM, because processes without an engine use it to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.config import GSDConfig
@@ -80,15 +80,31 @@ def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[
         nodes = config.budget  # V2 schedules this many rows even if the graph has fewer nodes
     return {
         **options,
-        "speculative_config": speculative_config(v2, nodes),
+        "speculative_config": speculative_config(v2, nodes, shares_of(nodes) if config.budget == "auto" else ()),
         "worker_cls": worker_class(v2, cpu),
         "scheduler_cls": scheduler_class(asynchronous=False),
     }
 
 
-def speculative_config(v2: bool, num_speculative_tokens: int) -> dict[str, Any]:
-    """The speculative config that stands for gsd inside vLLM."""
-    return {**(_SPECULATIVE_V2 if v2 else _SPECULATIVE_V1), "num_speculative_tokens": num_speculative_tokens}
+def shares_of(nodes: int) -> list[int]:
+    """The numbers of nodes for which V2 captures full CUDA graphs, so that a plan can leave nodes out."""
+    return sorted({nodes, nodes // 4, 0}, reverse=True)
+
+
+def speculative_config(v2: bool, num_speculative_tokens: int, shares: Sequence[int] = ()) -> dict[str, Any]:
+    """The speculative config that stands for gsd inside vLLM.
+
+    Args:
+        v2: whether vLLM uses Model Runner V2.
+        num_speculative_tokens: nodes of a graph.
+        shares: with V2, numbers of nodes to capture full CUDA graphs for. vLLM captures those of a schedule by batch
+            size, which our scheduler does not follow.
+    """
+    config = {**(_SPECULATIVE_V2 if v2 else _SPECULATIVE_V1), "num_speculative_tokens": num_speculative_tokens}
+    if v2 and shares:
+        schedule = [(size, size, share) for size, share in enumerate(shares, start=1)]
+        config["num_speculative_tokens_per_batch_size"] = schedule
+    return config
 
 
 def is_ours(speculative_config: SpeculativeConfig | dict[str, Any] | None) -> bool:

@@ -31,6 +31,30 @@ def enable() -> None:
     faster_interpreter.make_faster()
 
 
+def leave_costs_out() -> None:
+    """Draft every level and verify every node: interpreted kernels cost what nothing else does."""
+    from vllm_gsd.engine.observe import measure_phases
+
+    measure_phases.measure_costs = lambda runner: None
+
+
+def measure_briefly() -> None:
+    """Measure costs with two numbers of rows, once each."""
+    import itertools
+    import time
+
+    from vllm_gsd.engine.observe import measure_phases
+
+    def usual_ms(runs, rows):
+        times = [time.perf_counter()]
+        for run in runs:
+            run()
+            times.append(time.perf_counter())
+        return [1e3 * (end - start) for start, end in itertools.pairwise(times)]
+
+    measure_phases.usual_ms, measure_phases.MOST_SECONDS = usual_ms, 0.0
+
+
 def turn_on_async_scheduling() -> None:
     """Schedule a step while the one before runs: vLLM's CPU platform turns that off after everything else."""
     from vllm.platforms import current_platform

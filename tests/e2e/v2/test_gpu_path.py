@@ -5,6 +5,7 @@ import json
 import pytest
 from engine_process import run
 from launch_keys import launch_keys, record_launch_keys
+from planted import cost_rows, plant_costs
 from request_tables import end_requests, tables
 from start_probes import start_of
 from step_watch import report, watch_steps
@@ -31,15 +32,19 @@ def expected(start_v2, asked):
 
 def test_a_start_as_on_gpus(start_v2):
     """vLLM profiles the largest step, and warms up with requests of its own, of which nothing is left."""
-    seen, left = start_v2(GSD, gpu_attention=True).call(start_of)
+    engine = start_v2(GSD, gpu_attention=True, costs=True)
+    seen, left = engine.call(start_of)
     # Four requests, each with a root and eight nodes: all are verified, and drafted for after as many were accepted.
     assert seen["rows_sampled"] == seen["rows_drafted"] == 4 * 9
     assert seen["verified"] >= 7 and seen["_grow_on_device"] >= 7
     assert not any(left.values()), left
+    costs = engine.call(cost_rows)
+    assert costs["rows"] == [1, 2] and min(costs["target"] + costs["draft"]) > 0
 
 
 def test_kernels_of_gpus(start_v2, asked, expected):
-    engine = start_v2(GSD, gpu_attention=True)
+    engine = start_v2(GSD, gpu_attention=True, costs=True)
+    engine.call(plant_costs, None)
     assert run(engine, *asked) == expected
     metrics = engine.metrics()
     assert metrics["gsd_kv_rows_moved"] > 0
@@ -60,8 +65,9 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
     assert run(graphs, *asked) == expected
     metrics = graphs.metrics()
     assert metrics["num_preemptions"] > 0
-    # Of the target for batches of 1, 2 and 4 requests with 9 rows each; of the draft phase for 1, 2, 3 and 4 requests.
-    assert metrics["gsd_cudagraphs_captured"] == 3 + 4
+    # Of the target for batches of 1, 2 and 4 requests with 9 rows each, of 1, 2 and 3 with 3, of 2 and 4 with a single
+    # one; of the draft phase for 1, 2, 3 and 4 requests.
+    assert metrics["gsd_cudagraphs_captured"] == 3 + 3 + 2 + 4
     assert metrics["gsd_cudagraph_hits"] > metrics["gsd_target_steps"] / 4
     long = [[token for prompt in asked[0] for token in prompt][:49]]
     texts = run(start_v2(None), long, GREEDY)
@@ -70,7 +76,11 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
         assert [answer.tokens] == texts and answer.num_cached_tokens == cached
     graphs.call(end_requests, [(2 * prompt)[:30] for prompt in asked[0]], "preempt and abort")
     assert not any(graphs.call(tables).values())
+    graphs.call(plant_costs, 0.8)  # fewer nodes, by graphs for as many
     assert run(graphs, *asked) == expected
+    graphs.call(plant_costs, None)
+    planned = graphs.metrics()
+    assert planned["gsd_nodes_cut"] > 0
     for kernel, keys in json.loads(graphs.call(launch_keys)).items():
         later = set(keys) - set(compiled.get(kernel, []))
         assert not later, f"{kernel} compiles while requests wait: {later}, beside {compiled.get(kernel)}"

@@ -11,6 +11,7 @@ import torch
 from engine_probes import attention_groups
 from engine_process import Params, run
 from no_reads import guarded_calls, learn_a_step_late, refuse_reads, refused
+from planted import plant_costs
 from request_tables import end_requests, tables
 
 # Few levels, so that a step has few of everything; two runners agree on any config.
@@ -205,6 +206,34 @@ def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prom
         (answer,) = engine.generate(long, GREEDY)
         assert [answer.tokens] == texts
         assert answer.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize(
+    ("batch", "row_ms", "probe_after", "nodes"),
+    [(1, 0.0, 99, "all"), (4, 1.2, 99, "some"), (4, 20.0, 7, "none but a probe's")],
+)
+def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms, probe_after, nodes):
+    """By planted costs, with asynchronous scheduling, preemption and prefix caching. A probe reads what was missed."""
+    scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
+    engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
+    before = engine.metrics()
+    engine.call(plant_costs, row_ms, probe_after)
+    try:
+        texts = run(engine, four_prompts[:batch], {**GREEDY, "max_tokens": 10})
+    finally:
+        engine.call(plant_costs, None)
+    assert texts == [text[:10] for text in expected["greedy"][1][:batch]]
+    after = engine.metrics()
+    names = ("nodes_verified", "nodes_cut", "drafts_skipped", "target_steps", "draft_nodes")
+    counts = {name: after[f"gsd_{name}"] - before.get(f"gsd_{name}", 0) for name in names}
+    per_step = counts["nodes_verified"] / counts["target_steps"]
+    if nodes == "all":
+        assert per_step > 1 and counts["nodes_cut"] == counts["drafts_skipped"] == 0
+    elif nodes == "some":
+        assert 0.2 < per_step < 3 and counts["nodes_cut"] > 0
+    else:
+        assert 0 < counts["nodes_verified"] <= 2 and counts["draft_nodes"] > 0
+        assert counts["drafts_skipped"] > 0 and after["gsd_drafting"] == 0
 
 
 def test_shared_suffixes(start_v2, four_prompts, expected):

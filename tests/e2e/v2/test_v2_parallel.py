@@ -16,7 +16,8 @@ from v2_engine import OPTIONS, TRITON
 pytestmark = pytest.mark.slow
 E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
-GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3}
+# The ranks plan by planted costs, see ``parallel_run.watch_v2``; a number as budget leaves measuring out.
+GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
 # The long form also has "dflash2" and "dflash".
 KINDS = os.environ.get("GSD_TEST_KINDS", "eagle3,dspark").split(",")
 STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 300 take minutes
@@ -43,7 +44,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
             "engine": {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        path = [E2E / "v2/ranks", E2E / "v2", TRITON, os.environ.get("PYTHONPATH")]
+        path = [E2E / "v2/ranks", E2E / "v2", E2E.parent, TRITON, os.environ.get("PYTHONPATH")]
         variables = {
             **os.environ,
             **interpreter.SETTINGS,

@@ -35,6 +35,7 @@ class V2Engine(Engine):
             GPU; else those of CPUs.
         cuda_graphs: emulated ones, with ``gpu_attention``.
         split_groups: every layer in an attention group of its own.
+        costs: whether they are measured; else every level is drafted and every node verified.
         first: functions called before anything else.
     """
 
@@ -49,10 +50,12 @@ class V2Engine(Engine):
         gpu_attention: bool = False,
         cuda_graphs: bool = False,
         split_groups: bool = False,
+        costs: bool = False,
         first: tuple = (),
         **options,
     ):
-        before = [*first, interpreter.turn_on_async_scheduling] if async_scheduling else [*first]
+        before = [interpreter.measure_briefly if costs else interpreter.leave_costs_out, *first]
+        before += [interpreter.turn_on_async_scheduling] if async_scheduling else []
         before += [interpreter.attend_as_on_gpus] if gpu_attention else []
         before += [interpreter.emulate_cuda_graphs] if cuda_graphs else []
         before += [interpreter.split_attention_groups] if split_groups else []

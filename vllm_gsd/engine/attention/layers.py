@@ -7,7 +7,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, replace_as
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec, replace_as
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees
@@ -98,3 +98,16 @@ _OTHER = "use a decoder-only text model with vLLM's plain attention layers only"
 
 def _refuse(kind: str, layer: str, instead: str) -> None:
     raise GSDConfigError(f"gsd does not support {kind} in layer {layer}; {instead}.")
+
+
+def check_kv_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Check that all layers share one block table.
+
+    Raises:
+        ValueError: the layers of target and draft are in more than one KV cache group.
+    """
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise ValueError(
+            f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
+            f"{len(kv_cache_config.kv_cache_groups)} groups."
+        )

@@ -55,7 +55,7 @@ def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | No
         runs: list[Callable[[], object]] = [partial(_target_forward, runner, count)]
         if drafter is not None:
             runs.append(partial(_draft_levels, drafter, count))
-        took_target, *took_levels = _usual_ms(runs, count)
+        took_target, *took_levels = usual_ms(runs, count)
         target.append(took_target)
         draft.append(took_levels[0] / LEVELS if took_levels else 0.0)
         took = from_first_rank(np.array([time.perf_counter() - started]))[0]
@@ -111,7 +111,7 @@ def _attention_ms(runner: GraphModelRunner) -> float:
     short, long = (min(context, room - TREE_SIZE, runner.max_model_len - TREE_SIZE) for context in CONTEXTS)
     if long <= short:
         return 0.0
-    times = _usual_ms([_attention(runner, TREE_SIZE, context) for context in (short, long)])
+    times = usual_ms([_attention(runner, TREE_SIZE, context) for context in (short, long)])
     return max(0.0, times[1] - times[0]) * len(runner.target_kv.layers) / (TREE_SIZE * (long - short))
 
 
@@ -132,7 +132,7 @@ def _attention(runner: GraphModelRunner, num_rows: int, context: int) -> Callabl
     return partial(layer.impl._tree, layer, query, layer.kv_cache, tree, torch.empty_like(query))
 
 
-def _usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:
+def usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:
     """The lower quartile of each function's time in milliseconds; other load on the machine only adds to a time."""
     times = 8 if rows <= 32 else 4
     seconds = np.empty((times + 1, len(runs)))

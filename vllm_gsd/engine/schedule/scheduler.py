@@ -41,6 +41,8 @@ class GraphScheduling(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        # V2's runner, not a schedule by batch size, chooses how many of the scheduled nodes are verified.
+        self.dynamic_sd_lookup: list[int] | None = None
         self.graph_stats: dict[str, Any] | None = None  # statistics of this step
         self.unreported: dict[str, Counter] = {name: Counter() for name in COUNTED}
         self.reported_at = 0.0
@@ -188,3 +190,24 @@ class GraphScheduler(GraphScheduling):
 
 class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
     """Schedules a step while the previous one runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        options, most = wire.options_of(self.vllm_config), self.scheduler_config.max_num_seqs
+        if options is not None and options.budget == "auto":
+            self.dynamic_sd_lookup = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
+
+
+def nodes_that_fit(num_nodes: int, num_tokens: int, num_requests: int) -> list[int] | None:
+    """The nodes to schedule for each request, by the number of requests of a step; None if all nodes always fit.
+
+    Upstream would let some requests wait for the nodes of others, which a plan may leave out anyway.
+
+    Args:
+        num_nodes: the most nodes of a graph.
+        num_tokens: the most tokens of a step.
+        num_requests: the most requests of a step.
+    """
+    if num_requests * (1 + num_nodes) <= num_tokens:
+        return None
+    return [num_nodes, *(max(0, min(num_nodes, num_tokens // count - 1)) for count in range(1, num_requests + 1))]

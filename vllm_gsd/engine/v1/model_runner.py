@@ -19,10 +19,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _set_global_compilation_settings
 
 from vllm_gsd.engine.attention.cpu import no_rows_left
-from vllm_gsd.engine.attention.layers import without_windows
+from vllm_gsd.engine.attention.layers import check_kv_groups, without_windows
 from vllm_gsd.engine.attention.tree_rows import serves_chains
 from vllm_gsd.engine.observe.measure import idle_tokens
-from vllm_gsd.engine.speculation import Speculation, check_kv_groups
+from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v1.plan import plan_step
 from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
 from vllm_gsd.engine.v1.walk import walk

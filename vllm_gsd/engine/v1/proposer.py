@@ -9,8 +9,8 @@ import numpy as np
 
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.observe.measure import measure_costs
+from vllm_gsd.engine.observe.step_clock import StepClock
 from vllm_gsd.engine.speculation import Speculation
-from vllm_gsd.engine.v1.step_clock import StepClock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -4,7 +4,8 @@ It is one function over buffers that stay where they are: the draft catches up o
 graphs level by level, adds copies from the texts and from other requests' responses, and flattens. A draft of whole
 blocks drafts one instead, which is laid into the graph. Nothing in it depends on what a tensor holds, so a CUDA graph
 can hold it for each number of requests. The host sends only what does not depend on acceptance. The results equal those
-of ``Speculation.propose`` on the host without a cost table, which drafts every level.
+of ``Speculation.propose`` on the host without a cost table, which drafts every level. Requests may get copies only,
+without the draft model.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class KnownBatch:
     """What the host knows about a batch before it learns which tokens were accepted."""
 
     slots: np.ndarray  # int64 [num_requests], V2's request slots
-    wanted: np.ndarray  # bool [num_requests], requests to draft for; False in the middle of a prompt
+    # int [num_requests], 1 for requests to draft for, 2 for those that get copies only, and 0 for no graph, as in the
+    # middle of a prompt.
+    wanted: np.ndarray
     draft_length: np.ndarray  # int64 [num_requests], leading tokens with draft KV; -1 if only the device knows
     capacity: np.ndarray  # int64 [num_requests], KV slots in the allocated blocks
     end: np.ndarray  # int64 [num_requests], the request's maximum number of tokens
@@ -174,7 +177,8 @@ class DeviceDrafting:
             known: what the host knows about the batch.
             block_table: int32 [num_requests, max_blocks].
         """
-        graphs = self.cuda_graphs()
+        copies_only = not (known.wanted == 1).any()  # three launches, which need no CUDA graph
+        graphs = None if copies_only and self.drafter is not None else self.cuda_graphs()
         for first in range(0, len(known.slots), self.most):
             part = slice(first, first + self.most)
             count = len(known.slots[part])
@@ -183,13 +187,25 @@ class DeviceDrafting:
             self.known[: len(packed)].copy_(packed)
             self.block_table[:count].copy_(block_table[part])
             if graphs is None or size is None:
-                self.draft(count)
+                self.draft(count, copies_only)
             else:
                 graphs.replay(size)
-            if self.drafter is not None:
+            if self.drafter is not None and not copies_only:
                 widths = [width for width, _, _ in self.bucket(size or count).rows]
                 self.drafter.stats.counts["draft_rows"] += (size or count) * sum(widths)
                 self.drafter.stats.counts["draft_forwards"] += len(widths)
+
+    def run_idle(self, count: int) -> None:
+        """Run the draft phase as for ``count`` requests, but for none, to measure its cost."""
+        for first in range(0, count, self.most):
+            part = min(self.most, count - first)
+            graphs = self.cuda_graphs()
+            size = None if graphs is None else graphs.size_for(part)
+            self.known.fill_(-1)  # padding, so that no request's draft KV changes
+            if graphs is None or size is None:
+                self.draft(part)
+            else:
+                graphs.replay(size)
 
     def bucket(self, count: int) -> Bucket:
         """The buffers for ``count`` requests, at most ``most``."""
@@ -223,15 +239,22 @@ class DeviceDrafting:
         return TreeRows(starts, rows.prefix, self.block_table[:count], rows.position, rows.mask, None, max_rows=width)
 
     @torch.inference_mode()
-    def draft(self, count: int) -> None:
-        """The draft phase for ``count`` requests, as ``known`` and ``block_table`` say."""
+    def draft(self, count: int, copies_only: bool = False) -> None:
+        """The draft phase for ``count`` requests, as ``known`` and ``block_table`` say.
+
+        Args:
+            count: number of requests.
+            copies_only: whether to leave the draft model out, because it is to draft for none.
+        """
         bucket, req_states, texts = self.bucket(count), self.req_states, self.req_states.all_token_ids.gpu
         blocks: tuple[Any, ...] = (bucket.block_table, self.block_size, self.limits)
         _, rows, tree = bucket.rows[0]
         begin(
             bucket.graphs, rows, bucket.last, bucket.known, texts, req_states.total_len.gpu, self.draft_length, *blocks
         )
-        if isinstance(self.drafter, BlockDrafter):
+        if copies_only:
+            pass
+        elif isinstance(self.drafter, BlockDrafter):
             hidden = self.drafter.model.run_rows(rows.token, rows.slot, tree).view(count, self.width, -1)
             roots = bucket.graphs.nodes[:, TOKEN, 0].long()
             tokens, probs = self.drafter.candidates(hidden[:, self.drafter.first_row :], roots)

@@ -25,8 +25,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_gsd.engine.attention.layers import without_windows
-from vllm_gsd.engine.speculation import Speculation, check_kv_groups
+from vllm_gsd.engine.attention.layers import check_kv_groups, without_windows
+from vllm_gsd.engine.observe import measure_phases
+from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
@@ -117,6 +118,14 @@ class GraphModelRunner(GPUModelRunner):
             self.speculator.bind(None)
             self.speculation.release_kv_cache()
 
+    def measure(self) -> None:
+        """Measure costs by which to plan, once everything is warm and captured."""
+        if self.speculation.config.budget == "auto":
+            graphs = [] if self.cudagraph_manager is None else self.cudagraph_manager.graphs
+            captured = {desc.uniform_token_count - 1 for desc in graphs if desc.uniform_token_count is not None}
+            self.speculator.plan.captured = sorted(captured | {0}) if captured else []
+            self.speculation.planner.costs = measure_phases.measure_costs(self)
+
     # --- one step ---------------------------------------------------------------------------------
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -147,6 +156,8 @@ class GraphModelRunner(GPUModelRunner):
     ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run the target and measure its time. A step without tokens returns its output, with our statistics."""
         self.step = None
+        if not dummy_run:
+            scheduler_output = self.speculator.cut(scheduler_output)
         with self.speculation.stats.timed("verify_seconds"):
             output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
         state = self.execute_model_state
@@ -211,6 +222,8 @@ class GraphModelRunner(GPUModelRunner):
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
             draft_layers, step = set(self.speculation.layer_names), self.step
             full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+            # A full graph of one row a request is plain decoding's.
+            full &= input_batch.num_tokens_after_padding > input_batch.num_reqs_after_padding
             graphs = step if step is not None and step.num_tree_requests else None
             if step is None:
                 self.row_buffers.clear()  # a dummy batch
@@ -218,8 +231,7 @@ class GraphModelRunner(GPUModelRunner):
                 assert step is None or step.whole  # upstream replays full graphs for nothing else
                 num_requests, num_rows = input_batch.num_reqs, input_batch.num_tokens
                 if full:
-                    num_requests = input_batch.num_reqs_after_padding
-                    num_rows = num_requests * self.decode_query_len
+                    num_requests, num_rows = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
                 inputs = input_batch.query_start_loc, input_batch.positions, block_tables[0]
                 rows = self.row_buffers.rows(num_requests, num_rows, *inputs)
                 attach_to(rows, attn_groups[0], draft_layers, metadata)

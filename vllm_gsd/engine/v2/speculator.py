@@ -1,5 +1,6 @@
 """The speculator of Model Runner V2, which proposes token graphs instead of chains."""
 
+import copy
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
@@ -8,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.logger import init_logger
-from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.dp_utils import DPSyncState
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.observe.step_clock import StepClock
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
@@ -24,6 +25,7 @@ from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.grammars import WorkerGrammars
 from vllm_gsd.engine.v2.late_copies import LateCopies
+from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan, late_graphs
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import FlatTree
@@ -33,8 +35,6 @@ from vllm_gsd.method.constants import OFF_BELOW, SHARED
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 from vllm_gsd.ops.growth.state import COUNTS
 from vllm_gsd.ops.ngram.api import pack_tree
-
-logger = init_logger("vllm.gsd")
 
 
 class Verified(NamedTuple):
@@ -46,6 +46,8 @@ class Verified(NamedTuple):
     sizes: np.ndarray  # int64 [num_requests], verified rows
     batch_ends: np.ndarray  # int64 [num_requests], the end of each request's rows in the batch
     drafted: np.ndarray  # bool [num_requests], whether a graph was proposed; only the device knows the draft KV then
+    kinds: np.ndarray  # int64 [num_requests], of the graphs; see ``Plan``
+    phase: Phase  # that drafted them
 
 
 class GraphSpeculator(BaseSpeculator):
@@ -77,12 +79,6 @@ class GraphSpeculator(BaseSpeculator):
         self.slots: dict[str, int] = {}
         self.ends = np.zeros(num_slots, np.int64)  # the maximum number of tokens of each slot's request
         self.tenants = np.zeros(num_slots, np.int64)  # changes whenever a slot gets or loses a request
-        if self.speculation.config.budget == "auto":
-            logger.info(
-                'gsd: "budget": "auto" does not adapt with Model Runner V2 yet: every level is drafted and %d nodes '
-                "are verified.",
-                self.num_rows,
-            )
         self.draft_graphs: DraftGraphs | None = None
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
         self.grammars: WorkerGrammars | None = None  # from the first request with structured output on
@@ -91,6 +87,8 @@ class GraphSpeculator(BaseSpeculator):
         self.proposals = Proposals(num_slots, self.num_rows, device)
         # Ranks that learned at different times would draft different graphs.
         self.late = LateCopies(device, in_step=vllm_config.parallel_config.tensor_parallel_size > 1)
+        self.plan = Plan(self.speculation, num_slots, self.num_rows)
+        self.clock = StepClock(self.speculation.planner, pipelined=True)
 
     def prepare(self, req_states: RequestState) -> None:
         """Set up drafting on the device after the models are loaded.
@@ -149,6 +147,7 @@ class GraphSpeculator(BaseSpeculator):
         self.slots[request.req_id] = slot
         self.tenants[slot] += 1
         self.proposals.drop(slot)
+        self.plan.admit(slot)
         params = request.sampling_params
         limit = None if params is None else params.max_tokens
         self.ends[slot] = self.texts.tokens.shape[1] if limit is None else request.prompt_len + limit
@@ -188,6 +187,26 @@ class GraphSpeculator(BaseSpeculator):
         if self.speculation.shared is not None:
             self.speculation.shared.salts.update(cache_salts)
 
+    def cut(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """Drop the rows of nodes that the plan leaves out, from a copy.
+
+        Requests with a grammar keep all rows, because their masks have been computed.
+        """
+        drafts = scheduled.scheduled_spec_decode_tokens
+        if not drafts or not self.plan.active:
+            return scheduled
+        kept, tokens = {}, dict(scheduled.num_scheduled_tokens)
+        for request_id, rows in drafts.items():
+            slot = self.slots.get(request_id)
+            known = slot is not None and not has_grammar(self.requests[request_id])
+            if left := rows[: self.plan.shares[slot]] if known else rows:
+                kept[request_id] = left
+            tokens[request_id] -= len(rows) - len(left)
+        scheduled = copy.copy(scheduled)
+        scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens = kept, tokens
+        scheduled.total_num_scheduled_tokens = sum(tokens.values())
+        return scheduled
+
     @torch.inference_mode()
     def propose(
         self,
@@ -226,13 +245,16 @@ class GraphSpeculator(BaseSpeculator):
         if num_speculative_tokens == 0:
             self.proposals.drop(input_batch.idx_mapping_np)
             return nothing
+        self.clock.proposing(input_batch.req_ids, input_batch.num_tokens)
+        context = int(self.texts.length[input_batch.idx_mapping_np].sum())
+        self.speculation.planner.begin(num_requests, context)
         requests = [self.requests[request_id] for request_id in input_batch.req_ids]
         on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
         if not on_host.all():  # first, so that the device drafts while the host waits for what was accepted
             self._grow_on_device(input_batch, np.flatnonzero(~on_host))
         if on_host.any():
             self._grow_on_host(input_batch, np.flatnonzero(on_host))
-        self.proposals.fresh[input_batch.idx_mapping_np] = True
+        self.clock.proposed(input_batch.req_ids)
         return self.proposals.trees.token[input_batch.idx_mapping]
 
     # --- start-up ---------------------------------------------------------------------------------
@@ -266,6 +288,7 @@ class GraphSpeculator(BaseSpeculator):
         self.texts.clear()
         self.drafting.reset()
         self.proposals.fresh[:] = False
+        self.plan.forget()
         self.parents = {}
         self.speculation.forget_warm_up()
 
@@ -285,28 +308,57 @@ class GraphSpeculator(BaseSpeculator):
         assert self.drafting is not None
         speculation, slots = self.speculation, input_batch.idx_mapping_np[places]
         batch, prompts = self._batch(input_batch, places), input_batch.is_prefilling_np[places]
-        speculates = speculation.speculates(batch)
-        draft_length = np.full(len(slots), -1)
+        speculates, missed = speculation.speculates(batch), None
         if speculation.drafter is not None:
             assert speculation.draft_kv is not None
-            # The draft processes prompts together with the target; the host knows their tokens.
+            missed = speculation.drafter.missed(speculation.draft_kv, batch.request_ids, batch.length)
+        kinds = self.plan.choose(batch, speculates & batch.sampled, missed)
+        draft_length = np.full(len(slots), -1)
+        if missed is not None:
             known = np.minimum(batch.length, input_batch.prefill_len_np[places])
-            due = np.where(speculates & prompts, known, 0)
-            speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
-            for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
-                draft_length[request] = speculation.draft_kv.length[batch.request_ids[request]]
-        wanted, trust = speculates & batch.sampled, speculation.trust.of(batch.request_ids)
+            draft_length = self._catch_up(batch, kinds, prompts, np.where(speculates & prompts, known, 0), missed)
+        if self.plan.active and not kinds.any():
+            self.proposals.drop(slots)
+            return
+        trust = speculation.trust.of(batch.request_ids)
         known_batch = KnownBatch(
             slots=slots,
-            wanted=wanted,
+            wanted=kinds,
             draft_length=draft_length,
             capacity=batch.capacity,
             end=self.ends[slots],
             trust=trust,
             factor=speculation.planner.calibration.factor,
-            suggested=self._suggested(batch, wanted & (trust[:, SHARED] >= OFF_BELOW)),
+            suggested=self._suggested(batch, (kinds != NO_GRAPH) & (trust[:, SHARED] >= OFF_BELOW)),
         )
         self.drafting.propose(known_batch, batch.block_table)
+        self.proposals.fresh[slots] = True
+
+    def _catch_up(
+        self, batch: DraftBatch, kinds: np.ndarray, prompts: np.ndarray, due: np.ndarray, missed: np.ndarray
+    ) -> np.ndarray:
+        """Run the draft over text that the host knows: of prompts, and of requests that got no draft for a while.
+
+        Args:
+            batch: the requests; the host knows ``batch.length`` tokens of each.
+            kinds: int64 [num_requests], from ``Plan.choose``.
+            prompts: bool [num_requests], whether the request is in its prompt; due: int64, tokens of these prompts.
+            missed: int64 [num_requests], tokens without draft KV.
+
+        Returns:
+            int64 [num_requests], leading tokens with draft KV; -1 if only the device knows.
+        """
+        speculation, drafted = self.speculation, kinds == DRAFTED
+        assert speculation.drafter is not None and speculation.draft_kv is not None
+        # The draft processes prompts together with the target, unless drafting does not pay.
+        reads = ~batch.sampled & (missed <= speculation.most_missed)
+        due = np.where(drafted | (reads & speculation.planner.drafts_pay()), due, 0)
+        # The device catches up on a step's tokens; it drafts from the last one, which must be left to it.
+        behind = drafted & ~prompts & (missed > self.num_rows)
+        due = np.where(behind, batch.length - 1, due)
+        speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(prompts))
+        known = np.array([speculation.draft_kv.length[request_id] for request_id in batch.request_ids], np.int64)
+        return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], known, -1)
 
     def _suggested(self, batch: DraftBatch, wanted: np.ndarray) -> np.ndarray | None:
         """Look up what other requests' responses suggest; see ``KnownBatch``.
@@ -331,9 +383,12 @@ class GraphSpeculator(BaseSpeculator):
         """Wait for the accepted tokens, then grow the graphs on the host; arguments as for ``_grow_on_device``."""
         self.learn(wait=True)
         batch = self._batch(input_batch, places)
-        trees = self.speculation.propose(batch)
+        # Beside requests that the device drafts for, these few are not planned.
+        with self.speculation.planner.set_aside():
+            trees = self.speculation.propose(batch)
         for request_id, proposed in self.speculation.take_grammar_trees().items():
             trees[batch.request_ids.index(request_id)] = self._chosen(request_id, proposed)
+        self.plan.shares[batch.token_rows] = [len(tree.token) for tree in trees]
         for request, tree in zip(batch.requests, trees, strict=True):
             if has_grammar(request):
                 self.parents[request.req_id] = tree.parent.tolist()
@@ -343,6 +398,7 @@ class GraphSpeculator(BaseSpeculator):
             done = np.array([length[request_id] for request_id in batch.request_ids], np.int64)
             self.drafting.draft_length[slots] = torch.from_numpy(done).to(self.device)
         self.proposals.store(slots, to_device(trees, self.num_rows, self.device))
+        self.proposals.fresh[batch.token_rows] = True
 
     def _chosen(self, request_id: str, proposed: ProposedTree) -> FlatTree:
         """The nodes of a proposed tree that the request's grammar chooses; the best ones if it cannot tell."""
@@ -402,9 +458,9 @@ class GraphSpeculator(BaseSpeculator):
             num_sampled: int [num_requests], the number of valid tokens in each row of ``sampled``.
         """
         slots = input_batch.idx_mapping_np
-        label = Verified(
-            input_batch.req_ids, slots, self.tenants[slots], step.sizes, step.batch_ends, self.proposals.fresh[slots]
-        )
+        plan, fresh = self.plan, self.proposals.fresh[slots]
+        known = self.tenants[slots], step.sizes, step.batch_ends, fresh, plan.kinds[slots], plan.phase
+        label = Verified(input_batch.req_ids, slots, *known)
         assert self.drafting is not None
         tensors = {
             "ends": ends,
@@ -413,6 +469,8 @@ class GraphSpeculator(BaseSpeculator):
             "draft_length": self.drafting.draft_length[input_batch.idx_mapping],
             "counts": self.drafting.counts,
         }
+        if plan.active:
+            tensors |= late_graphs(self.proposals.trees, input_batch.idx_mapping)
         self.late.send(label, {**tensors, **step.trees._asdict()})
         self.drafting.counts.zero_()
         self.learn()
@@ -428,12 +486,17 @@ class GraphSpeculator(BaseSpeculator):
                 tensors.pop(name).numpy() for name in ("ends", "sampled", "num_sampled", "draft_length", "counts")
             )
             self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
+            graphs = {name: tensors.pop(name).numpy() for name in [*tensors] if name.startswith("graph_")}
             step = lay_out(to_host(DeviceTrees(**tensors)), label.sizes, label.batch_ends)
             self.speculation.observe(label.request_ids, step, ends, num_sampled > 0)
             # Another request may have the slot by now.
             present = label.tenants == self.tenants[label.slots]
             self.texts.append(label.slots[present], sampled[present], num_sampled[present])
-            for request in np.flatnonzero(present & label.drafted):
+            drafted = np.flatnonzero(present & label.drafted)
+            if graphs and len(drafted):
+                proposed = {name: values[drafted] for name, values in graphs.items()}
+                self.plan.arrived(label.slots[drafted], label.kinds[drafted], label.phase, proposed)
+            for request in drafted:
                 self._advance(label.request_ids[request], int(draft_length[request]))
             for request_id in set(label.request_ids) - self.requests.keys():
                 self.speculation.trust.forget(request_id)

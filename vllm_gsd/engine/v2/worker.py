@@ -9,7 +9,8 @@ class V2Worker(SharesMemory):
     """A worker whose speculator learns nothing from vLLM's warm-up requests."""
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up as upstream does, then reset the speculator."""
+        """Warm up as upstream does, then measure costs and reset the speculator."""
         times = super().compile_or_warm_up_model()
+        self.model_runner.measure()
         self.model_runner.speculator.forget_warm_up()
         return times

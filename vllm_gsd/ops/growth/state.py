@@ -77,8 +77,9 @@ class Rows(NamedTuple):
 class Known(NamedTuple):
     """What the host knows about a batch before it learns which tokens were accepted."""
 
-    # int32 [num_requests, 5]: slot in vLLM's request states, NONE for padding; whether to draft; leading tokens with
-    # draft KV, NONE if only the device knows; KV slots in allocated blocks; the request's maximum number of tokens.
+    # int32 [num_requests, 5]: slot in vLLM's request states, NONE for padding; 1 to draft, 2 for copies only, 0 for no
+    # graph; leading tokens with draft KV, NONE if only the device knows; KV slots in allocated blocks; the request's
+    # maximum number of tokens.
     limits: torch.Tensor
     trust: torch.Tensor  # float32 [num_requests, sources], from ``SourceTrust``
     factor: torch.Tensor  # float32 [sources, NUM_DEPTHS, NUM_BINS], from ``Calibration``

@@ -98,7 +98,9 @@ def begin_kernel(
     # A finished request may run for another step, beyond the end of its text.
     length = tl.minimum(tl.maximum(tl.load(total_len + request).to(tl.int32), 1), max_length)
     max_depth = tl.minimum(tl.load(limits + 5 * graph + 4), max_length) - length - 1
-    wanted = (tl.load(limits + 5 * graph + 1) > 0) & (own >= 0) & (max_depth > 0)
+    asked = tl.load(limits + 5 * graph + 1)
+    wanted = (asked > 0) & (own >= 0) & (max_depth > 0)
+    drafted = wanted & (asked == 1)
     text = texts + request * text_row
     _start(nodes + graph * 6 * capacity, chances + graph * 2 * capacity, grams + graph * GRAM * capacity,
            above + graph * GRAPH_WORDS * capacity, best + graph * num_nodes, frontier + graph * num_nodes, text, length,
@@ -111,10 +113,10 @@ def begin_kernel(
         done = tl.where(done < 0, tl.load(draft_length + request).to(tl.int32), done)
         if BLOCK:
             done = length - 1
-            fresh = tl.where(wanted & (done + width <= tl.minimum(room, max_positions)), width, 0)
+            fresh = tl.where(drafted & (done + width <= tl.minimum(room, max_positions)), width, 0)
             complete = fresh > 0
         else:
-            missing = tl.where(wanted, tl.minimum(tl.minimum(base, room), max_positions) - done, 0)
+            missing = tl.where(drafted, tl.minimum(tl.minimum(base, room), max_positions) - done, 0)
             fresh = tl.minimum(tl.maximum(missing, 0), width)
             complete = (fresh > 0) & (done + fresh == base)
             tl.store(draft_length + request, (done + fresh).to(tl.int64), mask=own >= 0)

@@ -1,0 +1,28 @@
+"""Cost tables for V2 engines, in place of what interpreted kernels take; functions run in the engine's process."""
+
+import numpy as np
+from engine_process import model_runner
+
+
+def cost_rows(llm) -> dict[str, list]:
+    """The cost table of an engine."""
+    costs = model_runner(llm).speculation.planner.costs
+    return {name: getattr(costs, name).tolist() for name in ("rows", "target", "draft")}
+
+
+def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20) -> None:
+    """Plan as if the target's forward took 10 ms and so much for each row, and drafting almost nothing.
+
+    Args:
+        row_ms: None to verify every node again.
+        probe_after: steps until the next probe.
+    """
+    from vllm_gsd.planner.costs import Costs
+
+    planner = model_runner(llm).speculation.planner
+    planner.forget()
+    planner.overhead.observe_step = planner.overhead.observe_drafts = lambda *_: None  # the clock tells otherwise
+    planner.next_probe = planner.steps + probe_after
+    rows = np.array([1, 2, 256])
+    costs = None if row_ms is None else Costs(rows, 10 + row_ms * (rows - 1), np.full(3, 0.01), attention=0.0)
+    planner.costs = costs

@@ -1,0 +1,232 @@
+"""``"budget": "auto"`` on Model Runner V2: by the same graphs it chooses what V1 chooses, and it learns the same."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.observe.stats import GraphStats
+from vllm_gsd.engine.schedule.scheduler import nodes_that_fit
+from vllm_gsd.engine.speculation import Speculation
+from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
+from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT, ORIGIN_NGRAM
+from vllm_gsd.method.flatten import FlatTrees
+from vllm_gsd.planner.calibration import SourceTrust
+from vllm_gsd.planner.costs import Costs
+from vllm_gsd.planner.planner import DECAY, FIRST_CHANCE, Planner
+
+NODES, SLOTS, EPISODES, STATES = 8, 12, 25, 40
+ROWS = np.array([1, 2, 8, 32, 128])
+CONFIG = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES)
+
+
+def costs_of(rng) -> Costs:
+    """Anything from flat to steep; some drafts are cheap, and some cost more than the target."""
+    steep, draft = rng.choice([0.0, 0.05, 0.5, 3.0]), rng.choice([0.1, 1.0, 10.0])
+    return Costs(ROWS, 10 + steep * ROWS, draft * (1 + 0.02 * ROWS), attention=rng.choice([0.0, 1e-4]))
+
+
+def new_speculation(planner: Planner) -> Speculation:
+    """The host's part of speculation, with drafts that are made up."""
+    speculation = Speculation.__new__(Speculation)
+    speculation.config, speculation.planner, speculation.stats = CONFIG, planner, GraphStats()
+    speculation.trees, speculation.known, speculation.grammar_trees = {}, {}, {}
+    speculation.trust, speculation.recorder, speculation.draft_kv = SourceTrust(), None, object()
+    speculation.num_nodes, speculation.max_model_len, speculation.most_missed = NODES, 10**6, 100
+    speculation.has_free_sources = True
+    speculation.known = {str(slot): (True, False, 10**6) for slot in range(SLOTS)}
+    return speculation
+
+
+def made_up(rng, count: int) -> tuple[FlatTrees, FlatTrees]:
+    """For each of some requests what is copied for it, and that with the draft's nodes."""
+    width = np.arange(NODES)
+    copied, drafted = rng.integers(0, 4, count) * rng.integers(0, 2, count), rng.integers(0, 5, count)
+    chances = rng.uniform(0.001, 1.0, (count, NODES)).astype(np.float32)
+    is_copied = width < copied[:, None]
+    depth = rng.integers(1, 4, (count, NODES)).astype(np.int32)
+
+    def trees(real):
+        values = np.where(real, chances, 0.0)
+        order = np.argsort(-values, axis=1, kind="stable")
+        inside = width < real.sum(1)[:, None]
+        origin = np.where(is_copied, ORIGIN_NGRAM, ORIGIN_DRAFT).astype(np.int8)
+        fields = {name: np.zeros((count, NODES), np.int64) for name in FlatTrees._fields}
+        fields |= {"size": real.sum(1).astype(np.int32), "parent": np.full((count, NODES), NONE)}
+        for name, of in (("value", values), ("survival", values), ("depth", depth), ("origin", origin)):
+            fields[name] = np.where(inside, np.take_along_axis(of, order, 1), 0).astype(of.dtype)
+        return FlatTrees(**fields)
+
+    return trees(is_copied), trees(width < (copied + drafted)[:, None])
+
+
+def mixed(copies: FlatTrees, whole: FlatTrees, drafted: np.ndarray) -> FlatTrees:
+    """The graphs of requests of which some are drafted for."""
+    pairs = zip(copies, whole, strict=True)
+    return FlatTrees(*(np.where(drafted.reshape(-1, *[1] * (of.ndim - 1)), all_, of) for of, all_ in pairs))
+
+
+def on_v1(speculation: Speculation, batch: DraftBatch, missed, copies, whole) -> tuple[np.ndarray, np.ndarray]:
+    """The budgets of the host's planner, and for whom it drafts."""
+    chosen = np.zeros(len(missed), np.bool_)
+    rows = np.flatnonzero(batch.sampled)
+
+    def catch_up(batch, tracker, due, drafting):
+        chosen[:] = drafting
+        return drafting, object() if drafting.any() else None
+
+    def grow(requests, drafted=None, hidden=None):
+        if drafted is None:
+            return copies if copies.size.any() else None
+        assert np.array_equal(requests.index, rows)
+        speculation.planner.drafted_at_once(int(drafted.sum()))  # V2's draft phase
+        return mixed(copies, whole, drafted)
+
+    speculation._grow = grow
+    speculation.drafter = SimpleNamespace(missed=lambda *_: missed, catch_up=catch_up)
+    trees = speculation.propose(batch)
+    return np.array([len(tree.token) for tree in trees]), chosen
+
+
+def graphs_of(trees: FlatTrees) -> dict[str, np.ndarray]:
+    return {f"graph_{name}": getattr(trees, name) for name in ("size", "value", "origin", "depth")}
+
+
+def on_v2(plan: Plan, batch: DraftBatch, missed, known: FlatTrees, kinds) -> tuple[np.ndarray, np.ndarray]:
+    """The budgets of V2, which has these graphs on the host, and for whom it drafts."""
+    rows, planner = np.flatnonzero(batch.sampled), plan.speculation.planner
+    planner.begin(len(missed), int(batch.length.sum()))
+    if len(rows):
+        plan.arrived(batch.token_rows[rows], kinds, Phase(0, False), graphs_of(known))
+    found = plan.choose(batch, batch.sampled, missed)
+    if len(rows):  # now V1 has learned of them, too
+        phase = plan.phase
+        plan.arrived(batch.token_rows[rows], found[rows], phase, graphs_of(known))
+    return plan.shares[batch.token_rows], found == DRAFTED
+
+
+def test_both_runners_choose_the_same():
+    seen = []
+    for episode in range(EPISODES):
+        rng = np.random.default_rng(episode)
+        costs = costs_of(rng)
+        host, late = (new_speculation(Planner(4, 6, NODES, costs)) for _ in range(2))
+        plan = Plan(late, SLOTS, NODES)
+        most = rng.choice([1, 4, SLOTS])
+        for _ in range(STATES):
+            count = int(rng.integers(1, most + 1))
+            slots = rng.permutation(SLOTS)[:count]
+            batch = DraftBatch(
+                request_ids=[str(slot) for slot in slots],
+                requests=[None] * count,
+                num_outputs=np.ones(count, np.int64),
+                sampled=rng.random(count) < 0.95,
+                length=rng.integers(1, 2000, count),
+                token_ids=np.zeros((SLOTS, 1), np.int32),
+                token_rows=slots,
+                block_table=torch.zeros((count, 1), dtype=torch.int32),
+                num_blocks=np.ones(count, np.int64),
+                block_size=16,
+            )
+            missed = rng.integers(0, 150, count) * (rng.random(count) < 0.1) + 1
+            copies, whole = made_up(rng, int(batch.sampled.sum()))
+            budgets, drafted = on_v1(host, batch, missed, copies, whole)
+            rows = np.flatnonzero(batch.sampled)
+            kinds = np.where(drafted[rows], DRAFTED, COPIES_ONLY)
+            known = mixed(copies, whole, drafted[rows])
+            shares, kept = on_v2(plan, batch, missed, known, kinds)
+            if (shares[rows] >= known.size).all():  # then further nodes may get rows, in case the next graphs have some
+                shares[rows] = np.minimum(shares[rows], known.size)
+            assert np.array_equal(shares, budgets) and np.array_equal(kept, drafted)
+            assert np.array_equal(host.planner.worth, late.planner.worth)
+            names = ("nodes_cut", "drafts_skipped", "drafting_switches")
+            assert [host.stats.counts[name] for name in names] == [late.stats.counts[name] for name in names]
+            seen.append((budgets.sum(), drafted.any(), host.planner.probing, host.planner.resting))
+    budgets, drafted, probed, rested = map(np.array, zip(*seen, strict=True))
+    assert len(seen) == 1000
+    assert 100 < np.count_nonzero(budgets) < 900 and 100 < drafted.sum() < 900 and probed.any()
+    assert not budgets[rested].any()
+
+
+@pytest.fixture
+def plan():
+    flat = Costs(ROWS, np.full(5, 10.0), np.full(5, 0.1), attention=0.0)
+    return Plan(new_speculation(Planner(4, 6, NODES, flat)), 4, NODES)
+
+
+def test_graphs_that_have_not_arrived(plan):
+    """A drafted one is like the average, and copies alone are what was copied; nothing is known of other copies."""
+    for slot, kind in ((1, DRAFTED), (3, COPIES_ONLY)):
+        value = np.array([[0.9, 0.5, 0.3, 0, 0, 0, 0, 0]])
+        origin = np.array([[ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_NGRAM, 0, 0, 0, 0, 0]])
+        graphs = {"graph_size": np.array([3]), "graph_value": value, "graph_origin": origin, "graph_depth": origin}
+        plan.arrived(np.array([slot]), np.array([kind]), Phase(0, False), graphs)
+    average = FIRST_CHANCE * DECAY ** np.arange(NODES)
+    values, size = plan._expected(np.arange(4), np.full(4, DRAFTED))
+    assert size.tolist() == [NODES, 3, NODES, NODES]
+    assert values[[0, 2, 3]] == pytest.approx(np.tile(average, (3, 1)))
+    values, size = plan._expected(np.arange(4), np.array([COPIES_ONLY, COPIES_ONLY, NO_GRAPH, COPIES_ONLY]))
+    assert size.tolist() == [0, 2, 0, 2] and values[1, :3] == pytest.approx([0.5, 0.3, 0])
+    plan.admit(1)  # another request
+    assert plan._expected(np.array([1]), np.array([COPIES_ONLY]))[1] == [0]
+
+
+@pytest.mark.parametrize("row_ms", [0.0, 0.3, 1.0, 20.0])
+def test_one_share_for_all_is_the_best_that_was_captured(row_ms):
+    rng, seen = np.random.default_rng(3), set()
+    planner = Planner(4, 6, NODES, Costs(ROWS, 10 + row_ms * ROWS, np.full(5, 0.1), attention=1e-4))
+    plan = Plan(new_speculation(planner), SLOTS, NODES)
+    plan.captured = [0, 2, NODES]
+    for _ in range(20):
+        count = int(rng.integers(1, SLOTS + 1))
+        size = rng.integers(0, NODES + 1, count).astype(np.int32)
+        real = np.arange(NODES) < size[:, None]
+        values = np.where(real, -np.sort(-rng.uniform(0.001, 1.0, (count, NODES)), axis=1), 0).astype(np.float32)
+        planner.begin(count, 100 * count)
+        chosen = planner.sizes(values, size, np.full(count, 100), plan.captured)
+        rates = {}
+        for share in plan.captured:
+            rows, graph_ms = count * (1 + share), planner.overhead.graph_ms if share else 0
+            took = planner.plain_ms + graph_ms + planner.costs.target_ms(rows, 100 * rows)
+            rates[share] = (count + values[:, :share].sum()) / took
+        assert len(set(chosen)) == 1 and rates[chosen[0]] == pytest.approx(max(rates.values()), rel=1e-6)
+        assert not size.any() or planner.planned[0] == count * (1 + chosen[0])
+        seen.add(int(chosen[0]))
+    assert seen >= {0.0: {NODES}, 20.0: {0}}.get(row_ms, {2})
+
+
+def test_rows_for_more_nodes_than_the_latest_graph_has(plan):
+    """As many as the average graph has a use for at what rows cost."""
+    values, size = np.array([[0.9, 0.5, *[0] * 6]], np.float32), np.array([2], np.int32)
+    planner = plan.speculation.planner
+    for kind, row_ms, expected in ((DRAFTED, 0.0, NODES), (DRAFTED, 1.0, 3), (COPIES_ONLY, 0.0, 2), (DRAFTED, 3.0, 2)):
+        planner.costs = Costs(ROWS, 10 + row_ms * ROWS, np.full(5, 0.1), attention=0.0)
+        planner.begin(1, 100)
+        assert plan._sizes(values, size, np.array([100]), np.array([kind])) == [expected]
+
+
+def test_without_costs_every_node_is_verified(plan):
+    plan.speculation.planner.costs = None
+    plan.shares[:] = 0
+    batch = SimpleNamespace(token_rows=np.array([2, 0]))
+    assert plan.choose(batch, np.array([True, False]), np.zeros(2)).tolist() == [DRAFTED, NO_GRAPH]
+    assert plan.shares.tolist() == [NODES, 0, NODES, 0] and not plan.active
+
+
+def test_a_plan_set_aside():
+    planner = Planner(4, 6, NODES, Costs(ROWS, 10.0 * ROWS, 10.0 * ROWS, attention=0.0))
+    planner.begin(3, 30)
+    before = dict(vars(planner))
+    with planner.set_aside():
+        planner.begin(1, 10)
+        assert planner.wants_drafts(1, np.zeros(0))
+    assert vars(planner) == before
+
+
+def test_no_request_waits_for_nodes_of_others():
+    assert nodes_that_fit(NODES, 100, 11) is None
+    assert nodes_that_fit(NODES, 20, 7) == [8, 8, 8, 5, 4, 3, 2, 1]
+    assert nodes_that_fit(NODES, 2, 4) == [8, 1, 0, 0, 0]

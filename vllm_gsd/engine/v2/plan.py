@@ -1,0 +1,167 @@
+"""What ``"budget": "auto"`` decides on Model Runner V2, with the planner of both runners.
+
+Only the device knows the graphs of the step under way, so the plan is made with the latest graphs that have arrived on
+the host, a step or two old: their values stand for those of the next graphs. Whatever it decides is lossless, because
+every share of a graph is a valid tree. Each request has its own share. If full CUDA graphs of the target were captured,
+all have one of the shares that these hold. Tensor-parallel ranks decide alike: they learn of the same graphs at the
+same time, and use the first rank's clock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.speculation import COPIED, Speculation
+from vllm_gsd.ops.flatten.api import DeviceTrees
+
+# What a request gets of a draft phase.
+NO_GRAPH, DRAFTED, COPIES_ONLY = range(3)
+
+
+class Phase(NamedTuple):
+    """A draft phase, as the planner learns from its graphs later."""
+
+    num_drafted: int  # requests that the draft model ran for
+    tried: bool  # whether it was a probe
+
+
+class Plan:
+    """Chooses whom to draft for, and how many nodes of each graph to verify.
+
+    Args:
+        speculation: has the planner.
+        num_slots: the most concurrent requests.
+        num_nodes: the most nodes of a graph.
+    """
+
+    def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int) -> None:
+        self.speculation = speculation
+        self.num_nodes = num_nodes
+        # If full CUDA graphs of the target were captured, their numbers of nodes, and none.
+        self.captured: list[int] = []
+        # By slot, how many nodes of the next graph are verified.
+        self.shares = np.full(num_slots, num_nodes, np.int64)
+        self.kinds = np.full(num_slots, NO_GRAPH, np.int64)  # of the next graph
+        self.phase = Phase(0, False)  # the latest one
+        # By slot, the latest graph that has arrived: what kind it was, and its nodes, best first.
+        self.seen = np.full(num_slots, NO_GRAPH, np.int64)
+        self.size = np.zeros(num_slots, np.int32)
+        self.value = np.zeros((num_slots, num_nodes), np.float32)
+        self.copied = np.zeros((num_slots, num_nodes), np.bool_)
+        self.first = np.zeros((num_slots, num_nodes), np.bool_)  # whether it is a child of the root
+
+    @property
+    def active(self) -> bool:
+        """Whether there are costs to plan by."""
+        return self.speculation.planner.costs is not None
+
+    def forget(self) -> None:
+        """Forget all requests."""
+        for slot in range(len(self.shares)):
+            self.admit(slot)
+        self.phase = Phase(0, False)
+
+    def admit(self, slot: int) -> None:
+        """Start a request in a slot."""
+        self.shares[slot], self.size[slot] = self.num_nodes, 0
+        self.kinds[slot] = self.seen[slot] = NO_GRAPH
+
+    def choose(self, batch: DraftBatch, wanted: np.ndarray, missed: np.ndarray | None) -> np.ndarray:
+        """Plan the next step; the planner's step must have begun.
+
+        Args:
+            batch: the requests whose graphs grow on the device; ``token_rows`` are their slots.
+            wanted: bool [num_requests], those that may get a graph.
+            missed: int64 [num_requests], tokens that the draft would have to run first; None without a draft model.
+
+        Returns:
+            int64 [num_requests], what each request gets of the draft phase.
+        """
+        slots, kinds = batch.token_rows, wanted * DRAFTED
+        if not self.active:
+            self.shares[slots] = self.num_nodes
+            return kinds
+        if missed is None:
+            kinds = wanted * COPIES_ONLY
+        else:
+            index = wanted.nonzero()[0]
+            drafting = self.speculation.choose_drafting(index, *self._found(slots[index]), missed)
+            copies = COPIES_ONLY if {"ngram", "shared"} & set(self.speculation.config.sources) else NO_GRAPH
+            kinds = np.where(drafting, DRAFTED, wanted * copies)
+            self.phase = Phase(int(drafting.sum()), self.speculation.planner.probing)
+            if self.phase.num_drafted:
+                self.speculation.planner.drafted_at_once(self.phase.num_drafted)
+        self.kinds[slots] = kinds
+        values, size = self._expected(slots, kinds)
+        chosen = self._sizes(values, size, batch.length, kinds)
+        self.speculation.stats.counts["nodes_cut"] += int(np.maximum(size - chosen, 0).sum())
+        self.shares[slots] = chosen
+        return kinds
+
+    def _sizes(self, values: np.ndarray, size: np.ndarray, context: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+        """How many nodes of each graph to verify; see ``Planner.sizes``.
+
+        The next graphs may have more nodes than the latest. Further nodes are expected to be worth what they are in the
+        average graph. They count if all known nodes pay, or if all graphs have the same share.
+        """
+        planner, width = self.speculation.planner, np.arange(self.num_nodes)
+        last = np.take_along_axis(values, np.maximum(size - 1, 0)[:, None], 1)
+        last[size == 0] = 1.0
+        more = np.where(width < size[:, None], values, np.minimum(planner.worth, last)).astype(np.float32)
+        most = np.where(kinds == DRAFTED, self.num_nodes, size).astype(np.int32)
+        if self.captured:
+            return planner.sizes(more, most, context, self.captured)
+        chosen = planner.sizes(values, size, context)
+        if chosen.any() and (chosen == size).all():
+            chosen = np.maximum(chosen, planner.sizes(more, most, context))
+        return chosen
+
+    def _found(self, slots: np.ndarray) -> tuple[np.ndarray, float]:
+        """What sources other than the draft are likely to find; see ``choose_drafting``."""
+        copied = self._real(slots) & self.copied[slots]
+        if not copied.any():
+            return np.zeros(0), 1.0
+        value = self.value[slots]
+        return value[copied].astype(np.float64), 1.0 - float(value[copied & self.first[slots]].sum()) / len(slots)
+
+    def _real(self, slots: np.ndarray) -> np.ndarray:
+        return np.arange(self.num_nodes) < self.size[slots][:, None]
+
+    def _expected(self, slots: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Values and sizes of the next graphs: those of the latest ones if these were of the same kind.
+
+        Drafted graphs are otherwise like the average one, and of drafted ones the copied nodes remain.
+        """
+        copies = (kinds == COPIES_ONLY)[:, None] & ~self.copied[slots]
+        values = np.where(self._real(slots) & ~copies, self.value[slots], 0.0).astype(np.float32)
+        values = -np.sort(-values, axis=1)
+        size = np.where(kinds == NO_GRAPH, 0, np.count_nonzero(values, axis=1)).astype(np.int32)
+        unknown = (kinds == DRAFTED) & (self.seen[slots] != DRAFTED)
+        values[unknown], size[unknown] = self.speculation.planner.worth, self.num_nodes
+        return values, size
+
+    def arrived(self, slots: np.ndarray, kinds: np.ndarray, phase: Phase, graphs: dict[str, np.ndarray]) -> None:
+        """Learn what was proposed.
+
+        Args:
+            slots: int64 [num_requests]; kinds: int64 [num_requests], what each request got of the draft phase.
+            phase: the draft phase.
+            graphs: the graphs, as ``late_graphs`` names them.
+        """
+        self.seen[slots], self.size[slots], self.value[slots] = kinds, graphs["graph_size"], graphs["graph_value"]
+        self.copied[slots] = COPIED[graphs["graph_origin"]]
+        self.first[slots] = graphs["graph_depth"] == 1
+        copied = self.copied[slots] & self._real(slots)
+        pure = (kinds == DRAFTED) & (self.size[slots] > 0) & ~copied.any(axis=1)
+        drafted = phase.num_drafted, phase.tried
+        planner = self.speculation.planner
+        planner.learn_graphs(self.value[slots], self.size[slots], pure, [phase.num_drafted], *drafted)
+
+
+def late_graphs(trees: DeviceTrees, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What ``Plan.arrived`` reads of the proposed graphs in some slots, int64 [num_requests]."""
+    return {f"graph_{name}": getattr(trees, name)[slots] for name in ("size", "value", "origin", "depth")}
