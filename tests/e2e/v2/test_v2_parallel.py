@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3}
-# The long form also has "dflash2" and "dflash".
+# The long form also has "lm", "dflash2" and "dflash".
 KINDS = os.environ.get("GSD_TEST_KINDS", "eagle3,dspark").split(",")
 STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 300 take minutes
 
@@ -43,7 +43,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
             "engine": {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        path = [E2E / "v2/ranks", E2E / "v2", TRITON, os.environ.get("PYTHONPATH")]
+        path = [E2E / "v2/ranks", E2E / "v2", E2E.parent, TRITON, os.environ.get("PYTHONPATH")]
         variables = {
             **os.environ,
             **interpreter.SETTINGS,
@@ -72,14 +72,14 @@ def expected(start_v2, asked):
 
 @pytest.fixture(scope="module")
 def drafts(tiny_pair, tiny_eagle3, tmp_path_factory):
-    """One that drafts levels and those that draft blocks; all read hidden states."""
+    """Those that draft levels, a language model and an EAGLE-3 head, and those that draft blocks."""
     folder = tmp_path_factory.mktemp("draft")
     blocks = {
         kind: build_tiny_block(kind, tiny_pair.target, folder / kind, trimmed=kind == "dspark")
         for kind in KINDS
-        if kind != "eagle3"
+        if kind not in ("eagle3", "lm")
     }
-    return {"eagle3": tiny_eagle3 / "llama", **blocks}
+    return {"eagle3": tiny_eagle3 / "llama", "lm": tiny_pair.draft, **blocks}
 
 
 @pytest.mark.parametrize("kind", KINDS)

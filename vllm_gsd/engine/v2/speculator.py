@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
@@ -284,7 +285,11 @@ class GraphSpeculator(BaseSpeculator):
             assert speculation.draft_kv is not None
             # The draft processes prompts together with the target; the host knows their tokens.
             known = np.minimum(batch.length, input_batch.prefill_len_np[places])
-            due = np.where(speculates & prompts, known, 0)
+            missed = speculation.drafter.missed(speculation.draft_kv, batch.request_ids, known)
+            (reads,) = (speculates & prompts).nonzero()
+            reads = reads[within_reach(missed[reads], speculation.most_missed)]
+            due = np.zeros_like(known)
+            due[reads] = known[reads]
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(speculates))
             for request in np.flatnonzero(prompts | ~self.proposals.fresh[slots]):
                 draft_length[request] = speculation.draft_kv.length[batch.request_ids[request]]
