@@ -47,7 +47,7 @@ USED = {
         *("V1", "CPU", {"model.uses_mrope": True, "model.multimodal_config": PRUNING}),
         "--video-pruning-rate with M-RoPE",
     ),
-    "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma)": (
+    "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma, large Gemma 4)": (
         *("V2", "GPU", {"model.is_mm_prefix_lm": True}),
         "--language-model-only",
     ),

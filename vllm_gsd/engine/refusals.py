@@ -130,7 +130,7 @@ REFUSALS = (
         "leave it out",
     ),
     Refusal(
-        "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma)",
+        "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma, large Gemma 4)",
         "Model Runner V2 with images whose tokens attend to each other in both directions",
         lambda e: e.model.is_mm_prefix_lm,
         "turn images off with --language-model-only",
