@@ -121,7 +121,7 @@ def test_weights_that_are_missing_or_damaged(model, damage):
 
 def test_weights_in_shards(model):
     folder = model("target")
-    save_file(WEIGHTS, folder / "other.safetensors")
+    save_file({f"other.{name}": weight for name, weight in WEIGHTS.items()}, folder / "other.safetensors")
     index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors", "c": "other.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert weight_bytes(folder) == 2 * BYTES

@@ -348,22 +348,22 @@ class AskingTarget:
 class TestOwnRequests:
     def test_the_target_goes_on_where_a_user_begins(self, tmp_path):
         target = AskingTarget("template")
-        chats = generate.own_requests(target, 200, tmp_path / "own.json", 0)
+        chats = generate.own_requests(target, 200, tmp_path / "own.json")
         assert len(chats) == len({json.dumps(chat) for chat in chats}) == 200
         assert chats[0] == [{"role": "user", "content": "Question 300"}]
         prompts, params = target.turns[0]
         assert prompts[0] == {"prompt_token_ids": [len("<s>system\n<u>")]}
         assert params.stop == ["</u>"] and params.temperature == 1.0
         assert len(target.turns) == 2  # half of each shard repeats earlier texts
-        assert generate.own_requests(None, 200, tmp_path / "own.json", 0) == chats  # kept
+        assert generate.own_requests(None, 200, tmp_path / "own.json") == chats  # kept
 
     def test_without_a_chat_template_there_are_none(self, tmp_path):
         target = AskingTarget(None)
-        assert generate.own_requests(target, 10, tmp_path / "own.json", 0) == []
+        assert generate.own_requests(target, 10, tmp_path / "own.json") == []
         assert not target.turns
 
     def test_a_target_that_says_nothing_new_is_not_asked_for_ever(self, tmp_path):
         target = AskingTarget("template")
         target.generate = lambda prompts, params, use_tqdm: target.turns.append(1) or []
-        assert generate.own_requests(target, 10, tmp_path / "own.json", 0) == []
+        assert generate.own_requests(target, 10, tmp_path / "own.json") == []
         assert len(target.turns) == 1

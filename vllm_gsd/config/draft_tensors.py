@@ -46,7 +46,7 @@ def tensors_problem(folder: Path, what: str, vocab: int, expected: Iterable[tupl
         expected: names and shapes of the tensors that vLLM's class needs.
     """
     try:
-        stored = stored_tensors(folder)
+        stored = stored_tensors(sorted(folder.glob("*.safetensors")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "has a safetensors file that is damaged or cut off, but must be a whole model"
     if not stored:

@@ -1,6 +1,7 @@
 """The headers of a model's safetensors files: names and shapes of its tensors, without their data."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,14 +21,14 @@ class Stored(NamedTuple):
     end: int
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors in all safetensors files of a folder, by name.
+def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
+    """The tensors in safetensors files, by name.
 
     Raises:
         ValueError: a file is damaged or cut off.
     """
     tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size)) if size <= _MAX_HEADER else None

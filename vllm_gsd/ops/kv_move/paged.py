@@ -77,7 +77,7 @@ def move_paged_kv(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch
     block_m = triton.next_power_of_2(max(16, num_moves))
     block_w = min(triton.next_power_of_2(width), _MOST_ELEMENTS // block_m)
     kv_move_kernel[(len(caches.tensors), kv_heads * triton.cdiv(width, block_w), num_reqs)](
-        caches.addresses, src_slots, dst_slots, first, num_moves, kv_heads, src_slots.stride(0), first.stride(0),
+        caches.addresses, src_slots, dst_slots, first, num_moves, src_slots.stride(0), first.stride(0),
         first.stride(1), first.stride(2), BLOCK_SIZE=block_size, WIDTH=width, BLOCK_M=block_m, BLOCK_W=block_w,
         ALIGNED=caches.aligned, num_warps=4,
     )  # fmt: skip

@@ -11,7 +11,6 @@ def kv_move_kernel(
     dst_slots,
     elements,
     num_moves,
-    kv_heads,
     slots_row,
     cache_block,
     cache_head,

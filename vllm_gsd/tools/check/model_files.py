@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.config.safetensors_files import stored_tensors
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# No valid header is longer.
-MOST_HEADER_BYTES = 100 << 20
 
 
 class ModelFileError(ValueError):
@@ -52,28 +52,10 @@ def weight_bytes(folder: Path) -> int:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelFileError(f"{folder} has no safetensors files, but must hold the model's weights.")
-    return sum(map(_tensor_bytes, files))
-
-
-def _tensor_bytes(file: Path) -> int:
-    """Bytes of all tensors of a safetensors file, from its header: a length of 8 bytes, then JSON."""
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= MOST_HEADER_BYTES:
-                raise ValueError
-            header = json.loads(stream.read(length))
-        spans = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
-        end = max((span[1] for span in spans), default=0)
-        if file.stat().st_size < 8 + length + end:
-            raise ModelFileError(f"{file} is cut short, but must hold {end} bytes of weights.")
-        return sum(span[1] - span[0] for span in spans)
-    except OSError as error:
-        raise ModelFileError(f"{file} cannot be read ({error.strerror}), but must hold weights.") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, ModelFileError):
-            raise
-        raise ModelFileError(f"{file} is damaged, but must be a safetensors file.") from None
+        return sum(tensor.end - tensor.start for tensor in stored_tensors(files).values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"The weights in {folder} cannot be read ({error}), but must be whole.") from None
 
 
 def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:

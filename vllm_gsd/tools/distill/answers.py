@@ -52,7 +52,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
-        asked = generate.own_requests(llm, own, work / "own.json", options.seed)
+        asked = generate.own_requests(llm, own, work / "own.json")
         # Templates fill up what the target does not make up.
         asked += prompts.first_round(own - len(asked), options.seed + 2)
         about += zip(asked, answer(asked, "own", options.seed + 2_000_000), strict=True)

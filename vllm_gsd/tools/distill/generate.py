@@ -55,7 +55,7 @@ def shard_path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:05d}.parquet"
 
 
-def own_requests(llm: Any, count: int, file: Path, seed: int) -> list[Chat]:
+def own_requests(llm: Any, count: int, file: Path) -> list[Chat]:
     """Requests that the target makes up, by completing the user's turn of its chat template (Magpie, Xu et al. 2024).
 
     Args:
