@@ -150,7 +150,8 @@ def _write_tokenizer(folder, processor, names) -> None:
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w2"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": processor, "bos_token": "w0", "pad_token": "w1"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": processor}
+    config |= {"bos_token": "w0", "pad_token": "w1"}
     extra = {name: SPECIAL[token - VOCAB_SIZE] for name, token in names.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "extra_special_tokens": extra}))
 
