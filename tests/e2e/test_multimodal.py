@@ -1,4 +1,4 @@
-"""Targets that read images, with M-RoPE (Qwen3-VL), with windows and shared KV (Gemma 3, 4): plain tokens, on graphs."""
+"""Targets that read images, with M-RoPE (Qwen3-VL), windows, shared KV (Gemma 3 and 4): plain tokens, with graphs."""
 
 import contextlib
 
