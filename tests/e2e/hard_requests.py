@@ -10,16 +10,16 @@ def hard_prompts(random_prompts) -> list[list[int]]:
 
 
 def ask(engine, prompts: list[list[int]], length: int) -> list[list[int]]:
-    """Tokens of all prompts at once, then of the longest one alone, whose prefix is cached."""
+    """Tokens of all prompts at once, then of the longest one alone, greedy and seeded, whose prefix is cached."""
     greedy = {"temperature": 0, "max_tokens": length, "ignore_eos": True}
     seeded = {**greedy, "temperature": 0.8, "top_p": 0.9}
     grammar = {"temperature": 0, "max_tokens": length, **GRAMMAR}
     params = [grammar if i % 4 == 1 else {**seeded, "seed": i} if i % 4 == 2 else greedy for i in range(len(prompts))]
     answers = engine.generate(prompts, params)
-    for _ in range(2):
-        (alone,) = engine.generate([max(prompts, key=len)], greedy)
-    assert alone.num_cached_tokens > 0
-    return [answer.tokens for answer in [*answers, alone]]
+    for own in (greedy, {**seeded, "seed": 9}):
+        answers += engine.generate([max(prompts, key=len)], own)
+    assert answers[-1].num_cached_tokens > 0
+    return [answer.tokens for answer in answers]
 
 
 def check_counts(counts: dict, levels: bool) -> None:

@@ -1,4 +1,4 @@
-"""Targets that read images, with M-RoPE (Qwen3-VL) and with windows (Gemma 3): plain vLLM's tokens, with graphs."""
+"""Targets that read images, with M-RoPE (Qwen3-VL), windows, shared KV (Gemma 3 and 4): plain tokens, with graphs."""
 
 import contextlib
 

@@ -48,7 +48,7 @@ def forget(_llm, option):
 def test_equals_plain_vllm(engines, random_prompts):
     prompts = [prompt + prompt[-20:] for prompt in random_prompts(6, 30, 150)]
     family, (plain, drafted, copied) = engines
-    for batch in (1, 6):
+    for batch in (1, 4):
         expected = answers(plain, prompts, batch)
         for engine in (drafted, copied):
             before = engine.metrics()["spec_decode_num_accepted_tokens"]
@@ -58,7 +58,7 @@ def test_equals_plain_vllm(engines, random_prompts):
     assert counts["gsd_nodes_accepted_native"] > counts["gsd_target_steps"] / 5
     assert counts["gsd_kv_rows_moved"] > 0
     drafted.call(forget, "sinks" if "sinks" in family else "sliding_window")
-    assert answers(drafted, prompts, 6) != expected  # or equal answers would prove nothing
+    assert answers(drafted, prompts, 4) != expected  # or equal answers would prove nothing
 
 
 def test_bfloat16(tmp_path, random_prompts):

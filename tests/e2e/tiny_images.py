@@ -73,8 +73,38 @@ def _gemma3(folder):
     return transformers.Gemma3ForConditionalGeneration(config), draft, "Gemma3Processor", names
 
 
+def _gemma4(folder):
+    """Layers that share KV and have embeddings of their own, up to 70 tokens for an image."""
+    import transformers
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {**TEXT, "sliding_window": 64, "layer_types": layers, "num_kv_shared_layers": 2, "global_head_dim": 32}
+    text |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": TEXT["vocab_size"]}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    vision = {**VISION, **heads, "num_hidden_layers": 2, "position_embedding_size": 64, "default_output_length": 70}
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": BEGIN, "eoi_token_id": END}
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, tie_word_embeddings=False, **tokens
+    )
+    processors = {
+        "image_processor": Gemma4ImageProcessorPil(patch_size=8, max_soft_tokens=70),
+        "feature_extractor": transformers.Gemma4AudioFeatureExtractor(),
+    }
+    stored = {name: json.loads(part.to_json_string()) for name, part in processors.items()}
+    (folder / "processor_config.json").write_text(json.dumps(stored))
+    names = {"boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE}
+    names |= dict.fromkeys(("audio_token", "boa_token", "eoa_token"), VIDEO)  # which it wants to have
+    draft = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**text))
+    return transformers.Gemma4ForConditionalGeneration(config), draft, "Gemma4Processor", names
+
+
 # What a text writes for an image: vLLM puts the tokens of the image there.
-FAMILIES = {"Qwen3-VL": (_qwen3_vl, [BEGIN, IMAGE, END]), "Gemma 3": (_gemma3, [BEGIN])}
+FAMILIES = {
+    "Qwen3-VL": (_qwen3_vl, [BEGIN, IMAGE, END]),
+    "Gemma 3": (_gemma3, [BEGIN]),
+    "Gemma 4": (_gemma4, [IMAGE]),
+}
 
 
 def build(folder, family):
@@ -120,7 +150,8 @@ def _write_tokenizer(folder, processor, names) -> None:
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w2"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": processor, "bos_token": "w0"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": processor}
+    config |= {"bos_token": "w0", "pad_token": "w1"}
     extra = {name: SPECIAL[token - VOCAB_SIZE] for name, token in names.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "extra_special_tokens": extra}))
 
@@ -160,7 +191,7 @@ def without_torchvision() -> None:
 
     missing = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
     sys.modules.update({name: MagicMock() for name in missing})
-    for module in ("qwen3_vl", "gemma3_mm"):
+    for module in ("qwen3_vl", "gemma3_mm", "gemma4_mm"):
         importlib.import_module(f"vllm.model_executor.models.{module}")
     for name in missing:
         del sys.modules[name]

@@ -52,6 +52,11 @@ def tensors(**changed):
     return damage
 
 
+def cut_off(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 def refusal(folder, target, **keys) -> str:
     """The one sentence that refuses a draft."""
     with pytest.raises(GSDConfigError) as refused:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from damaged_folders import keys, refusal, tensors, write_target
+from damaged_folders import cut_off, keys, refusal, tensors, write_target
 from safetensors.torch import load_file, save_file
 
 from vllm_gsd.config.draft_check import check_draft
@@ -113,6 +113,32 @@ def test_damaged_folders_are_refused(write, target, case):
     damage(folder)
     message = refusal(folder, target)
     assert all(part in message for part in parts), message
+
+
+def any_block(kind):
+    """Ten kinds of damage to a block draft of whatever kind, and a part of what is said."""
+    own = "dflash_config__" if "dflash_config" in CONFIGS[kind] else ""
+    return [
+        (keys(architectures=["Oracle" + CONFIGS[kind]["architectures"][0]]), "Oracle"),
+        (keys(**{f"{own}mask_token_id": None}), "mask_token_id"),
+        (keys(vocab_size=100), "100"),
+        (keys(target_hidden_size=64), "64"),
+        (keys(**{f"{own}target_layer_ids": [0, 2, 7]}), "[1, 3, 8]"),
+        (keys(**{f"{own}target_layer_ids": None}), "target_layer_ids"),
+        (keys(num_hidden_layers=2), "layers.1."),
+        (tensors(**{"fc.weight": None}), "fc.weight"),
+        (tensors(**{"norm.weight": torch.zeros(33)}), "[33]"),
+        (cut_off, "cut off"),
+    ]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("case", range(10))
+def test_every_kind_is_checked(write, target, kind, case):
+    damage, part = any_block(kind)[case]
+    folder = write(kind)
+    damage(folder)
+    assert part in refusal(folder, target)
 
 
 def test_blocks_are_never_trimmed(write, target):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from damaged_folders import TARGET, VOCAB, keys, refusal, tensors, write_target
+from damaged_folders import TARGET, VOCAB, cut_off, keys, refusal, tensors, write_target
 from eagle3_files import LAYERS, layer_config, random_head, write_midlayer, write_speculators
 from safetensors.torch import load_file
 
@@ -55,11 +55,6 @@ def test_tensors_are_those_of_the_package(tmp_path, name):
     written = json.loads((tmp_path / "config.json").read_text())
     write_speculators(tmp_path / "ours", ours, layer, FLAGS[name], "target")
     assert json.loads((tmp_path / "ours" / "config.json").read_text()).keys() <= written.keys()
-
-
-def cut_off(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
 
 
 NAME = "speculators_config__verifier__name_or_path"

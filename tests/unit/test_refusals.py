@@ -29,10 +29,15 @@ USED = {
         '(window 16) with "num_speculative_tokens" 16; set it below the window.',
     ),
     "pipeline parallelism": ("V1", "CPU", {"parallel.pipeline_parallel_size": 2}, "(size 2)"),
-    "context parallelism": ("V1", "CPU", {"parallel.decode_context_parallel_size": 2}, "context-parallel sizes"),
+    "context parallelism": (
+        "V1",
+        "CPU",
+        {"parallel.decode_context_parallel_size": 2},
+        "--prefill-context-parallel-size to 1",
+    ),
     "data parallelism of mixture-of-experts models": (
         *("V1", "CPU", {"parallel.data_parallel_size": 2, "model.is_moe": True}),
-        "load balancer",
+        "an idle engine's dummy step runs no draft; set --data-parallel-size to 1 and put a load balancer",
     ),
     "data parallelism over Ray": (
         *("V1", "CPU", {"parallel.data_parallel_size": 2, "parallel.data_parallel_backend": "ray"}),
@@ -42,14 +47,23 @@ USED = {
         *("V1", "CPU", {"model.uses_mrope": True, "model.multimodal_config": PRUNING}),
         "--video-pruning-rate with M-RoPE",
     ),
-    "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma)": (
+    "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma, large Gemma 4)": (
         *("V2", "GPU", {"model.is_mm_prefix_lm": True}),
         "--language-model-only",
     ),
     "micro-batching (DBO)": ("V2", "GPU", {"parallel.use_ubatching": True}, "--enable-dbo"),
     "KV connectors": ("V1", "CPU", {"vllm_config.kv_transfer_config": 1}, "--kv-transfer-config"),
     "encoder-cache connectors": ("V1", "CPU", {"vllm_config.ec_transfer_config": 1}, "--ec-transfer-config"),
-    "quantised KV caches (fp8 is supported on GPUs)": ("V1", "CPU", {"cache.cache_dtype": "fp8"}, "(fp8)"),
+    "quantised KV caches on CPUs": (
+        "V1",
+        "CPU",
+        {"cache.cache_dtype": "fp8"},
+        "(fp8) on the CPU; set --kv-cache-dtype",
+    ),
+    "quantised KV caches other than fp8 on GPUs": (
+        *("V2", "GPU", {"cache.cache_dtype": "fp8_e5m2"}),
+        '(fp8_e5m2) other than fp8 (e4m3); set --kv-cache-dtype to "auto" or "fp8".',
+    ),
     "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
@@ -63,10 +77,10 @@ USED = {
         '"draft_tensor_parallel_size" 2; set it to 1 or to the target\'s size 1',
     ),
     "Model Runner V1 on GPUs": ("V1", "GPU", {}, "VLLM_USE_V2_MODEL_RUNNER unset"),
-    "watermarking": ("V2", "GPU", {"vllm_config.watermark_config": 1}, "leave it off"),
+    "watermarking": ("V2", "GPU", {"vllm_config.watermark_config": 1}, "--watermark-config"),
     "trace replay": ("V2", "GPU", {"model.enable_trace_replay": True}, "--enable-trace-replay"),
     "sampling masks": ("V2", "GPU", {"model.return_sampling_mask": True}, "--return-sampling-mask"),
-    "batch-sharded sampling": ("V2", "GPU", {"parallel.enable_batch_sharded_sampling": True}, "leave it off"),
+    "batch-sharded sampling": ("V2", "GPU", {"parallel.enable_batch_sharded_sampling": True}, "leave --enable"),
 }
 
 

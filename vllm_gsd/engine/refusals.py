@@ -74,9 +74,8 @@ def _bad_draft_parallel_size(e: Engine) -> bool:
     return e.config.draft_tensor_parallel_size not in (None, 1, e.parallel.tensor_parallel_size)
 
 
-def _quantised_cache(e: Engine) -> bool:
-    fp8 = ("fp8", "fp8_e4m3") if e.platform == "GPU" else ()
-    return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *fp8)
+def _quantised_cache(e: Engine, *served: str) -> bool:
+    return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *served)
 
 
 def _prunes_video(model: ModelConfig) -> bool:
@@ -84,7 +83,7 @@ def _prunes_video(model: ModelConfig) -> bool:
     return multimodal is not None and multimodal.is_multimodal_pruning_enabled()
 
 
-_OTHER_TARGET = "use a decoder-only text model with attention layers only"
+_WITHOUT_GSD = "leave --speculative-config out, or use"
 
 # Start-up reports the first refusal that applies.
 REFUSALS = (
@@ -98,18 +97,23 @@ REFUSALS = (
     Refusal(
         "pooling models", "pooling models", lambda e: e.model.runner_type != "generate", "use a text-generation model"
     ),
-    Refusal("encoder-decoder models", "encoder-decoder models", lambda e: e.model.is_encoder_decoder, _OTHER_TARGET),
+    Refusal(
+        "encoder-decoder models",
+        "encoder-decoder models",
+        lambda e: e.model.is_encoder_decoder,
+        f"{_WITHOUT_GSD} a decoder-only model",
+    ),
     Refusal(
         "multi-head latent attention (MLA)",
         "models with multi-head latent attention (MLA)",
         lambda e: e.model.use_mla,
-        _OTHER_TARGET,
+        f"{_WITHOUT_GSD} a model with multi-head or grouped-query attention",
     ),
     Refusal(
         "Mamba, hybrid and attention-free models",
         "Mamba, hybrid or attention-free models, whose recurrent states (Mamba, GDN) cannot follow branches",
         lambda e: e.model.is_hybrid or e.model.is_attention_free,
-        f"{_OTHER_TARGET} (docs/hybrids.md says why)",
+        f"{_WITHOUT_GSD} a model all of whose layers attend (docs/hybrids.md says why)",
     ),
     Refusal(
         "texts longer than a chunk of chunked local attention (Llama 4)",
@@ -125,7 +129,7 @@ REFUSALS = (
         "leave it out",
     ),
     Refusal(
-        "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma)",
+        "images whose tokens attend to each other in both directions (Gemma 3, PaliGemma, large Gemma 4)",
         "Model Runner V2 with images whose tokens attend to each other in both directions",
         lambda e: e.model.is_mm_prefix_lm,
         "turn images off with --language-model-only",
@@ -135,7 +139,7 @@ REFUSALS = (
         "diffusion language models",
         "diffusion language models",
         lambda e: e.vllm_config.diffusion_config is not None,
-        _OTHER_TARGET,
+        f"{_WITHOUT_GSD} an autoregressive model",
     ),
     Refusal(
         'sliding windows of at most "num_speculative_tokens" tokens',
@@ -153,11 +157,12 @@ REFUSALS = (
         "context parallelism",
         "context parallelism",
         lambda e: e.parallel.decode_context_parallel_size > 1 or e.parallel.prefill_context_parallel_size > 1,
-        "set the context-parallel sizes to 1",
+        "set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
     ),
     Refusal(
         "data parallelism of mixture-of-experts models",
-        "data parallelism (size {e.parallel.data_parallel_size}) of mixture-of-experts models",
+        "data parallelism (size {e.parallel.data_parallel_size}) of mixture-of-experts models, where every forward of"
+        " an engine waits for the others' and an idle engine's dummy step runs no draft",
         lambda e: e.parallel.data_parallel_size > 1 and e.model.is_moe,
         "set --data-parallel-size to 1 and put a load balancer in front of several servers",
     ),
@@ -183,10 +188,18 @@ REFUSALS = (
         "leave --ec-transfer-config out",
     ),
     Refusal(
-        "quantised KV caches (fp8 is supported on GPUs)",
-        "a quantised KV cache ({e.cache_dtype})",
+        "quantised KV caches on CPUs",
+        "a quantised KV cache ({e.cache_dtype}) on the CPU",
         _quantised_cache,
         'set --kv-cache-dtype to "auto"',
+        platforms=("CPU",),
+    ),
+    Refusal(
+        "quantised KV caches other than fp8 on GPUs",
+        "a quantised KV cache ({e.cache_dtype}) other than fp8 (e4m3)",
+        lambda e: _quantised_cache(e, "fp8", "fp8_e4m3"),
+        'set --kv-cache-dtype to "auto" or "fp8"',
+        platforms=("GPU",),
     ),
     Refusal(
         "fast prefill of layers that share KV",
@@ -236,7 +249,11 @@ REFUSALS = (
         ("GPU",),
     ),
     Refusal(
-        "watermarking", "watermarking", lambda e: e.vllm_config.watermark_config is not None, "leave it off", ("V2",)
+        "watermarking",
+        "watermarking",
+        lambda e: e.vllm_config.watermark_config is not None,
+        "leave --watermark-config out",
+        ("V2",),
     ),
     Refusal(
         "trace replay",
@@ -256,7 +273,7 @@ REFUSALS = (
         "batch-sharded sampling",
         "batch-sharded sampling",
         lambda e: e.parallel.enable_batch_sharded_sampling,
-        "leave it off",
+        "leave --enable-batch-sharded-sampling off",
         ("V2",),
     ),
 )

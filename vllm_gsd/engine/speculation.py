@@ -17,6 +17,7 @@ from vllm_gsd.engine.draft.context_kv import ContextKV
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
+from vllm_gsd.engine.draft.limits import MOST_MISSED, within_reach
 from vllm_gsd.engine.draft.shared_suffixes import SharedSuffixes
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
-# Tokens of a text that the draft may catch up on in a step; more if the target reads more tokens in a step.
-MOST_MISSED = 4096
 # A grammar may forbid most draft tokens, so it chooses among GRAMMAR_CHOICE times as many nodes as are verified.
 GRAMMAR_CHOICE = 4
 # For each origin, whether its nodes are copied from a text.
@@ -364,9 +363,7 @@ class Speculation:
         if not wanted:
             self.stats.counts["drafts_skipped"] += count
             return drafting
-        chosen = index[np.argsort(missed[index], kind="stable")]
-        missed = missed[chosen]
-        chosen = chosen[(missed <= self.most_missed) & (missed.cumsum() - missed < self.most_missed)]
+        chosen = index[within_reach(missed[index], self.most_missed)]
         if self.planner.probing:
             chosen = chosen[:PROBE_REQUESTS]
             if len(chosen) == 0:

@@ -18,7 +18,7 @@ E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
 # The ranks plan by planted costs, see ``parallel_run.watch_v2``; a number as budget leaves measuring out.
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
-# The long form also has "dflash2" and "dflash".
+# The long form also has "lm", "dflash2" and "dflash".
 KINDS = os.environ.get("GSD_TEST_KINDS", "eagle3,dspark").split(",")
 STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 300 take minutes
 
@@ -73,14 +73,14 @@ def expected(start_v2, asked):
 
 @pytest.fixture(scope="module")
 def drafts(tiny_pair, tiny_eagle3, tmp_path_factory):
-    """One that drafts levels and those that draft blocks; all read hidden states."""
+    """Those that draft levels, a language model and an EAGLE-3 head, and those that draft blocks."""
     folder = tmp_path_factory.mktemp("draft")
     blocks = {
         kind: build_tiny_block(kind, tiny_pair.target, folder / kind, trimmed=kind == "dspark")
         for kind in KINDS
-        if kind != "eagle3"
+        if kind not in ("eagle3", "lm")
     }
-    return {"eagle3": tiny_eagle3 / "llama", **blocks}
+    return {"eagle3": tiny_eagle3 / "llama", "lm": tiny_pair.draft, **blocks}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,4 +88,4 @@ def test_ranks_agree(run_ranks, drafts, expected, kind):
     """The second rank has noise in its draft. It would draft other graphs than the first one's candidates give."""
     two = run_ranks(drafts[kind])
     assert two["tokens"] == expected
-    assert two["accepted"] > 0
+    assert two["accepted"] > 0 or kind.startswith("dflash")  # blocks are random but for DSpark's bias

@@ -93,7 +93,7 @@ def window_of(impl: AttentionImpl) -> int | None:
     return None if window is None or window <= 0 else window
 
 
-_OTHER = "use a decoder-only text model with vLLM's plain attention layers only"
+_OTHER = "use a decoder-only model with vLLM's plain attention layers only"
 
 
 def _refuse(kind: str, layer: str, instead: str) -> None:

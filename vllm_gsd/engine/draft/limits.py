@@ -1,6 +1,11 @@
-"""How many KV slots a step may use beyond the committed text."""
+"""How many KV slots a step may use beyond the committed text, and how much text the draft may read in it."""
+
+import numpy as np
 
 from vllm_gsd.config import GSDConfig
+
+# Tokens of texts that the draft may catch up on in a step; more if the target reads more tokens in a step.
+MOST_MISSED = 4096
 
 
 def draft_kv_slots(config: GSDConfig) -> int:
@@ -15,3 +20,18 @@ def draft_kv_slots(config: GSDConfig) -> int:
 def num_lookahead_tokens(config: GSDConfig) -> int:
     """Slots to reserve after the tokens scheduled for the target: draft KV of the root and of the drafted nodes."""
     return 1 + draft_kv_slots(config) if config.model is not None else 0
+
+
+def within_reach(missed: np.ndarray, most: int) -> np.ndarray:
+    """The requests that the draft may catch up on in one step: those of which it has missed the least.
+
+    Args:
+        missed: int64 [n], the tokens of each request that the draft has not read.
+        most: of one request, and of all chosen requests but the last together.
+
+    Returns:
+        int64 [at most n], indices into ``missed``, the least missed first.
+    """
+    order = np.argsort(missed, kind="stable")
+    missed = missed[order]
+    return order[(missed <= most) & (missed.cumsum() - missed < most)]

@@ -14,10 +14,12 @@ import numpy as np
 
 from vllm_gsd.host import graft_tree
 from vllm_gsd.method.constants import ORIGIN_SHARED
+from vllm_gsd.ops.ngram.api import pack_tree
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
+    from vllm_gsd.engine.draft.batch import DraftBatch
     from vllm_gsd.method.graph import GraphBatch
 
 # An adapter (None for the base model) and a cache salt: only requests with the same pair share responses.
@@ -124,6 +126,26 @@ class SharedSuffixes:
             # Of equally good matches, arctic-inference reports the shortest.
             max(LEAST_MATCH, found.match_len),
         )
+
+    def packed(self, batch: DraftBatch, wanted: np.ndarray, words: int) -> np.ndarray:
+        """Look up continuations of the texts of a batch, for ``ops.ngram.api.graft_trees``.
+
+        Args:
+            batch: the requests, with their texts as far as the host knows them.
+            wanted: bool [num_requests], requests to look up for.
+            words: size of a packed tree.
+
+        Returns:
+            int32 [num_requests, words], zeros for requests without continuations.
+        """
+        trees = np.zeros((len(wanted), words), np.int32)
+        for place in np.flatnonzero(wanted):
+            length, lora_request = int(batch.length[place]), batch.requests[place].lora_request
+            text = batch.token_ids[batch.token_rows[place], :length]
+            found = self.find(batch.request_ids[place], lora_request, text, words // 3 - 1)
+            if found is not None:
+                pack_tree(trees[place], *found, length)
+        return trees
 
     def clear(self) -> None:
         """Remove all responses."""

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.speculation import Speculation, has_grammar
@@ -34,7 +35,6 @@ from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.method.constants import OFF_BELOW, SHARED
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 from vllm_gsd.ops.growth.state import COUNTS
-from vllm_gsd.ops.ngram.api import pack_tree
 
 
 class Verified(NamedTuple):
@@ -320,7 +320,8 @@ class GraphSpeculator(BaseSpeculator):
         if self.plan.active and not kinds.any():
             self.proposals.drop(slots)
             return
-        trust = speculation.trust.of(batch.request_ids)
+        trust, words = speculation.trust.of(batch.request_ids), self.drafting.tree_words
+        looked_up = (kinds != NO_GRAPH) & (trust[:, SHARED] >= OFF_BELOW)
         known_batch = KnownBatch(
             slots=slots,
             wanted=kinds,
@@ -329,7 +330,7 @@ class GraphSpeculator(BaseSpeculator):
             end=self.ends[slots],
             trust=trust,
             factor=speculation.planner.calibration.factor,
-            suggested=self._suggested(batch, (kinds != NO_GRAPH) & (trust[:, SHARED] >= OFF_BELOW)),
+            suggested=None if speculation.shared is None else speculation.shared.packed(batch, looked_up, words),
         )
         self.drafting.propose(known_batch, batch.block_table)
         self.proposals.fresh[slots] = True
@@ -351,33 +352,17 @@ class GraphSpeculator(BaseSpeculator):
         speculation, drafted = self.speculation, kinds == DRAFTED
         assert speculation.drafter is not None and speculation.draft_kv is not None
         # The draft processes prompts together with the target, unless drafting does not pay.
-        reads = ~batch.sampled & (missed <= speculation.most_missed)
-        due = np.where(drafted | (reads & speculation.planner.drafts_pay()), due, 0)
+        due = np.where(drafted | (~batch.sampled & speculation.planner.drafts_pay()), due, 0)
         # The device catches up on a step's tokens; it drafts from the last one, which must be left to it.
         behind = drafted & ~prompts & (missed > self.num_rows)
         due = np.where(behind, batch.length - 1, due)
+        (reads,) = due.nonzero()
+        missed = speculation.drafter.missed(speculation.draft_kv, batch.request_ids, due)[reads]
+        left_out = np.setdiff1d(reads, reads[within_reach(missed, speculation.most_missed)])
+        due[left_out] = 0
         speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(prompts))
         known = np.array([speculation.draft_kv.length[request_id] for request_id in batch.request_ids], np.int64)
         return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], known, -1)
-
-    def _suggested(self, batch: DraftBatch, wanted: np.ndarray) -> np.ndarray | None:
-        """Look up what other requests' responses suggest; see ``KnownBatch``.
-
-        Args:
-            batch: the requests, with their texts as far as the host knows them.
-            wanted: bool [num_requests], requests to look up for.
-        """
-        shared, drafting = self.speculation.shared, self.drafting
-        if shared is None or drafting is None:
-            return None
-        packed = np.zeros((len(wanted), drafting.tree_words), np.int32)
-        for place in np.flatnonzero(wanted):
-            length, lora_request = int(batch.length[place]), batch.requests[place].lora_request
-            text = batch.token_ids[batch.token_rows[place], :length]
-            found = shared.find(batch.request_ids[place], lora_request, text, drafting.tree_words // 3 - 1)
-            if found is not None:
-                pack_tree(packed[place], *found, length)
-        return packed
 
     def _grow_on_host(self, input_batch: InputBatch, places: np.ndarray) -> None:
         """Wait for the accepted tokens, then grow the graphs on the host; arguments as for ``_grow_on_device``."""

@@ -1,0 +1,23 @@
+"""A target and a draft whose last layers read the KV cache of earlier ones, on Model Runner V2: plain V2's tokens."""
+
+import contextlib
+
+from engine_process import run
+from test_shared_kv import build
+from v2_engine import V2Engine
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+SEEDED = {**GREEDY, "temperature": 0.8, "seed": 5}
+
+
+def test_equals_plain_v2(tmp_path, random_prompts):
+    """Greedy and seeded, alone and four in one batch."""
+    target, draft = build(tmp_path, "Gemma4")
+    prompts, params = random_prompts(5, 20, 80), [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]
+    found = []
+    for gsd in (None, {"method": "gsd", "model": str(draft), "num_speculative_tokens": 6, "max_depth": 3}):
+        with contextlib.closing(V2Engine(target, gsd)) as engine:
+            found.append([run(engine, prompts[:1], params[:1]), run(engine, prompts[1:], params[1:])])
+            counts = engine.metrics()
+    assert found[1] == found[0]
+    assert counts["gsd_nodes_accepted_native"] > 0 and counts["gsd_kv_rows_moved"] > 0

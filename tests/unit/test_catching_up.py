@@ -1,0 +1,49 @@
+"""How much text a draft reads in a step that has more than it can: texts that come from the prefix cache unread."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from vllm_gsd.engine.draft.limits import within_reach
+from vllm_gsd.engine.v2.speculator import GraphSpeculator
+from vllm_gsd.method.constants import NUM_SOURCES
+
+
+def test_least_missed_first_and_none_beyond():
+    assert within_reach(np.array([90, 10, 101, 5, 40]), 100).tolist() == [3, 1, 4, 0]  # 55 before the last
+    assert within_reach(np.array([100, 100]), 100).tolist() == [0]
+    assert within_reach(np.array([], np.int64), 100).tolist() == []
+
+
+def test_v2_reads_no_more_of_prompts():
+    """Prompts of 7, 5000 and 300 unread tokens, one that opted out, and a request past its prompt."""
+    done = {"a": 3, "b": 1000, "c": 5700, "d": 0, "e": 20}
+    length, prompts = np.array([10, 6000, 6000, 50, 30]), np.array([True, True, True, True, False])
+    asked, sent = [], []
+    tracker = SimpleNamespace(length=done)
+
+    def catch_up(batch, tracker, due, wanted):
+        asked.append(due.tolist())
+        for request, tokens in zip(batch.request_ids, due.tolist(), strict=True):
+            tracker.length[request] = max(tracker.length[request], tokens)
+
+    drafter = SimpleNamespace(
+        missed=lambda tracker, ids, known: known - np.array([tracker.length[i] for i in ids]), catch_up=catch_up
+    )
+    speculator = GraphSpeculator.__new__(GraphSpeculator)
+    speculator.speculation = SimpleNamespace(
+        drafter=drafter, draft_kv=tracker, most_missed=4097, speculates=lambda batch: np.arange(5) != 3,
+        trust=SimpleNamespace(of=lambda ids: np.ones((len(ids), NUM_SOURCES))),
+        planner=SimpleNamespace(calibration=SimpleNamespace(factor=None)),
+    )  # fmt: skip
+    speculator._batch = lambda *_: SimpleNamespace(
+        request_ids=[*done], length=length, sampled=np.ones(5, np.bool_), capacity=length, block_table=torch.zeros(5, 1)
+    )
+    speculator.proposals = SimpleNamespace(fresh=np.ones(5, np.bool_))
+    speculator.ends = length
+    speculator.drafting = SimpleNamespace(propose=lambda known, table: sent.append(known))
+    batch = SimpleNamespace(idx_mapping_np=np.arange(5), is_prefilling_np=prompts, prefill_len_np=np.full(5, 6000))
+    speculator._grow_on_device(batch, np.arange(5))
+    assert asked == [[10, 0, 6000, 0, 0]]
+    assert sent[0].draft_length.tolist() == [10, 1000, 6000, 0, -1]  # the device reads on, a step's rows at a time
