@@ -70,7 +70,7 @@ def support() -> str:
             rows.append(_row({"name": _capital(name), "cells": cells, "tests": [REFUSAL_TEST]}, where))
     return (
         table(["Feature", "V1, CPU", "V2, CPU", "V2, GPU", "Test"], rows)
-        + f"\n\nAlso refused (`{REFUSAL_TEST.removeprefix('tests/')}`): {', '.join(elsewhere)}."
+        + f"\n\nAlso refused (`{REFUSAL_TEST}`): {', '.join(elsewhere)}."
     )
 
 
@@ -85,7 +85,7 @@ def _row(feature: dict[str, Any], refused: set[tuple[str, str]]) -> list[str]:
             raise DocsError(f"{feature['name']}: {column} is {given}, which the table of refusals contradicts")
         cells.append(given or "refused")
     note = f" ({feature['note']})" if "note" in feature else ""
-    return [feature["name"] + note, *cells, ", ".join(f"`{test.removeprefix('tests/')}`" for test in feature["tests"])]
+    return [feature["name"] + note, *cells, ", ".join(f"`{test}`" for test in feature["tests"])]
 
 
 def tests_named() -> list[str]:
