@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.draft.limits import within_reach
+from vllm_gsd.engine.v2.plan import DRAFTED
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.method.constants import NUM_SOURCES
 
@@ -21,7 +22,7 @@ def test_v2_reads_no_more_of_prompts():
     done = {"a": 3, "b": 1000, "c": 5700, "d": 0, "e": 20}
     length, prompts = np.array([10, 6000, 6000, 50, 30]), np.array([True, True, True, True, False])
     asked, sent = [], []
-    tracker = SimpleNamespace(length=done)
+    tracker = SimpleNamespace(length=done, lengths=lambda ids: np.array([done[request_id] for request_id in ids]))
 
     def catch_up(batch, tracker, due, wanted):
         asked.append(due.tolist())
@@ -33,16 +34,23 @@ def test_v2_reads_no_more_of_prompts():
     )
     speculator = GraphSpeculator.__new__(GraphSpeculator)
     speculator.speculation = SimpleNamespace(
-        drafter=drafter, draft_kv=tracker, most_missed=4097, speculates=lambda batch: np.arange(5) != 3,
+        drafter=drafter, draft_kv=tracker, most_missed=4097, speculates=lambda batch: np.arange(5) != 3, shift=0,
+        shared=None,
         trust=SimpleNamespace(of=lambda ids: np.ones((len(ids), NUM_SOURCES))),
-        planner=SimpleNamespace(calibration=SimpleNamespace(factor=None)),
+        planner=SimpleNamespace(calibration=SimpleNamespace(factor=None), drafts_pay=lambda: True),
     )  # fmt: skip
     speculator._batch = lambda *_: SimpleNamespace(
-        request_ids=[*done], length=length, sampled=np.ones(5, np.bool_), capacity=length, block_table=torch.zeros(5, 1)
+        request_ids=[*done],
+        length=length,
+        sampled=np.ones(5, np.bool_),
+        capacity=length,
+        block_table=torch.zeros(5, 1),
+        token_rows=np.arange(5),
     )
     speculator.proposals = SimpleNamespace(fresh=np.ones(5, np.bool_))
-    speculator.ends = length
-    speculator.drafting = SimpleNamespace(propose=lambda known, table: sent.append(known))
+    speculator.plan = SimpleNamespace(choose=lambda batch, wanted, missed: wanted * DRAFTED, active=False)
+    speculator.ends, speculator.num_rows = length, 16
+    speculator.drafting = SimpleNamespace(propose=lambda known, table: sent.append(known), tree_words=0)
     batch = SimpleNamespace(idx_mapping_np=np.arange(5), is_prefilling_np=prompts, prefill_len_np=np.full(5, 6000))
     speculator._grow_on_device(batch, np.arange(5))
     assert asked == [[10, 0, 6000, 0, 0]]

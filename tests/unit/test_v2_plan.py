@@ -82,7 +82,7 @@ def on_v1(speculation: Speculation, batch: DraftBatch, missed, copies, whole) ->
         if drafted is None:
             return copies if copies.size.any() else None
         assert np.array_equal(requests.index, rows)
-        speculation.planner.drafted_at_once(int(drafted.sum()))  # V2's draft phase
+        speculation.planner.drafted_at_once(len(missed))  # V2's draft phase
         return mixed(copies, whole, drafted)
 
     speculation._grow = grow

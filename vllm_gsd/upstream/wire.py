@@ -63,7 +63,9 @@ _PARENTS = "gsd_parents"  # of DraftTokenIds
 DRAFT_GROUP = "gsd_draft"
 
 
-def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[str, Any] | None) -> dict[str, Any]:
+def engine_args(
+    config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[str, Any] | None, data_parallel: bool = False
+) -> dict[str, Any]:
     """The fields of ``EngineArgs`` that replace a gsd config.
 
     Args:
@@ -71,6 +73,7 @@ def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[
         v2: whether vLLM will use Model Runner V2.
         cpu: whether vLLM runs on the CPU.
         additional_config: the user's ``additional_config``.
+        data_parallel: whether there are several engines, for which vLLM captures graphs of all nodes only.
     """
     options = {"additional_config": with_options(additional_config, config)}
     if not config.speculates:  # everything but the worker stays as without speculation
@@ -78,9 +81,10 @@ def engine_args(config: GSDConfig, v2: bool, cpu: bool, additional_config: dict[
     nodes = config.num_speculative_tokens
     if v2 and config.budget != "auto":
         nodes = config.budget  # V2 schedules this many rows even if the graph has fewer nodes
+    shares = shares_of(nodes) if config.budget == "auto" and not data_parallel else ()
     return {
         **options,
-        "speculative_config": speculative_config(v2, nodes, shares_of(nodes) if config.budget == "auto" else ()),
+        "speculative_config": speculative_config(v2, nodes, shares),
         "worker_cls": worker_class(v2, cpu),
         "scheduler_cls": scheduler_class(asynchronous=False),
     }

@@ -100,7 +100,7 @@ class Drafter:
 
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
         """Tokens of each request that the draft has to run before it can draft, int64 [num_requests]."""
-        return length - np.array([tracker.length[request_id] for request_id in request_ids], np.int64)
+        return length - tracker.lengths(request_ids)
 
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray

@@ -8,6 +8,7 @@ computed before the draft is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,6 +57,10 @@ class DraftKVTracker:
         """Track newly allocated blocks of a running request."""
         self.valid[block_ids] = 0
         self.blocks[request_id].extend(block_ids)
+
+    def lengths(self, request_ids: Sequence[str]) -> np.ndarray:
+        """The number of leading tokens that have draft KV, int64 [num_requests]."""
+        return np.array([self.length[request_id] for request_id in request_ids], np.int64)
 
     def advance(self, request_id: str, length: int) -> None:
         """Record that the draft model has written KV for the request's first ``length`` committed tokens."""

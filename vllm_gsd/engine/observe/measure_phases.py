@@ -66,7 +66,10 @@ def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
     uniform = num_rows % runner.decode_query_len == 0
     hidden, _ = runner._dummy_run(num_rows, uniform_decode=uniform, randomize_inputs=True, skip_eplb=True)
     assert hidden is not None
-    runner.model.compute_logits(hidden[:num_rows])
+    # With LoRA, logits read the adapter of each row.
+    rows, lora = np.ones(num_rows, np.int32), runner.lora_config
+    with runner.maybe_dummy_run_with_lora(lora, rows, rows, num_active_loras=lora.max_loras if lora else 0):
+        runner.model.compute_logits(hidden[:num_rows])
     _wait(runner)
 
 

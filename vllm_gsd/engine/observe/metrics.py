@@ -20,7 +20,7 @@ COUNTERS = {
     "nodes_added": "Candidates that became nodes of a token graph.",
     "nodes_merged": "Candidates merged with an existing node instead of becoming a new one.",
     "nodes_pruned": "Candidates dropped because of theta_sib or the node budget.",
-    "nodes_cut": "Graph nodes left out of verification because verifying them would not pay off.",
+    "nodes_cut": "Graph nodes left out of verification because verifying them would not pay off (on V2, as expected).",
     "nodes_invalid": "Graph nodes dropped because the request's grammar forbids them.",
     "drafts_skipped": "Times that a request got no draft: it would not pay off, or the draft had missed too much text.",
     "drafting_switches": "Times that drafting was switched on or off because it started or ceased to pay off.",

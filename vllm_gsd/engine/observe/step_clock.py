@@ -43,6 +43,10 @@ class StepClock:
                 overhead.observe_drafts(drafting, planned.drafts_ms, planned.levels)
         self.time = now
 
+    def forget(self) -> None:
+        """Do not time the step under way."""
+        self.planned = None
+
     def proposed(self, request_ids: list[str]) -> None:
         """Record that proposing ends."""
         now, planner = time.perf_counter(), self.planner

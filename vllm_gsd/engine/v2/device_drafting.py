@@ -177,7 +177,7 @@ class DeviceDrafting:
             known: what the host knows about the batch.
             block_table: int32 [num_requests, max_blocks].
         """
-        copies_only = not (known.wanted == 1).any()  # three launches, which need no CUDA graph
+        copies_only = not (known.wanted == 1).any()  # a few launches, which need no CUDA graph
         graphs = None if copies_only and self.drafter is not None else self.cuda_graphs()
         for first in range(0, len(known.slots), self.most):
             part = slice(first, first + self.most)

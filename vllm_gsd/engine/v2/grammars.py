@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.engine.schedule.grammar import GrammarTokens, GrammarTree, ProposedTree, allowed_nodes
 
 
@@ -31,6 +33,7 @@ class WorkerGrammars:
         self.manager = StructuredOutputManager(vllm_config)
         self.tokens = GrammarTokens(self.manager)
         self.requests: dict[str, Request] = {}
+        self.ready: set[str] = set()  # requests whose grammar is compiled
 
     def admit(self, new: NewRequestData) -> None:
         """Start to compile the grammar of a new request; a resumed one keeps its own."""
@@ -45,11 +48,12 @@ class WorkerGrammars:
         """Remove finished requests."""
         for request_id in request_ids:
             self.requests.pop(request_id, None)
+            self.ready.discard(request_id)
 
     def choose(self, request_id: str, output: list[int], proposed: ProposedTree) -> GrammarTree | None:
         """Choose the nodes to verify as ``allowed_nodes`` does.
 
-        All tensor-parallel ranks choose the same, as they wait for a grammar that is still being compiled.
+        All tensor-parallel ranks choose the same, as the others wait for grammars that the first rank has compiled.
 
         Args:
             request_id: the request.
@@ -57,16 +61,20 @@ class WorkerGrammars:
             proposed: its proposed nodes.
 
         Returns:
-            None if the grammar has ended or does not accept the output, as after reasoning that only the scheduler
-            knows the end of.
+            None if the grammar is still being compiled, has ended or does not accept the output, as after reasoning
+            that only the scheduler knows the end of.
         """
         request = self.requests.get(request_id)
         if request is None:
             return None
         structured = request.structured_output_request
         assert structured is not None and request.sampling_params is not None
-        while not structured.is_grammar_ready:
-            time.sleep(0.001)
+        if request_id not in self.ready:
+            if not from_first_rank(np.array([int(structured.is_grammar_ready)]))[0]:
+                return None
+            while not structured.is_grammar_ready:
+                time.sleep(0.001)
+            self.ready.add(request_id)
         new = output[len(request.output_token_ids) :]
         ends = [place for place, token in enumerate(new) if token in request.sampling_params.all_stop_token_ids]
         if ends:  # tokens after the end of a response are no part of it

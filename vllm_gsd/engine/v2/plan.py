@@ -41,6 +41,7 @@ class Plan:
     def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int) -> None:
         self.speculation = speculation
         self.num_nodes = num_nodes
+        self.most = num_nodes  # of these, how many the scheduler gives each request in the next step
         # If full CUDA graphs of the target were captured, their numbers of nodes, and none.
         self.captured: list[int] = []
         # By slot, how many nodes of the next graph are verified.
@@ -94,7 +95,7 @@ class Plan:
             kinds = np.where(drafting, DRAFTED, wanted * copies)
             self.phase = Phase(int(drafting.sum()), self.speculation.planner.probing)
             if self.phase.num_drafted:
-                self.speculation.planner.drafted_at_once(self.phase.num_drafted)
+                self.speculation.planner.drafted_at_once(len(slots))  # the draft runs over the whole batch
         self.kinds[slots] = kinds
         values, size = self._expected(slots, kinds)
         chosen = self._sizes(values, size, batch.length, kinds)
@@ -112,9 +113,10 @@ class Plan:
         last = np.take_along_axis(values, np.maximum(size - 1, 0)[:, None], 1)
         last[size == 0] = 1.0
         more = np.where(width < size[:, None], values, np.minimum(planner.worth, last)).astype(np.float32)
-        most = np.where(kinds == DRAFTED, self.num_nodes, size).astype(np.int32)
+        size = np.minimum(size, self.most)
+        most = np.where(kinds == DRAFTED, self.most, size).astype(np.int32)
         if self.captured:
-            return planner.sizes(more, most, context, self.captured)
+            return planner.sizes(more, most, context, [share for share in self.captured if share <= self.most])
         chosen = planner.sizes(values, size, context)
         if chosen.any() and (chosen == size).all():
             chosen = np.maximum(chosen, planner.sizes(more, most, context))

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
+from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
@@ -96,15 +97,9 @@ class GraphSpeculator(BaseSpeculator):
         Args:
             req_states: V2's request states.
         """
-        speculation = self.speculation
-        self.drafting = DeviceDrafting(
-            speculation.config,
-            speculation.drafter,
-            req_states,
-            speculation.graphs.capacity,
-            self.proposals.trees,
-            self.device,
-        )
+        ours = self.speculation
+        capacity, trees = ours.graphs.capacity, self.proposals.trees
+        self.drafting = DeviceDrafting(ours.config, ours.drafter, req_states, capacity, trees, self.device)
 
     def bind(self, block_tables: BlockTables | None) -> None:
         """Use V2's block tables; None releases them."""
@@ -153,7 +148,7 @@ class GraphSpeculator(BaseSpeculator):
         self.ends[slot] = self.texts.tokens.shape[1] if limit is None else request.prompt_len + limit
         self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
-        if has_grammar(request):
+        if has_grammar(request) and fallback_reason(request) is None:
             self.grammars = self.grammars or WorkerGrammars(self.vllm_config)
             self.grammars.admit(request)
 
@@ -243,6 +238,7 @@ class GraphSpeculator(BaseSpeculator):
             return nothing
         self.parents = {}
         if num_speculative_tokens == 0:
+            self.clock.forget()
             self.proposals.drop(input_batch.idx_mapping_np)
             return nothing
         self.clock.proposing(input_batch.req_ids, input_batch.num_tokens)
@@ -250,7 +246,10 @@ class GraphSpeculator(BaseSpeculator):
         self.speculation.planner.begin(num_requests, context)
         requests = [self.requests[request_id] for request_id in input_batch.req_ids]
         on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
-        if not on_host.all():  # first, so that the device drafts while the host waits for what was accepted
+        if on_host.all():
+            self.speculation.planner.put_off()
+        else:  # first, so that the device drafts while the host waits for what was accepted
+            self.plan.most = self.num_rows if num_speculative_tokens is None else num_speculative_tokens
             self._grow_on_device(input_batch, np.flatnonzero(~on_host))
         if on_host.any():
             self._grow_on_host(input_batch, np.flatnonzero(on_host))
@@ -275,6 +274,7 @@ class GraphSpeculator(BaseSpeculator):
             end=whole,
             trust=np.ones((count, NUM_SOURCES), np.float32),
             factor=self.speculation.planner.calibration.factor,
+            suggested=np.zeros((count, self.drafting.tree_words), np.int32),
         )
         drafter = self.speculation.drafter
         with nullcontext() if drafter is None else drafter.model.without_kv_cache():
@@ -354,14 +354,15 @@ class GraphSpeculator(BaseSpeculator):
         # The draft processes prompts together with the target, unless drafting does not pay.
         due = np.where(drafted | (~batch.sampled & speculation.planner.drafts_pay()), due, 0)
         # The device catches up on a step's tokens; it drafts from the last one, which must be left to it.
-        behind = drafted & ~prompts & (missed > self.num_rows)
+        behind = drafted & ~prompts & (missed > 1 + self.num_rows + speculation.shift)
         due = np.where(behind, batch.length - 1, due)
         (reads,) = due.nonzero()
-        missed = speculation.drafter.missed(speculation.draft_kv, batch.request_ids, due)[reads]
-        left_out = np.setdiff1d(reads, reads[within_reach(missed, speculation.most_missed)])
-        due[left_out] = 0
-        speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(prompts))
-        known = np.array([speculation.draft_kv.length[request_id] for request_id in batch.request_ids], np.int64)
+        if len(reads):
+            missed = speculation.drafter.missed(speculation.draft_kv, batch.request_ids, due)[reads]
+            left_out = np.setdiff1d(reads, reads[within_reach(missed, speculation.most_missed)])
+            due[left_out], behind[left_out] = 0, False
+            speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(prompts))
+        known = speculation.draft_kv.lengths(batch.request_ids)
         return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], known, -1)
 
     def _grow_on_host(self, input_batch: InputBatch, places: np.ndarray) -> None:
@@ -379,9 +380,8 @@ class GraphSpeculator(BaseSpeculator):
                 self.parents[request.req_id] = tree.parent.tolist()
         (slots,) = Staging(self.device).send(batch.token_rows.astype(np.int64))
         if self.drafting is not None and self.speculation.draft_kv is not None:
-            length = self.speculation.draft_kv.length
-            done = np.array([length[request_id] for request_id in batch.request_ids], np.int64)
-            self.drafting.draft_length[slots] = torch.from_numpy(done).to(self.device)
+            done = torch.from_numpy(self.speculation.draft_kv.lengths(batch.request_ids))
+            self.drafting.draft_length[slots] = done.to(self.device)
         self.proposals.store(slots, to_device(trees, self.num_rows, self.device))
         self.proposals.fresh[batch.token_rows] = True
 

@@ -168,7 +168,7 @@ def graft_tree_kernel(
     chances += graph * 2 * capacity
     trees += graph * (3 + 3 * places)
     lane, place = tl.arange(0, BLOCK), tl.arange(0, PLACES)
-    count, known, matched = tl.load(trees), tl.load(trees + 1), tl.load(trees + 2)
+    count, known, matched = tl.minimum(tl.load(trees), places), tl.load(trees + 1), tl.load(trees + 2)
     listed, parent_of, share_of = trees + 3, trees + 3 + places, trees + 3 + 2 * places
     copied = tl.load(listed + place, mask=place < count, other=-1)
     above = tl.load(parent_of + place, mask=place < count, other=PLACES)
