@@ -50,10 +50,10 @@ def watch(worker, disturb: bool):
         drafter.model.candidates = noisy
 
 
-def watch_v2(worker, disturb: bool):
+def watch_v2(worker, disturb: bool, planned: bool):
     """The same with Model Runner V2; if ``disturb``, the second rank's draft has noise in its hidden states.
 
-    The ranks plan by a planted table, and by what steps take.
+    If ``planned``, the ranks plan by a planted table, and by what steps take.
     """
     import numpy as np
     import torch
@@ -77,8 +77,9 @@ def watch_v2(worker, disturb: bool):
         return hidden + worker.rank * 1e-2 * torch.randn_like(hidden)
 
     speculator.propose = recorded
-    rows = np.array([1, 2, 256])
-    speculator.speculation.planner.costs = Costs(rows, 100.0 + 5 * rows, np.full(3, 1.0), attention=0.0)
+    if planned:
+        rows = np.array([1, 2, 256])
+        speculator.speculation.planner.costs = Costs(rows, 100.0 + 5 * rows, np.full(3, 1.0), attention=0.0)
     if disturb:
         model.run_rows = noisy
 
@@ -119,7 +120,8 @@ def main(job_path: str, result_path: str) -> None:
         result["plain_tokens"] = answers(extra_args={"gsd": False})
     if watched:
         v2 = llm.llm_engine.vllm_config.use_v2_model_runner
-        llm.collective_rpc(watch_v2 if v2 else watch, args=(job["disturb"],))
+        options = (job["disturb"], job["planned"]) if v2 else (job["disturb"],)
+        llm.collective_rpc(watch_v2 if v2 else watch, args=options)
     result["tokens"] = answers()
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
