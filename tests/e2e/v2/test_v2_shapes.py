@@ -1,18 +1,23 @@
-"""A target and a draft whose last layers read the KV cache of earlier ones, on Model Runner V2: plain V2's tokens."""
+"""Other shapes of targets and drafts on Model Runner V2: plain V2's tokens."""
 
 import contextlib
 
+import pytest
+import test_experts
+import test_shared_kv
 from engine_process import run
-from test_shared_kv import build
 from v2_engine import V2Engine
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 0.8, "seed": 5}
+# Layers that read the KV cache of earlier ones, a mixture of experts, and attention within chunks.
+BUILD = {"Gemma4": test_shared_kv.build, "Mixtral": test_experts.build, "Llama4": test_experts.build}
 
 
-def test_equals_plain_v2(tmp_path, random_prompts):
+@pytest.mark.parametrize("family", BUILD)
+def test_equals_plain_v2(tmp_path, random_prompts, family):
     """Greedy and seeded, alone and four in one batch."""
-    target, draft = build(tmp_path, "Gemma4")
+    target, draft = BUILD[family](tmp_path, family)
     prompts, params = random_prompts(5, 20, 80), [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]
     found = []
     for gsd in (None, {"method": "gsd", "model": str(draft), "num_speculative_tokens": 6, "max_depth": 3}):
