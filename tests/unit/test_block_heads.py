@@ -57,7 +57,8 @@ class FakeDSpark:
         self.config = SimpleNamespace()
         self.head, self.w1, self.w2 = torch.randn(VOCAB, HIDDEN), torch.randn(2 * VOCAB, RANK), torch.randn(VOCAB, RANK)
         self.logits_processor = SimpleNamespace(scale=1.0, soft_cap=soft_cap)
-        head = SimpleNamespace(markov_w2=SimpleNamespace(weight=self.w2))
+        method = SimpleNamespace(embedding=lambda layer, ids: layer.weight[ids])
+        head = SimpleNamespace(markov_w2=SimpleNamespace(weight=self.w2, quant_method=method))
         self.proj = nn.Linear(HIDDEN + RANK, 1)
         self.model = SimpleNamespace(markov_head=head, confidence_head=self.proj if confidence else None)
 

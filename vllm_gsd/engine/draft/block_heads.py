@@ -103,7 +103,8 @@ class DSparkHead:
             biased = base + self.model.markov_bias(embedded).view(*before.shape, -1)
             result = biased.float().log_softmax(-1)
         else:
-            rows = self.model.model.markov_head.markov_w2.weight[self.pool[:, level]]
+            bias_of = self.model.model.markov_head.markov_w2
+            rows = bias_of.quant_method.embedding(bias_of, self.pool[:, level])  # its weight may be packed
             bias = torch.einsum("npr,nvr->npv", embedded.view(*before.shape, -1), rows)
             if self.soft_cap is not None:
                 bias = self.soft_cap * torch.tanh(bias / self.soft_cap)
