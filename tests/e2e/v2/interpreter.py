@@ -43,7 +43,7 @@ def measure_briefly() -> None:
     import itertools
     import time
 
-    from vllm_gsd.engine.observe import measure_phases
+    from vllm_gsd.engine.observe import measure
 
     def usual_ms(runs, rows):
         times = [time.perf_counter()]
@@ -52,7 +52,7 @@ def measure_briefly() -> None:
             times.append(time.perf_counter())
         return [1e3 * (end - start) for start, end in itertools.pairwise(times)]
 
-    measure_phases.usual_ms, measure_phases.MOST_SECONDS = usual_ms, 0.0
+    measure.usual_ms, measure.MOST_SECONDS = usual_ms, 0.0
 
 
 def turn_on_async_scheduling() -> None:

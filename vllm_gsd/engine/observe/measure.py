@@ -46,26 +46,14 @@ def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | No
     """
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.drafter.num_nodes + 1)))
     rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
-    target: list[float] = []
-    draft: list[float] = []
-    started = time.perf_counter()
-    for count in rows:
-        # Target and draft take turns, as in a step: a draft level then finds the target's weights in the caches, and
-        # drifts of the clock speed affect both alike.
-        runs: list[Callable[[], object]] = [partial(_target_forward, runner, count)]
-        if drafter is not None:
-            runs.append(partial(_draft_levels, drafter, count))
-        took_target, *took_levels = usual_ms(runs, count)
-        target.append(took_target)
-        draft.append(took_levels[0] / LEVELS if took_levels else 0.0)
-        took = from_first_rank(np.array([time.perf_counter() - started]))[0]
-        if len(target) > 1 and took > MOST_SECONDS:
-            rows = rows[: len(target)]  # ``Costs`` extrapolates with the last slope
-            break
+    rows, target, levels = time_by_rows(
+        rows, partial(_target_forward, runner), None if drafter is None else partial(_draft_levels, drafter)
+    )
+    draft = levels / LEVELS
     costs = Costs(
         rows=np.array(rows, np.int64),
-        target=from_first_rank(_fit(runner.model_config)(np.array(rows), np.array(target))),
-        draft=from_first_rank(_fit(drafter and drafter.model.model_config)(np.array(rows), np.array(draft))),
+        target=from_first_rank(_fit(runner.model_config)(np.array(rows), target)),
+        draft=from_first_rank(_fit(drafter and drafter.model.model_config)(np.array(rows), draft)),
         attention=float(from_first_rank(np.array([_attention_ms(runner)]))[0]),
     )
     last = len(rows) - 1
@@ -130,6 +118,33 @@ def _attention(runner: GraphModelRunner, num_rows: int, context: int) -> Callabl
     )
     query = torch.zeros((num_rows, layer.num_heads, layer.head_size), dtype=layer.kv_cache.dtype)
     return partial(layer.impl._tree, layer, query, layer.kv_cache, tree, torch.empty_like(query))
+
+
+def time_by_rows(
+    rows: list[int], target: Callable[[int], object], draft: Callable[[int], object] | None
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Time target and draft over rising numbers of rows, until ``MOST_SECONDS`` are over.
+
+    They take turns, as in a step: a draft then finds the target's weights in the caches, and drifts of the clock speed
+    affect both alike.
+
+    Args:
+        rows: numbers of rows to call them with; draft: None without a draft model.
+
+    Returns:
+        the numbers of rows that were timed, at least two, since ``Costs`` extrapolates with the last slope; the times
+        of target and draft in milliseconds, float64 [len(rows)], zeros without a draft.
+    """
+    times = np.zeros((2, len(rows)))
+    started = time.perf_counter()
+    for place, count in enumerate(rows):
+        took = usual_ms([partial(run, count) for run in (target, draft) if run is not None], count)
+        times[: len(took), place] = took
+        spent = from_first_rank(np.array([time.perf_counter() - started]))[0]
+        if place > 0 and spent > MOST_SECONDS:
+            rows, times = rows[: place + 1], times[:, : place + 1]
+            break
+    return rows, times[0], times[1]
 
 
 def usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:

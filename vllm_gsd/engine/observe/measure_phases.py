@@ -5,8 +5,6 @@ Both run as they do while the engine serves: with the CUDA graphs that were capt
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_gsd.engine.observe.measure import MOST_SECONDS, ROWS, usual_ms
+from vllm_gsd.engine.observe.measure import ROWS, time_by_rows
 from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.planner.costs import Costs, rising
 
@@ -39,22 +37,11 @@ def measure_costs(runner: GraphModelRunner) -> Costs:
     # Whole graphs of a few requests too, because full CUDA graphs hold these.
     whole = [width * count for count in ROWS]
     rows = sorted({*(count for count in (*ROWS, *whole) if count < most), most})
-    target: list[float] = []
-    draft: list[float] = []
-    started = time.perf_counter()
-    for count in rows:
-        runs: list[Callable[[], object]] = [partial(_target_forward, runner, count)]
-        if drafter is not None:
-            runs.append(partial(_draft, runner, count))
-        took_target, *took_draft = usual_ms(runs, count)
-        target.append(took_target)
-        draft.append(took_draft[0] if took_draft else 0.0)
-        took = from_first_rank(np.array([time.perf_counter() - started]))[0]
-        if len(target) > 1 and took > MOST_SECONDS:
-            rows = rows[: len(target)]
-            break
+    rows, target, draft = time_by_rows(
+        rows, partial(_target_forward, runner), None if drafter is None else partial(_draft, runner)
+    )
     # Padding makes steps of the times, so they only rise.
-    fitted = [from_first_rank(rising(np.array(rows), np.array(of))) for of in (target, draft)]
+    fitted = [from_first_rank(rising(np.array(rows), of)) for of in (target, draft)]
     logger.info(
         "gsd: a target step takes %.1f ms for 1 row and %.1f ms for %d rows, drafting %.1f ms for 1 request.",
         *(target[0], target[-1], rows[-1], draft[0]),
