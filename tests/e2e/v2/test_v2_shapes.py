@@ -1,4 +1,4 @@
-"""Other shapes of targets and drafts on Model Runner V2: plain V2's tokens."""
+"""Targets and drafts of other shapes, and quantised ones, on Model Runner V2: plain V2's tokens."""
 
 import contextlib
 
@@ -6,12 +6,23 @@ import pytest
 import test_experts
 import test_shared_kv
 from engine_process import run
+from tiny_pair import build_tiny_pair
+from tiny_quantised import quantised
 from v2_engine import V2Engine
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 0.8, "seed": 5}
-# Layers that read the KV cache of earlier ones, a mixture of experts, and attention within chunks.
+
+
+def build_quantised(folder, form):
+    """The tiny pair, both models quantised."""
+    pair = build_tiny_pair(folder / "whole")
+    return [quantised(of, folder / name, form) for name, of in (("target", pair.target), ("draft", pair.draft))]
+
+
+# Layers that read the KV cache of earlier ones, a mixture of experts, attention within chunks, and 8-bit matrices.
 BUILD = {"Gemma4": test_shared_kv.build, "Mixtral": test_experts.build, "Llama4": test_experts.build}
+BUILD["int8"] = build_quantised
 
 
 @pytest.mark.parametrize("family", BUILD)
