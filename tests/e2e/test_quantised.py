@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+import torch
 from engine_process import Engine, draft_every_level, run
 from rounding import assert_close, generates
 from tiny_quantised import quantised
@@ -55,5 +56,7 @@ def test_int4(start, random_prompts, form):
     plain, gsd = start(form, "bfloat16")
     prompts, params = random_prompts(4), {**GREEDY, "logprobs": 2}
     assert_close(plain.generate(prompts, params), prompts, generates(gsd, params))
-    assert answers(gsd, prompts) == answers(gsd, prompts, OFF)
+    # With AMX, vLLM's kernels serve rows that do not branch.
+    reference = plain if torch.cpu._is_amx_tile_supported() else gsd
+    assert answers(gsd, prompts, OFF) == answers(reference, prompts)
     check_graphs(gsd)

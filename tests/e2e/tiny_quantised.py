@@ -68,9 +68,11 @@ def _compressed(bits: int, form: str, weights: dict, inputs: dict | None) -> dic
     }
 
 
+# Not symmetric, because vLLM multiplies symmetric ones by another kernel on processors with AMX, in bfloat16 only.
+INPUTS = {"strategy": "token", "dynamic": True, "symmetric": False}
 # What becomes of a matrix, and what the model's configuration says of it.
 FORMATS = {
-    "int8": (int8, _compressed(8, "int-quantized", {"strategy": "channel"}, {"strategy": "token", "dynamic": True})),
+    "int8": (int8, _compressed(8, "int-quantized", {"strategy": "channel"}, INPUTS)),
     "int4": (int4, _compressed(4, "pack-quantized", {"strategy": "group", "group_size": GROUP}, None)),
     "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
