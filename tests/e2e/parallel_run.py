@@ -68,7 +68,7 @@ def watch_v2(worker, disturb: bool, planned: bool):
     def recorded(input_batch, *args, **kwargs):
         tokens = propose(input_batch, *args, **kwargs)
         trees = [of[input_batch.idx_mapping].tolist() for of in speculator.proposals.trees]
-        proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist()]
+        proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist(), speculator.plan.phase]
         speculator.hashes.append(hashlib.sha256(json.dumps(proposed).encode()).hexdigest())
         return tokens
 
@@ -79,7 +79,9 @@ def watch_v2(worker, disturb: bool, planned: bool):
     speculator.propose = recorded
     if planned:
         rows = np.array([1, 2, 256])
-        speculator.speculation.planner.costs = Costs(rows, 100.0 + 5 * rows, np.full(3, 1.0), attention=0.0)
+        planner = speculator.speculation.planner
+        draft = np.full((len(planner.levels), 3), 3.0)
+        planner.costs = Costs(rows, 100.0 + 5 * rows, draft, attention=0.0)
     if disturb:
         model.run_rows = noisy
 

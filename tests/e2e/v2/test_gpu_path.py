@@ -39,7 +39,8 @@ def test_a_start_as_on_gpus(start_v2):
     assert seen["verified"] >= 7 and seen["_grow_on_device"] >= 7
     assert not any(left.values()), left
     costs = engine.call(cost_rows)
-    assert costs["rows"] == [1, 2] and min(costs["target"] + costs["draft"]) > 0
+    assert costs["rows"] == [1, 2] and min(costs["target"] + costs["draft"][0]) > 0
+    assert [len(level) for level in costs["draft"]] == [2] * GSD["max_depth"]
 
 
 def test_kernels_of_gpus(start_v2, asked, expected):
