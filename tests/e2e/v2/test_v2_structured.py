@@ -87,7 +87,7 @@ def planned_anew(engine, prompts, params) -> tuple[list, int]:
     """The answers where rows have a price, and how many nodes were left out for it."""
     before = engine.metrics()
     engine.call(plant_costs, 0.6)
-    answers = engine.generate(prompts, [{**keys, **TRACED} for keys in params[:2]] + params[2:])
+    answers = engine.generate(prompts, params)
     after = engine.metrics()
     assert after["gsd_nodes_verified"] > before["gsd_nodes_verified"]
     return answers, after["gsd_nodes_cut"] - before.get("gsd_nodes_cut", 0)
