@@ -209,26 +209,35 @@ def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prom
 
 
 @pytest.mark.parametrize(
-    ("batch", "row_ms", "probe_after", "nodes"),
-    [(1, 0.0, 99, "all"), (4, 1.2, 99, "some"), (4, 20.0, 7, "none but a probe's")],
+    ("batch", "row_ms", "level_ms", "probe_after", "nodes"),
+    [
+        (1, 0.0, 0.0, 99, "all"),
+        (1, 0.0, 5.0, 99, "all of few levels"),
+        (4, 1.2, 0.0, 99, "some"),
+        (4, 20.0, 0.0, 7, "none but a probe's"),
+    ],
 )
-def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms, probe_after, nodes):
+def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms, level_ms, probe_after, nodes):
     """By planted costs, with asynchronous scheduling, preemption and prefix caching. A probe reads what was missed."""
     scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
     engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
     before = engine.metrics()
-    engine.call(plant_costs, row_ms, probe_after)
+    engine.call(plant_costs, row_ms, probe_after, level_ms)
     try:
         texts = run(engine, four_prompts[:batch], {**GREEDY, "max_tokens": 10})
     finally:
         engine.call(plant_costs, None)
     assert texts == [text[:10] for text in expected["greedy"][1][:batch]]
     after = engine.metrics()
-    names = ("nodes_verified", "nodes_cut", "drafts_skipped", "target_steps", "draft_nodes")
+    names = ("nodes_verified", "nodes_cut", "drafts_skipped", "target_steps", "draft_nodes", "draft_forwards")
     counts = {name: after[f"gsd_{name}"] - before.get(f"gsd_{name}", 0) for name in names}
+    upstream = after["spec_decode_num_draft_tokens"] - before.get("spec_decode_num_draft_tokens", 0)
+    assert upstream == counts["nodes_verified"]
     per_step = counts["nodes_verified"] / counts["target_steps"]
-    if nodes == "all":
+    if nodes.startswith("all"):
         assert per_step > 1 and counts["nodes_cut"] == counts["drafts_skipped"] == 0
+        # Every step is drafted for, the one after the last too; by three levels unless none has nodes to add.
+        assert (counts["draft_forwards"] > 2 * (counts["target_steps"] + 1)) == (level_ms == 0.0)
     elif nodes == "some":
         assert 0.2 < per_step < 3 and counts["nodes_cut"] > 0
     else:
