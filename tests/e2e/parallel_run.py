@@ -108,6 +108,7 @@ def main(job_path: str, result_path: str) -> None:
         "disable_log_stats": False,
         **job["engine"],
     }
+    longest = options["max_model_len"] - max(map(len, job["prompts"])) - 1
     llm = LLM(job["target"], speculative_config=job["config"], **options)
     watched = job["config"] is not None and job.get("steps") is not None
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
@@ -127,10 +128,10 @@ def main(job_path: str, result_path: str) -> None:
     result["tokens"] = answers()
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
-    while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:  # one request: steps, not tokens
-        left = min(400, job["steps"] - done)
-        params = SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, temperature=0.8, seed=done)
-        llm.generate(prompts[:1], params, use_tqdm=False)
+    while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:
+        left = min(longest, job["steps"] - done)
+        params = [SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, seed=done + i) for i in range(2)]
+        llm.generate(prompts[:2], params, use_tqdm=False)  # no more, as steps count and not tokens
     result["hashes"] = llm.collective_rpc(hashes) if watched else []
     Path(result_path).write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()

@@ -1,4 +1,4 @@
-"""Every request feature that works on graphs, for the tests of both model runners: what to ask for, and what must equal.
+"""Every request feature that works on graphs, for the tests of both runners: what to ask for, and what must equal.
 
 Each is asked for greedily and with seeds, and sometimes by the greedy text that the request would have otherwise.
 Requires an engine with a tokenizer, such as those of ``text_pair``.
@@ -112,7 +112,8 @@ def assert_on_graph(before: dict, after: dict, answers: list[Answer]):
     counts = {name: value - before.get(name, 0) for name, value in after.items() if isinstance(value, int)}
     assert sum(value for name, value in counts.items() if name.startswith("gsd_fallbacks")) == 0
     assert counts["spec_decode_num_accepted_tokens"] > 0
-    assert counts["spec_decode_num_draft_tokens"] == counts["gsd_nodes_verified"]
+    # With asynchronous scheduling, nodes of requests that have just ended are verified in vain.
+    assert 0 < counts["spec_decode_num_draft_tokens"] <= counts["gsd_nodes_verified"]
     tokens = sum(len(one.tokens) for answer in answers for one in answer.completions)
     assert tokens / counts["gsd_target_steps"] > 1.1
 

@@ -12,13 +12,13 @@ def cut_rows(scheduled: SchedulerOutput, share_of: Callable[[str], int]) -> Sche
     """Leave each request as many rows for nodes as ``share_of`` allows; the same object if all have room."""
     drafts = scheduled.scheduled_spec_decode_tokens
     left = {request_id: rows[: share_of(request_id)] for request_id, rows in drafts.items()}
-    if left == drafts:
-        return scheduled
     tokens = dict(scheduled.num_scheduled_tokens)
     for request_id, rows in drafts.items():
         tokens[request_id] -= len(rows) - len(left[request_id])
+    if tokens == scheduled.num_scheduled_tokens:
+        return scheduled
     cut = copy.copy(scheduled)
-    cut.scheduled_spec_decode_tokens = {request_id: rows for request_id, rows in left.items() if rows}
+    cut.scheduled_spec_decode_tokens = {request_id: rows for request_id, rows in left.items() if len(rows)}
     cut.num_scheduled_tokens, cut.total_num_scheduled_tokens = tokens, sum(tokens.values())
     return cut
 
