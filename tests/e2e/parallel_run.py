@@ -68,7 +68,7 @@ def watch_v2(worker, disturb: bool, planned: bool):
     def recorded(input_batch, *args, **kwargs):
         tokens = propose(input_batch, *args, **kwargs)
         trees = [of[input_batch.idx_mapping].tolist() for of in speculator.proposals.trees]
-        proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist()]
+        proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist(), speculator.plan.phase]
         speculator.hashes.append(hashlib.sha256(json.dumps(proposed).encode()).hexdigest())
         return tokens
 
@@ -79,7 +79,9 @@ def watch_v2(worker, disturb: bool, planned: bool):
     speculator.propose = recorded
     if planned:
         rows = np.array([1, 2, 256])
-        speculator.speculation.planner.costs = Costs(rows, 100.0 + 5 * rows, np.full(3, 1.0), attention=0.0)
+        planner = speculator.speculation.planner
+        draft = np.full((len(planner.levels), 3), 3.0)
+        planner.costs = Costs(rows, 100.0 + 5 * rows, draft, attention=0.0)
     if disturb:
         model.run_rows = noisy
 
@@ -106,6 +108,7 @@ def main(job_path: str, result_path: str) -> None:
         "disable_log_stats": False,
         **job["engine"],
     }
+    longest = options["max_model_len"] - max(map(len, job["prompts"])) - 1
     llm = LLM(job["target"], speculative_config=job["config"], **options)
     watched = job["config"] is not None and job.get("steps") is not None
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
@@ -125,10 +128,10 @@ def main(job_path: str, result_path: str) -> None:
     result["tokens"] = answers()
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
-    while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:  # one request: steps, not tokens
-        left = min(400, job["steps"] - done)
-        params = SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, temperature=0.8, seed=done)
-        llm.generate(prompts[:1], params, use_tqdm=False)
+    while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:
+        left = min(longest, job["steps"] - done)
+        params = [SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, seed=done + i) for i in range(2)]
+        llm.generate(prompts[:2], params, use_tqdm=False)  # no more, as steps count and not tokens
     result["hashes"] = llm.collective_rpc(hashes) if watched else []
     Path(result_path).write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()

@@ -1,20 +1,10 @@
-"""Request features beside plain sampling: served as plain vLLM serves them, with the graph where that is possible."""
+"""Hard cases of single request features on V1; ``request_features`` has the list of all features."""
 
 import pytest
-from engine_process import Params, run
+from engine_process import run
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SEEDED = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
-FEATURES = {
-    "repetition-penalty": {"repetition_penalty": 1.4},
-    "presence-penalty": {"presence_penalty": 1.5},
-    "frequency-penalty": {"frequency_penalty": 0.8},
-    "all-penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.3},
-    "min-p": {"min_p": 0.3},
-    "logit-bias": {"logit_bias": {**dict.fromkeys(range(5, 40), 1.5), 7: -100.0}},
-    "min-p-and-logit-bias": {"min_p": 0.15, "logit_bias": {9: 2.0, 11: 2.0}},
-    "allowed-token-ids": {"allowed_token_ids": list(range(5, 60))},
-}
 
 
 def with_seeds(keys, count):
@@ -23,32 +13,6 @@ def with_seeds(keys, count):
 
 def accepted(engine):
     return engine.metrics()["spec_decode_num_accepted_tokens"]
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_parameters_that_change_logits(plain, gsd, prompts, feature):
-    keys = FEATURES[feature]
-    before = accepted(gsd)
-    seeded = with_seeds(keys, len(prompts))
-    assert run(plain, prompts, seeded) != run(plain, prompts, with_seeds({}, len(prompts)))  # it does something here
-    for params in ({**GREEDY, **keys}, seeded):
-        expected = run(plain, prompts, params)
-        assert run(gsd, prompts, params) == expected
-    assert accepted(gsd) > before
-
-
-def test_bad_words_of_one_and_more_tokens(plain, gsd, prompts):
-    """Whether a longer bad word ends at a node depends on the path to it."""
-    free = run(plain, prompts, GREEDY)
-    params = []
-    for tokens in free:
-        words = [tokens[3:4], tokens[10:12], tokens[20:23]]
-        params.append(Params(GREEDY, bad_words_token_ids=words))
-    expected = run(plain, prompts, params)
-    assert all(new != old for new, old in zip(expected, free, strict=True))
-    before = accepted(gsd)
-    assert run(gsd, prompts, params) == expected
-    assert accepted(gsd) > before
 
 
 def test_min_tokens_hold_back_stop_tokens(plain, gsd, prompts):
@@ -72,17 +36,6 @@ def test_min_tokens_with_sampling_and_penalties(plain, gsd, prompts):
     assert run(gsd, prompts, params) == expected
 
 
-def test_everything_in_one_batch(plain, gsd, random_prompts):
-    prompts = random_prompts(16, seed=5)
-    keys = [*FEATURES.values(), {"logprobs": 2}, {"min_tokens": 20, "stop_token_ids": list(range(5, 300))}, {}]
-    seeded = with_seeds({}, 16)
-    params = [
-        {**(seeded[i] if i % 2 else GREEDY), **keys[i // 2], "max_tokens": 10 + 3 * i} for i in range(len(prompts))
-    ]
-    expected = run(plain, prompts, params)
-    assert run(gsd, prompts, params) == expected
-
-
 def assert_same_logprobs(ours, theirs):
     assert len(ours) == len(theirs)
     for our_place, their_place in zip(ours, theirs, strict=True):
@@ -92,19 +45,6 @@ def assert_same_logprobs(ours, theirs):
         assert our_place.keys() == their_place.keys()
         for token, logprob in their_place.items():
             assert our_place[token] == pytest.approx(logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize("count", [0, 3])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_logprobs(plain, gsd, prompts, count, sampled):
-    params = with_seeds({"logprobs": count}, len(prompts)) if sampled else {**GREEDY, "logprobs": count}
-    before = accepted(gsd)
-    theirs, ours = plain.generate(prompts, params), gsd.generate(prompts, params)
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.tokens == their.tokens
-        assert len(our.completions[0].logprobs) == len(our.tokens)
-        assert_same_logprobs(our.completions[0].logprobs, their.completions[0].logprobs)
-    assert accepted(gsd) > before
 
 
 def test_logprobs_of_some_requests_of_a_batch(plain, gsd, prompts):
@@ -124,23 +64,6 @@ def test_logprobs_of_a_text_that_stops_in_the_middle_of_a_path(plain, gsd, promp
     for our, their in zip(gsd.generate(prompts, params), plain.generate(prompts, params), strict=True):
         assert our.tokens == their.tokens
         assert_same_logprobs(our.completions[0].logprobs, their.completions[0].logprobs)
-
-
-def test_prompt_logprobs(plain, gsd, prompts):
-    params = {**GREEDY, "prompt_logprobs": 2, "logprobs": 1}
-    theirs, ours = plain.generate(prompts, params), gsd.generate(prompts, params)
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.tokens == their.tokens
-        assert_same_logprobs(our.prompt_logprobs, their.prompt_logprobs)
-        assert_same_logprobs(our.completions[0].logprobs, their.completions[0].logprobs)
-
-
-def test_several_completions_of_a_prompt(plain, gsd, prompts):
-    params = {**SEEDED, "n": 3, "seed": 11}
-    theirs, ours = plain.generate(prompts[:4], params), gsd.generate(prompts[:4], params)
-    for our, their in zip(ours, theirs, strict=True):
-        assert [one.tokens for one in our.completions] == [one.tokens for one in their.completions]
-        assert len({tuple(one.tokens) for one in our.completions}) == 3
 
 
 def test_unseeded_sampling_differs_between_runs_and_is_served(gsd, prompts):

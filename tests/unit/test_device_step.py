@@ -38,7 +38,9 @@ def test_which_rows_are_verified():
 
 def test_trees_come_back_as_they_went():
     kept = Proposals(8, 5, CPU)
-    kept.store(torch.from_numpy(SLOTS), to_device(TREES, 5, CPU))
+    values = [tree.survival / 2 for tree in TREES]
+    kept.store(torch.from_numpy(SLOTS), to_device(TREES, values, 5, CPU))
+    assert torch.equal(kept.trees.value, kept.trees.survival / 2)
     trees = to_host(type(kept.trees)(*(values[SLOTS] for values in kept.trees)))
     for got, given in zip(trees, TREES, strict=True):
         assert (got is None) == (len(given.token) == 0)

@@ -1,5 +1,6 @@
 """``"budget": "auto"`` on Model Runner V2: by the same graphs it chooses what V1 chooses, and it learns the same."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,25 +9,32 @@ import torch
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import nodes_that_fit
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
-from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT, ORIGIN_NGRAM
+from vllm_gsd.method.constants import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.planner.calibration import SourceTrust
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.planner.planner import DECAY, FIRST_CHANCE, Planner
 
-NODES, SLOTS, EPISODES, STATES = 8, 12, 25, 40
+NODES, LEVELS, SLOTS, EPISODES, STATES = 8, 6, 12, 25, 40
 ROWS = np.array([1, 2, 8, 32, 128])
 CONFIG = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES)
 
 
-def costs_of(rng) -> Costs:
-    """Anything from flat to steep; some drafts are cheap, and some cost more than the target."""
-    steep, draft = rng.choice([0.0, 0.05, 0.5, 3.0]), rng.choice([0.1, 1.0, 10.0])
-    return Costs(ROWS, 10 + steep * ROWS, draft * (1 + 0.02 * ROWS), attention=rng.choice([0.0, 1e-4]))
+def costs_of(rng, level_ms: float) -> tuple[Costs, Costs]:
+    """Anything from flat to steep; some drafts are cheap, and some cost more than the target.
+
+    The same for V1 and for V2, whose levels run over a whole batch, however many nodes there are: here they cost the
+    same for any, and for V1 less by its overhead.
+    """
+    steep, draft = rng.choice([0.0, 0.05, 0.5, 3.0]), rng.choice([0.1, 0.3, 1.0, 10.0])
+    target, attention = 10 + steep * ROWS, rng.choice([0.0, 1e-4])
+    by_level = np.full((LEVELS, len(ROWS)), draft + level_ms)
+    return Costs(ROWS, target, np.full(len(ROWS), draft), attention), Costs(ROWS, target, by_level, attention)
 
 
 def new_speculation(planner: Planner) -> Speculation:
@@ -41,15 +49,17 @@ def new_speculation(planner: Planner) -> Speculation:
     return speculation
 
 
-def made_up(rng, count: int) -> tuple[FlatTrees, FlatTrees]:
-    """For each of some requests what is copied for it, and that with the draft's nodes."""
+def made_up(rng, count: int) -> Callable[..., FlatTrees]:
+    """Some requests' graphs by which of them are drafted for and how many levels; without a draft, what is copied."""
     width = np.arange(NODES)
     copied, drafted = rng.integers(0, 4, count) * rng.integers(0, 2, count), rng.integers(0, 5, count)
     chances = rng.uniform(0.001, 1.0, (count, NODES)).astype(np.float32)
     is_copied = width < copied[:, None]
-    depth = rng.integers(1, 4, (count, NODES)).astype(np.int32)
+    depth = rng.integers(1, LEVELS + 1, (count, NODES)).astype(np.int32)
 
-    def trees(real):
+    def trees(drafting, levels: int):
+        inside = (width < (copied + drafted)[:, None]) & drafting[:, None] & (depth <= levels)
+        real = is_copied | inside
         values = np.where(real, chances, 0.0)
         order = np.argsort(-values, axis=1, kind="stable")
         inside = width < real.sum(1)[:, None]
@@ -60,61 +70,71 @@ def made_up(rng, count: int) -> tuple[FlatTrees, FlatTrees]:
             fields[name] = np.where(inside, np.take_along_axis(of, order, 1), 0).astype(of.dtype)
         return FlatTrees(**fields)
 
-    return trees(is_copied), trees(width < (copied + drafted)[:, None])
+    return trees
 
 
-def mixed(copies: FlatTrees, whole: FlatTrees, drafted: np.ndarray) -> FlatTrees:
-    """The graphs of requests of which some are drafted for."""
-    pairs = zip(copies, whole, strict=True)
-    return FlatTrees(*(np.where(drafted.reshape(-1, *[1] * (of.ndim - 1)), all_, of) for of, all_ in pairs))
+def below_root(trees: FlatTrees, rows: np.ndarray) -> np.ndarray:
+    """Survivals of the root's children in some graphs, best first, float32 [len(rows), NODES]."""
+    inside = (np.arange(NODES) < trees.size[:, None]) & (trees.depth == 1)
+    return -np.sort(-np.where(inside, trees.survival, 0.0).astype(np.float32), axis=1)[rows]
 
 
-def on_v1(speculation: Speculation, batch: DraftBatch, missed, copies, whole) -> tuple[np.ndarray, np.ndarray]:
-    """The budgets of the host's planner, and for whom it drafts."""
-    chosen = np.zeros(len(missed), np.bool_)
-    rows = np.flatnonzero(batch.sampled)
+def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[np.ndarray, np.ndarray, int]:
+    """The budgets of the host's planner, for whom it drafts, and how many levels it runs."""
+    chosen, levels = np.zeros(len(missed), np.bool_), 0
+    rows, planner = np.flatnonzero(batch.sampled), speculation.planner
 
     def catch_up(batch, tracker, due, drafting):
         chosen[:] = drafting
         return drafting, object() if drafting.any() else None
 
     def grow(requests, drafted=None, hidden=None):
+        nonlocal levels
         if drafted is None:
+            copies = graphs(np.zeros(len(rows), np.bool_), 0)
             return copies if copies.size.any() else None
         assert np.array_equal(requests.index, rows)
-        speculation.planner.drafted_at_once(len(missed))  # V2's draft phase
-        return mixed(copies, whole, drafted)
+        whole = graphs(drafted, LEVELS)
+        found = (np.arange(NODES) < whole.size[:, None]) & (whole.origin == ORIGIN_DRAFT)
+        while levels < LEVELS and (levels == 0 or planner.level_size(whole.value[found & (whole.depth == levels)])):
+            # The children of which it learns: V2 sees those of roots.
+            planner.drafted(np.tile(planner.children, (int(drafted.sum()), 1)))
+            levels += 1
+        trees = graphs(drafted, levels)
+        copied = ((trees.origin == ORIGIN_NGRAM) & (np.arange(NODES) < trees.size[:, None])).any(axis=1)
+        if len(pure := np.flatnonzero(drafted & (trees.size > 0) & ~copied)):
+            planner.learn_children(below_root(trees, pure))
+        return trees
 
     speculation._grow = grow
     speculation.drafter = SimpleNamespace(missed=lambda *_: missed, catch_up=catch_up)
     trees = speculation.propose(batch)
-    return np.array([len(tree.token) for tree in trees]), chosen
+    return np.array([len(tree.token) for tree in trees]), chosen, levels
 
 
 def graphs_of(trees: FlatTrees) -> dict[str, np.ndarray]:
-    return {f"graph_{name}": getattr(trees, name) for name in ("size", "value", "origin", "depth")}
+    return {f"graph_{name}": getattr(trees, name) for name in ("size", "value", "origin", "depth", "survival")}
 
 
-def on_v2(plan: Plan, batch: DraftBatch, missed, known: FlatTrees, kinds) -> tuple[np.ndarray, np.ndarray]:
-    """The budgets of V2, which has these graphs on the host, and for whom it drafts."""
+def on_v2(plan: Plan, batch: DraftBatch, missed, known: FlatTrees, kinds) -> tuple[np.ndarray, np.ndarray, int]:
+    """The budgets of V2, which has these graphs on the host, for whom it drafts, and how many levels."""
     rows, planner = np.flatnonzero(batch.sampled), plan.speculation.planner
     planner.begin(len(missed), int(batch.length.sum()))
     if len(rows):
-        plan.arrived(batch.token_rows[rows], kinds, Phase(0, False), graphs_of(known))
+        plan.arrived(batch.token_rows[rows], kinds, Phase(), graphs_of(known))
     found = plan.choose(batch, batch.sampled, missed)
     if len(rows):  # now V1 has learned of them, too
-        phase = plan.phase
-        plan.arrived(batch.token_rows[rows], found[rows], phase, graphs_of(known))
-    return plan.shares[batch.token_rows], found == DRAFTED
+        plan.arrived(batch.token_rows[rows], found[rows], plan.phase, graphs_of(known))
+    return plan.shares[batch.token_rows], found == DRAFTED, plan.phase.levels or 0
 
 
 def test_both_runners_choose_the_same():
     seen = []
     for episode in range(EPISODES):
         rng = np.random.default_rng(episode)
-        costs = costs_of(rng)
-        host, late = (new_speculation(Planner(4, 6, NODES, costs)) for _ in range(2))
-        plan = Plan(late, SLOTS, NODES)
+        costs = costs_of(rng, Planner(4, LEVELS, NODES).overhead.level_ms)
+        host, late = (new_speculation(Planner(4, LEVELS, NODES, of)) for of in costs)
+        plan = Plan(late, SLOTS, NODES, LEVELS)
         most = rng.choice([1, 4, SLOTS])
         for _ in range(STATES):
             count = int(rng.integers(1, most + 1))
@@ -132,29 +152,31 @@ def test_both_runners_choose_the_same():
                 block_size=16,
             )
             missed = rng.integers(0, 150, count) * (rng.random(count) < 0.1) + 1
-            copies, whole = made_up(rng, int(batch.sampled.sum()))
-            budgets, drafted = on_v1(host, batch, missed, copies, whole)
+            graphs = made_up(rng, int(batch.sampled.sum()))
+            budgets, drafted, levels = on_v1(host, batch, missed, graphs)
             rows = np.flatnonzero(batch.sampled)
             kinds = np.where(drafted[rows], DRAFTED, COPIES_ONLY)
-            known = mixed(copies, whole, drafted[rows])
-            shares, kept = on_v2(plan, batch, missed, known, kinds)
+            known = graphs(drafted[rows], levels)
+            shares, kept, chosen = on_v2(plan, batch, missed, known, kinds)
             if (shares[rows] >= known.size).all():  # then further nodes may get rows, in case the next graphs have some
                 shares[rows] = np.minimum(shares[rows], known.size)
-            assert np.array_equal(shares, budgets) and np.array_equal(kept, drafted)
-            assert np.array_equal(host.planner.worth, late.planner.worth)
+            assert np.array_equal(shares, budgets) and np.array_equal(kept, drafted) and chosen == levels
+            for name in ("worth", "children", "level_share"):
+                assert getattr(host.planner, name) == pytest.approx(getattr(late.planner, name), rel=1e-12)
             names = ("nodes_cut", "drafts_skipped", "drafting_switches")
             assert [host.stats.counts[name] for name in names] == [late.stats.counts[name] for name in names]
-            seen.append((budgets.sum(), drafted.any(), host.planner.probing, host.planner.resting))
-    budgets, drafted, probed, rested = map(np.array, zip(*seen, strict=True))
+            seen.append((budgets.sum(), drafted.any(), host.planner.probing, host.planner.resting, levels))
+    budgets, drafted, probed, rested, levels = map(np.array, zip(*seen, strict=True))
     assert len(seen) == 1000
     assert 100 < np.count_nonzero(budgets) < 900 and 100 < drafted.sum() < 900 and probed.any()
     assert not budgets[rested].any()
+    assert set(levels) == set(range(LEVELS + 1))
 
 
 @pytest.fixture
 def plan():
-    flat = Costs(ROWS, np.full(5, 10.0), np.full(5, 0.1), attention=0.0)
-    return Plan(new_speculation(Planner(4, 6, NODES, flat)), 4, NODES)
+    flat = Costs(ROWS, np.full(5, 10.0), np.full((LEVELS, 5), 0.1), attention=0.0)
+    return Plan(new_speculation(Planner(4, LEVELS, NODES, flat)), 4, NODES, LEVELS)
 
 
 def test_graphs_that_have_not_arrived(plan):
@@ -163,7 +185,7 @@ def test_graphs_that_have_not_arrived(plan):
         value = np.array([[0.9, 0.5, 0.3, 0, 0, 0, 0, 0]])
         origin = np.array([[ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_NGRAM, 0, 0, 0, 0, 0]])
         graphs = {"graph_size": np.array([3]), "graph_value": value, "graph_origin": origin, "graph_depth": origin}
-        plan.arrived(np.array([slot]), np.array([kind]), Phase(0, False), graphs)
+        plan.arrived(np.array([slot]), np.array([kind]), Phase(), {**graphs, "graph_survival": value})
     average = FIRST_CHANCE * DECAY ** np.arange(NODES)
     values, size = plan._expected(np.arange(4), np.full(4, DRAFTED))
     assert size.tolist() == [NODES, 3, NODES, NODES]
@@ -177,8 +199,8 @@ def test_graphs_that_have_not_arrived(plan):
 @pytest.mark.parametrize("row_ms", [0.0, 0.3, 1.0, 20.0])
 def test_one_share_for_all_is_the_best_that_was_captured(row_ms):
     rng, seen = np.random.default_rng(3), set()
-    planner = Planner(4, 6, NODES, Costs(ROWS, 10 + row_ms * ROWS, np.full(5, 0.1), attention=1e-4))
-    plan = Plan(new_speculation(planner), SLOTS, NODES)
+    planner = Planner(4, LEVELS, NODES, Costs(ROWS, 10 + row_ms * ROWS, np.full(5, 0.1), attention=1e-4))
+    plan = Plan(new_speculation(planner), SLOTS, NODES, LEVELS)
     plan.captured = [0, 2, NODES]
     for _ in range(20):
         count = int(rng.integers(1, SLOTS + 1))
@@ -196,6 +218,44 @@ def test_one_share_for_all_is_the_best_that_was_captured(row_ms):
         assert not size.any() or planner.planned[0] == count * (1 + chosen[0])
         seen.add(int(chosen[0]))
     assert seen >= {0.0: {NODES}, 20.0: {0}}.get(row_ms, {2})
+
+
+def test_levels_that_were_captured(plan):
+    """The first captured number that has room for the levels that pay, at the time that a level takes."""
+    planner, chain = plan.speculation.planner, [np.array([value]) for value in (0.9, 0.8, 0.01, 0.7, 0.6)]
+    planner.children[:] = 0.9, 0, 0, 0
+    for draft_ms, levels in ((np.full(LEVELS, 0.1), 3), (np.full(LEVELS, 50.0), 1), (np.array([0.1, *[50.0] * 5]), 1)):
+        planner.costs = Costs(ROWS, np.full(5, 10.0), np.tile(draft_ms[:, None], 5), attention=0.0)
+        planner.begin(1, 100)
+        assert planner.num_levels(1, 1, chain, range(1, LEVELS + 1)) == levels
+        assert planner.rows == [1] * levels
+        for options in ([1, 3, 6], [2, 6], [6]):
+            assert planner.num_levels(1, 1, chain, options) == next(of for of in options if of >= levels)
+        assert planner.forwards_ms() == pytest.approx(draft_ms.sum())
+
+
+def test_graphs_of_other_levels(plan):
+    """Fewer levels leave the deeper nodes out; new requests have average graphs, level by level."""
+    value = np.array([[0.875, 0.5, 0.375, 0.25, 0, 0, 0, 0]])
+    origin = np.array([[ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_AGREED, ORIGIN_DRAFT, 0, 0, 0, 0]])
+    depth = np.array([[1, 2, 3, 2, 0, 0, 0, 0]])
+    graphs = {"graph_size": np.array([4]), "graph_value": value, "graph_origin": origin, "graph_depth": depth}
+    plan.arrived(np.array([1]), np.array([DRAFTED]), Phase(), {**graphs, "graph_survival": value})
+    known = plan._frontiers(np.array([1]))
+    assert [level.tolist() for level in known] == [[0.875], [0.25], [0.375], [], []]
+    children = FIRST_CHANCE * DECAY ** np.arange(4)
+    both = plan._frontiers(np.array([1, 2]))
+    assert both[0] == pytest.approx([0.875, *children])
+    assert both[1] == pytest.approx([0.25, *sorted(np.outer(children, children).ravel())[: -NODES - 1 : -1]])
+    for levels, left in ((6, [0.875, 0.5, 0.375, 0.25]), (2, [0.875, 0.5, 0.375, 0.25]), (1, [0.875, 0.5, 0.375])):
+        plan.phase = Phase(1, levels)
+        values, size = plan._expected(np.array([1]), np.array([DRAFTED]))
+        assert size == len(left) and values[0, : len(left)] == pytest.approx(left)
+
+
+def test_times_of_levels_from_those_of_phases():
+    phases = np.array([[3.0, 6], [5.0, 4], [11.0, 16]])  # other load made one phase too slow
+    assert by_level([1, 2, 5], phases).tolist() == [[3, 6], [2, 0], [2, 4], [2, 4], [2, 4]]
 
 
 def test_rows_for_more_nodes_than_the_latest_graph_has(plan):
@@ -216,14 +276,20 @@ def test_without_costs_every_node_is_verified(plan):
     assert plan.shares.tolist() == [NODES, 0, NODES, 0] and not plan.active
 
 
-def test_a_plan_set_aside():
-    planner = Planner(4, 6, NODES, Costs(ROWS, 10.0 * ROWS, 10.0 * ROWS, attention=0.0))
+@pytest.mark.parametrize("levels", [None, 0, 2])
+def test_a_given_plan(levels):
+    """Graphs that the host grows have as many levels as planned; what was planned for the step stays."""
+    planner = Planner(4, LEVELS, NODES, Costs(ROWS, 10.0 * ROWS, np.tile(10.0 * ROWS, (LEVELS, 1)), attention=0.0))
     planner.begin(3, 30)
-    before = dict(vars(planner))
-    with planner.set_aside():
+    before, run = dict(vars(planner)), 0
+    with planner.given(levels):
         planner.begin(1, 10)
-        assert planner.wants_drafts(1, np.zeros(0))
-    assert vars(planner) == before
+        if planner.wants_drafts(1, np.zeros(0)):
+            while run < LEVELS and (run == 0 or planner.level_size(np.full(2, 1e-9))):
+                planner.drafted(np.ones((1, 4), np.float32))
+                run += 1
+        assert planner.choose(*np.ones((4, 1, 1)))[0] == 1
+    assert run == (LEVELS if levels is None else levels) and vars(planner) == before
 
 
 def test_no_request_waits_for_nodes_of_others():

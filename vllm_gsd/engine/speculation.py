@@ -245,7 +245,9 @@ class Speculation:
         (requests,) = has_tree.nonzero()
         with_tree = [request_ids[request] for request in requests]
         self.stats.accepted_lengths.update(length[requests].tolist())
-        self.stats.drafted_depths.update(zip(with_tree, deepest[requests].tolist(), strict=True))
+        nodes = np.add.reduceat(step.trees.parent >= 0, step.trees.starts[:-1], dtype=np.int64)
+        graphs = zip(deepest[requests].tolist(), nodes[requests].tolist(), strict=True)
+        self.stats.drafted.update(zip(with_tree, graphs, strict=True))
         if with_tree:
             chance = self.planner.calibration.value(source, depth, survival)
             self.trust.observe(with_tree, tree, source, chance, accepted)

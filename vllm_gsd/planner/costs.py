@@ -16,6 +16,7 @@ class Costs:
         rows: int64 [n >= 2], ascending.
         target: float64 [n], target forward and logits over that many rows, without attention to the context.
         draft: float64 [n], one draft level over that many rows, including its candidates; zeros without a draft model.
+            With Model Runner V2, float64 [levels, n], each level of a draft phase for that many requests.
         attention: the target's attention of one row to one token of context, over all layers.
     """
 
@@ -24,20 +25,29 @@ class Costs:
     draft: np.ndarray
     attention: float
 
+    @property
+    def by_level(self) -> bool:
+        """Whether each draft level has times of its own, which depend on the number of requests."""
+        return self.draft.ndim == 2
+
+    @cached_property
+    def every(self) -> np.ndarray:
+        """``target`` and then ``draft`` for every number of rows from 0, float64 [1 + levels, rows]."""
+        rows = np.arange(max(3, int(self.rows[-1]) + 1))
+        return np.stack([_filled(rows, self.rows, known) for known in (self.target, *np.atleast_2d(self.draft))])
+
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray, float]:
         """``target`` and ``draft`` for every number of rows from 0, and ``attention``, as ``rates`` takes them."""
-        every = np.arange(max(3, int(self.rows[-1]) + 1))
-        target, draft = (_filled(every, self.rows, known) for known in (self.target, self.draft))
-        return target, draft, float(self.attention)
+        return self.every[0], self.every[1], float(self.attention)
 
     def target_ms(self, rows: float, attended: float = 0.0) -> float:
         """Milliseconds of a target forward over ``rows`` rows that attend ``attended`` tokens of context in total."""
         return float(read(self.tables[0], rows) + self.attention * attended)
 
-    def draft_ms(self, rows: float) -> float:
-        """Milliseconds of a draft level over ``rows`` rows."""
-        return float(read(self.tables[1], rows))
+    def draft_ms(self, rows: float, level: int = 0) -> float:
+        """Milliseconds of a draft level over ``rows`` rows, or for so many requests; the first level is 0."""
+        return float(read(self.every[1 + min(level, len(self.every) - 2)], rows))
 
 
 def rising(rows: np.ndarray, times: np.ndarray) -> np.ndarray:

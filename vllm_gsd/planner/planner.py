@@ -61,27 +61,32 @@ class Planner:
         self.levels = np.ones(max_depth)
         self.level_share = 1.0 * (np.arange(max_depth) == 0)  # share of drafting steps that run the level
         self.drafting = True  # whether drafting pays at present
+        self.given_levels: int | None = None  # levels to draft where a plan is given
         self.steps = 0
         self._probe_after(PROBE_EVERY)
         self.begin(1, 0)
 
     def begin(self, num_requests: int, context: int) -> None:
         """Start planning a step of ``num_requests`` requests with ``context`` tokens in total."""
+        self.rows: list[int] = []  # rows of the draft levels run so far
+        self.num_drafted = 0
+        self.caught_up_rows = 0  # rows of forwards over committed text, including the first level
+        if self.given_levels is not None:
+            return
         self.num_requests = max(1, num_requests)
         self.context = context
         self.steps += 1
         self.due = self.steps >= self.next_probe  # whether to probe in this step if speculation does not pay
         if self.due:
             self._probe_after(2 * self.pause)
-        self.rows: list[int] = []  # rows of the draft levels run so far
-        self.num_drafted = 0
-        self.caught_up_rows = 0  # rows of forwards over committed text, including the first level
         self.probing = self.resting = False
         self.rates: tuple[float, ...] = ()  # expected tokens per millisecond with drafts and without, if compared
         # Rows of the coming target forward, and its milliseconds by the table.
         self.planned = self.num_requests, 0.0
         if self.costs is not None:
-            self.tables = *self.costs.tables, self.overhead.node_ms, self.overhead.level_ms
+            # Times of levels that were measured in whole phases contain their overhead.
+            self.level_ms = 0.0 if self.costs.by_level else self.overhead.level_ms
+            self.tables = *self.costs.tables, self.overhead.node_ms, self.level_ms
             self.plain_ms = self.overhead.plain_ms(num_requests, context)
             self.planned = self.num_requests, self.costs.target_ms(self.num_requests, context)
 
@@ -91,10 +96,10 @@ class Planner:
         self.next_probe = self.steps + self.pause
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Draft every level and verify every node within; the plan of the step stays."""
+    def given(self, levels: int | None) -> Iterator[None]:
+        """Within, draft so many levels, or all, and verify every node; what was planned for the step stays."""
         kept = vars(self).copy()
-        self.costs = None
+        self.given_levels = len(self.levels) if levels is None else levels
         try:
             yield
         finally:
@@ -116,8 +121,12 @@ class Planner:
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as for ``wants_drafts``."""
         assert self.costs is not None
-        spent = self.plain_ms + self.overhead.graph_ms + self.overhead.draft_ms
-        usual = left, num_drafted, self.worth, self.levels, self.level_share
+        spent, share = self.plain_ms + self.overhead.graph_ms + self.overhead.draft_ms, self.level_share
+        if self.costs.by_level:
+            rows = enumerate(num_drafted * self.levels)
+            spent += sum(share[level] * self.costs.draft_ms(count, level) for level, count in rows)
+            share = np.zeros_like(share)
+        usual = left, num_drafted, self.worth, self.levels, share
         return host.drafts_rate(self.tables, self.num_requests, self.context, spent, found, *usual)
 
     def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
@@ -128,6 +137,8 @@ class Planner:
             found: float64 [n], probabilities of the nodes that other sources have found.
             left: mean probability that the target accepts none of these nodes, so that drafted nodes count.
         """
+        if self.given_levels is not None:
+            return self.given_levels > 0
         if self.costs is None:
             return True
         without = max(self._plain_rate(), self._rate(found))
@@ -171,13 +182,13 @@ class Planner:
     def forwards_ms(self) -> float:
         """Milliseconds of this step's draft forwards by the table, with one-time catching up capped."""
         assert self.costs is not None
-        return sum(self.costs.draft_ms(rows) for rows in self.rows)
+        return sum(self.costs.draft_ms(rows, level) for level, rows in enumerate(self.rows))
 
     def drafting_ms(self) -> float:
         """Milliseconds of this step's drafting so far, including overhead; 0 without drafting."""
         if self.costs is None or not self.rows:
             return 0.0
-        return self.forwards_ms() + self.overhead.draft_ms + len(self.rows) * self.overhead.level_ms
+        return self.forwards_ms() + self.overhead.draft_ms + len(self.rows) * self.level_ms
 
     # --- while drafting ---------------------------------------------------------------------------
 
@@ -188,7 +199,7 @@ class Planner:
     def drafted(self, probs: np.ndarray) -> None:
         """Record a drafted level by its candidates' probabilities, float [rows, top_k], best first."""
         rows = len(probs)
-        host.follow_children(self.children, probs, NEWEST)
+        self.learn_children(probs)
         if not self.rows:
             # The first level runs over the last accepted tokens. Missed text is caught up only once, so its rows are
             # capped.
@@ -196,18 +207,48 @@ class Planner:
             rows = min(max(self.caught_up_rows, rows), rows * (len(self.levels) + 1))
         self.rows.append(rows)
 
-    def drafted_at_once(self, num_requests: int) -> None:
-        """Record a draft phase that runs all levels: it costs what one level does, with a row for each request."""
-        self.num_drafted, self.rows = num_requests, [num_requests]
+    def num_levels(
+        self, num_requests: int, num_drafted: int, frontiers: Sequence[np.ndarray], options: Sequence[int]
+    ) -> int:
+        """Choose how many levels a draft phase runs over a batch, where they are not chosen one by one.
+
+        Levels are added while ``level_size`` would expand a node for the next, whose cost is that of the whole batch.
+
+        Args:
+            num_requests: the requests of the batch; num_drafted: those to draft for.
+            frontiers: float [n] for each level but the last, calibrated probabilities of the nodes that it adds.
+            options: the possible numbers of levels, ascending.
+
+        Returns:
+            the first of ``options`` that has room for the levels.
+        """
+        self.num_drafted, self.rows = num_drafted, [num_requests]
+        most = options[-1] if self.costs is None else 1
+        if self.costs is not None:
+            while most < options[-1] and self.level_size(frontiers[most - 1]):
+                most += 1
+                self.rows.append(num_requests)
+        chosen = next(levels for levels in options if levels >= most)
+        self.rows = [num_requests] * chosen
+        return chosen
+
+    def learn_children(self, probs: np.ndarray) -> None:
+        """Learn from the probabilities of some nodes' children, float32 [rows >= 1, any], best first."""
+        most = min(len(self.children), probs.shape[1])
+        host.follow_children(self.children[:most], np.ascontiguousarray(probs[:, :most]), NEWEST)
 
     def level_size(self, values: np.ndarray) -> int:
         """Number of nodes to expand, best first, given their calibrated probabilities ``values`` [n]; 0 to stop."""
         costs = self.costs
+        if self.given_levels is not None:
+            return len(values) if len(self.rows) < self.given_levels else 0
         if costs is None or len(values) == 0:
             return len(values)
-        batch = self.tables, self.num_requests, self.context
         spent = self.plain_ms + self.overhead.graph_ms + self.drafting_ms()
-        children = self.children * self.calibration.first_level
+        children, tables = self.children * self.calibration.first_level, self.tables
+        if costs.by_level:  # it runs over the whole batch, however few nodes it expands
+            tables = tables[0], np.full(3, costs.draft_ms(self.rows[0], len(self.rows))), *tables[2:]
+        batch = tables, self.num_requests, self.context
         values = np.asarray(values, np.float64)
         return host.level_size(*batch, self._plain_rate(), spent, self.worth, self.num_drafted, values, children)
 
@@ -225,7 +266,7 @@ class Planner:
         Returns:
             int32 [num_graphs], at most ``size``.
         """
-        if self.costs is None:
+        if self.costs is None or self.given_levels is not None:
             return size
         self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.probing)
         return self.sizes(values, size, context)

@@ -5,13 +5,16 @@ vLLM 0.32 and 0.33 lay out the masks differently. The distinction can be removed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.structured_output import StructuredOutputManager
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.request import Request
 
 # vLLM 0.33 also masks tokens that would end the reasoning with text that the grammar cannot start with, and it reserves
@@ -55,6 +58,19 @@ def masks(manager: StructuredOutputManager, num_rows: int) -> torch.Tensor:
 def next_request_row(manager: StructuredOutputManager, first: int, row: int) -> int:
     """The first mask of the next request, if this request's masks are ``first`` to ``row`` - 1."""
     return first + 1 + manager.vllm_config.num_speculative_tokens if SINCE_0_33 else row
+
+
+def first_masks(output: GrammarOutput, rows: Sequence[tuple[int, int]]) -> GrammarOutput:
+    """Keep the first masks of each request.
+
+    Args:
+        output: a step's masks.
+        rows: for each of its requests, how many rows were scheduled and how many of them are kept.
+    """
+    if SINCE_0_33 or all(scheduled == kept for scheduled, kept in rows):
+        return output  # vLLM 0.33 reads the masks of a request from the same place, however many there are
+    places = np.concatenate([np.arange(scheduled) < kept for scheduled, kept in rows])
+    return replace(output, grammar_bitmask=output.grammar_bitmask[places])
 
 
 def set_drafts(request: Request, tokens: list[int]) -> None:

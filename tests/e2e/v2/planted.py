@@ -10,12 +10,13 @@ def cost_rows(llm) -> dict[str, list]:
     return {name: getattr(costs, name).tolist() for name in ("rows", "target", "draft")}
 
 
-def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20) -> None:
-    """Plan as if the target's forward took 10 ms and so much for each row, and drafting almost nothing.
+def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20, level_ms: float = 0.01) -> None:
+    """Plan as if the target's forward took 10 ms and so much for each row.
 
     Args:
         row_ms: None to verify every node again.
         probe_after: steps until the next probe.
+        level_ms: of a draft level; almost nothing unless given.
     """
     from vllm_gsd.planner.costs import Costs
 
@@ -23,6 +24,5 @@ def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20) -> None:
     planner.forget()
     planner.overhead.observe_step = planner.overhead.observe_drafts = lambda *_: None  # the clock tells otherwise
     planner.next_probe = planner.steps + probe_after
-    rows = np.array([1, 2, 256])
-    costs = None if row_ms is None else Costs(rows, 10 + row_ms * (rows - 1), np.full(3, 0.01), attention=0.0)
-    planner.costs = costs
+    rows, draft = np.array([1, 2, 256]), np.full((len(planner.levels), 3), level_ms)
+    planner.costs = None if row_ms is None else Costs(rows, 10 + row_ms * (rows - 1), draft, attention=0.0)

@@ -10,7 +10,7 @@ from request_tables import end_requests, tables
 from start_probes import start_of
 from step_watch import report, watch_steps
 
-GSD = {"num_speculative_tokens": 8, "max_depth": 3}
+GSD = {"num_speculative_tokens": 8, "max_depth": 2}
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 5}
 # Six blocks of 32 tokens; four requests need two each.
@@ -39,7 +39,8 @@ def test_a_start_as_on_gpus(start_v2):
     assert seen["verified"] >= 7 and seen["_grow_on_device"] >= 7
     assert not any(left.values()), left
     costs = engine.call(cost_rows)
-    assert costs["rows"] == [1, 2] and min(costs["target"] + costs["draft"]) > 0
+    assert costs["rows"] == [1, 2] and min(costs["target"] + costs["draft"][0]) > 0
+    assert [len(level) for level in costs["draft"]] == [2] * GSD["max_depth"]
 
 
 def test_kernels_of_gpus(start_v2, asked, expected):
@@ -66,8 +67,8 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
     metrics = graphs.metrics()
     assert metrics["num_preemptions"] > 0
     # Of the target for batches of 1, 2 and 4 requests with 9 rows each, of 1, 2 and 3 with 3, of 2 and 4 with a single
-    # one; of the draft phase for 1, 2, 3 and 4 requests.
-    assert metrics["gsd_cudagraphs_captured"] == 3 + 3 + 2 + 4
+    # one; of the draft phase for 1, 2, 3 and 4 requests and 1 and 2 levels.
+    assert metrics["gsd_cudagraphs_captured"] == 3 + 3 + 2 + 4 * 2
     assert metrics["gsd_cudagraph_hits"] > metrics["gsd_target_steps"] / 4
     long = [[token for prompt in asked[0] for token in prompt][:49]]
     texts = run(start_v2(None), long, GREEDY)

@@ -1,5 +1,7 @@
 """Graphs on Model Runner V2: the texts of plain V2, and V1's graphs. Short, as every kernel is interpreted.
 
+What requests can ask for is in ``test_v2_features``.
+
 ``scripts/check_v2`` is the long form.
 """
 
@@ -9,7 +11,7 @@ from operator import methodcaller
 import pytest
 import torch
 from engine_probes import attention_groups
-from engine_process import Params, run
+from engine_process import run
 from no_reads import guarded_calls, learn_a_step_late, refuse_reads, refused
 from planted import plant_costs
 from request_tables import end_requests, tables
@@ -19,12 +21,6 @@ GSD = {"num_speculative_tokens": 8, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
 SAMPLING = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.3, "top_p": 0.5}, {"min_p": 0.1}]
 SEEDED = [{**GREEDY, "temperature": 1.0, **keys, "seed": 7 + i} for i, keys in enumerate(SAMPLING)]
-FEATURES = [
-    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 2},
-    {"frequency_penalty": 0.8, "temperature": 1.0, "seed": 1, "logprobs": 2},
-    {"logit_bias": {**dict.fromkeys(range(5, 40), 1.5), 7: -100.0}, "temperature": 1.0, "seed": 2},
-    {"min_tokens": 9, "stop_token_ids": list(range(5, 130)), "prompt_logprobs": 1},
-]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +33,11 @@ def expected(start_v2, four_prompts):
     """What plain V2 answers, by workload."""
     plain = start_v2(None)
     greedy = run(plain, four_prompts, GREEDY)
-    # A word of two tokens that plain text has: whether it ends at a node depends on the path to it.
-    words = [[tokens[4:5], tokens[7:9]] for tokens in greedy]
-    featured = [Params({**GREEDY, **keys}, bad_words_token_ids=words[i]) for i, keys in enumerate(FEATURES)]
     long = [list(chain(*four_prompts))[:49]]
     return {
         "long": (long, run(plain, long, GREEDY)),
         "greedy": (GREEDY, greedy),
         "seeded": (SEEDED, run(plain, four_prompts, SEEDED)),
-        "features": (featured, plain.generate(four_prompts, featured)),
     }
 
 
@@ -69,17 +61,7 @@ def test_both_runners_accept_the_same(start_engine, start_v2, four_prompts, expe
         found.append({name: value - before[name] for name, value in counts_of(engine).items()})
     assert found[0] == found[1]
     assert found[0]["gsd_nodes_verified"] > 0
-
-
-@pytest.mark.parametrize("workload", ["greedy", "seeded"])
-def test_equals_plain_v2(start_v2, four_prompts, expected, workload):
-    params, texts = expected[workload]
-    engine = start_v2(GSD)
-    before = counts_of(engine)
-    assert run(engine, four_prompts, params) == texts
-    counts = {name: value - before[name] for name, value in counts_of(engine).items()}
-    assert sum(map(len, texts)) > 1.2 * counts["gsd_target_steps"]
-    assert counts["gsd_kv_rows_moved"] > 0
+    assert found[0]["gsd_kv_rows_moved"] > 0 or batch == 1
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -129,17 +111,6 @@ def test_drafting_reads_nothing_from_the_device(start_v2, four_prompts, expected
     assert engine.metrics()["gsd_nodes_accepted_native"] > 0
 
 
-def test_features_are_those_of_plain_v2(start_v2, four_prompts, expected):
-    params, answers = expected["features"]
-    engine = start_v2(GSD)
-    before = engine.metrics()["spec_decode_num_accepted_tokens"]
-    for got, wanted in zip(engine.generate(four_prompts, params), answers, strict=True):
-        assert got.tokens == wanted.tokens
-        assert_close(got.completions[0].logprobs or [], wanted.completions[0].logprobs or [])
-        assert_close(got.prompt_logprobs or [], wanted.prompt_logprobs or [])
-    assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
-
-
 def test_completions_ends_and_prompts_in_chunks(start_v2, random_prompts):
     """Several completions of a prompt, stop tokens, both limits of length, and prompts of more tokens than a step."""
     prompts = random_prompts(3, 150, 151, seed=6)
@@ -156,29 +127,6 @@ def test_completions_ends_and_prompts_in_chunks(start_v2, random_prompts):
     assert len(ours[0]) == 2 and ours[0][0].tokens != ours[0][1].tokens
     assert ours[2][0].finish_reason == "stop"
     assert len(ours[3][0].tokens) == 6 and ours[3][0].finish_reason == "length"
-
-
-def test_custom_processors_whose_state_goes_on_with_every_row(start_v2, four_prompts):
-    options = {"logits_processors": ["custom_v2_processor:AutomatonProcessor"]}
-    plain, engine = start_v2(None, **options), start_v2(GSD, **options)
-    params = [
-        {**GREEDY, "max_tokens": 8 + 2 * i, "logprobs": 1 if i == 1 else None, "extra_args": {"automaton": i}}
-        for i in range(4)
-    ]
-    answers = plain.generate(four_prompts, params)
-    for got, wanted in zip(engine.generate(four_prompts, params), answers, strict=True):
-        assert got.tokens == wanted.tokens
-        assert_close(got.completions[0].logprobs or [], wanted.completions[0].logprobs or [])
-    assert engine.metrics()["spec_decode_num_accepted_tokens"] > 0
-
-
-def assert_close(got, wanted) -> None:
-    assert len(got) == len(wanted)
-    for here, there in zip(got, wanted, strict=True):
-        if here is None or there is None:
-            assert here == there
-        else:
-            assert here == pytest.approx(there, abs=1e-3)
 
 
 def test_requests_that_stay_off_the_graph_are_counted(start_v2, four_prompts, expected):
@@ -209,26 +157,35 @@ def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prom
 
 
 @pytest.mark.parametrize(
-    ("batch", "row_ms", "probe_after", "nodes"),
-    [(1, 0.0, 99, "all"), (4, 1.2, 99, "some"), (4, 20.0, 7, "none but a probe's")],
+    ("batch", "row_ms", "level_ms", "probe_after", "nodes"),
+    [
+        (1, 0.0, 0.0, 99, "all"),
+        (1, 0.0, 5.0, 99, "all of few levels"),
+        (4, 1.2, 0.0, 99, "some"),
+        (4, 20.0, 0.0, 7, "none but a probe's"),
+    ],
 )
-def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms, probe_after, nodes):
+def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms, level_ms, probe_after, nodes):
     """By planted costs, with asynchronous scheduling, preemption and prefix caching. A probe reads what was missed."""
     scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
     engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
     before = engine.metrics()
-    engine.call(plant_costs, row_ms, probe_after)
+    engine.call(plant_costs, row_ms, probe_after, level_ms)
     try:
         texts = run(engine, four_prompts[:batch], {**GREEDY, "max_tokens": 10})
     finally:
         engine.call(plant_costs, None)
     assert texts == [text[:10] for text in expected["greedy"][1][:batch]]
     after = engine.metrics()
-    names = ("nodes_verified", "nodes_cut", "drafts_skipped", "target_steps", "draft_nodes")
+    names = ("nodes_verified", "nodes_cut", "drafts_skipped", "target_steps", "draft_nodes", "draft_forwards")
     counts = {name: after[f"gsd_{name}"] - before.get(f"gsd_{name}", 0) for name in names}
+    upstream = after["spec_decode_num_draft_tokens"] - before.get("spec_decode_num_draft_tokens", 0)
+    assert upstream == counts["nodes_verified"]
     per_step = counts["nodes_verified"] / counts["target_steps"]
-    if nodes == "all":
+    if nodes.startswith("all"):
         assert per_step > 1 and counts["nodes_cut"] == counts["drafts_skipped"] == 0
+        # Every step is drafted for, the one after the last too; by three levels unless none has nodes to add.
+        assert (counts["draft_forwards"] > 2 * (counts["target_steps"] + 1)) == (level_ms == 0.0)
     elif nodes == "some":
         assert 0.2 < per_step < 3 and counts["nodes_cut"] > 0
     else:

@@ -13,14 +13,15 @@ from patience import SECONDS
 from tiny_blocks import build_tiny_block
 from v2_engine import OPTIONS, TRITON
 
-pytestmark = pytest.mark.slow
 E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
 # A number as budget leaves costs out; ranks that are to plan get planted ones, see ``parallel_run.watch_v2``.
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
 # The long form also has "lm", "dflash2" and "dflash".
 KINDS = os.environ.get("GSD_TEST_KINDS", "eagle3,dspark").split(",")
-STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 300 take minutes
+STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 500 take minutes
+SECONDS_A_STEP = 5  # to wait at most
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS + 2 * SECONDS_A_STEP * STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +55,15 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
             "TORCHDYNAMO_DISABLE": "1",  # there is no driver that it could compile for
         }
         command = [sys.executable, PROGRAM, folder / "job.json", folder / "result.json"]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=SECONDS + SECONDS_A_STEP * STEPS
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         result = json.loads((folder / "result.json").read_text())
         first, second = result["hashes"]
         assert first == second and len(first) >= STEPS
-        assert len(set(first)) > 0.8 * len(first)
+        # A plan proposes nothing in some steps, which then look alike.
+        assert len(set(first)) > (0.5 if planned else 0.8) * len(first)
         return result
 
     return run

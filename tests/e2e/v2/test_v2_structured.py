@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 from engine_process import Engine, draft_every_level, model_runner
+from planted import plant_costs
 from v2_engine import V2Engine
 
 from vllm_gsd.tools.inspect.summary import summarise
@@ -65,18 +67,30 @@ def note_who_grows(llm) -> None:
     speculator.grown = []
 
     def noted(grow, kind):
-        def grows(batch, places):
+        def grows(*args):
+            batch, places = args[1:3] if kind == "host" else args[:2]
             speculator.grown.append((kind, len(places), batch.num_reqs))
-            grow(batch, places)
+            grow(*args)
 
         return grows
 
     speculator._grow_on_device = noted(speculator._grow_on_device, "device")
-    speculator._grow_on_host = noted(speculator._grow_on_host, "host")
+    module = sys.modules[type(speculator).__module__]
+    module.grow_on_host = noted(module.grow_on_host, "host")
 
 
 def who_grew(llm) -> list[tuple[str, int, int]]:
     return model_runner(llm).speculator.grown
+
+
+def planned_anew(engine, prompts, params) -> tuple[list, int]:
+    """The answers where rows have a price, and how many nodes were left out for it."""
+    before = engine.metrics()
+    engine.call(plant_costs, 0.6)
+    answers = engine.generate(prompts, params)
+    after = engine.metrics()
+    assert after["gsd_nodes_verified"] > before["gsd_nodes_verified"]
+    return answers, after["gsd_nodes_cut"] - before.get("gsd_nodes_cut", 0)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +109,9 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     (free,) = engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8, **TRACED})
     stop, whole = expected_free.completions[0].text[12:15], expected_free.completions[0].text
     (stopped,) = engine.generate(prompts[:1], {**FREE, "stop": [stop]})
+    planned, cut = planned_anew(engine, prompts, params) if async_scheduling and head is None else (answers, 1)
     engine.close()
+    assert [answer.tokens for answer in planned] == [answer.tokens for answer in expected] and cut > 0
     assert stopped.completions[0].text == whole[: whole.index(stop)] and stopped.completions[0].stop_reason == stop
     assert beside.tokens == expected_free.tokens
     # The request without a grammar drafts on the device, also beside those that wait for the host.

@@ -1,5 +1,6 @@
 """The draft phase as one function over fixed buffers: what is recorded once gives what a fresh run gives."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import no_reads
@@ -25,11 +26,11 @@ class Recorded(DraftGraphs):
     def __init__(self, drafting):
         self.drafting, self.graphs = drafting, {}
         self.stats = SimpleNamespace(counts={"cudagraph_hits": 0, "cudagraph_misses": 0})
-        self.by_size = {size: size for size in (1, 3, 5)}
-        for size in self.by_size:
+        self.variants = {(size, of): (size, of) for size in (1, 3, 5) for of in drafting.variants}
+        for variant in self.variants:
             drafting.known.fill_(-1)
-            drafting.draft(size)
-            self.graphs[size] = lambda size=size: drafting.draft(size)
+            drafting.draft(*variant)
+            self.graphs[variant] = partial(drafting.draft, *variant)
 
     def run_fullgraph(self, desc):
         addresses = [of.data_ptr() for of in (*self.drafting.graphs, *self.drafting.trees, self.drafting.known)]
@@ -39,17 +40,19 @@ class Recorded(DraftGraphs):
 
 @pytest.mark.parametrize("draft", [STATES, BLOCKS])
 def test_a_replay_gives_what_a_fresh_run_gives(draft):
-    """With other contents, other requests, and padding up to the captured size."""
+    """With other contents, other requests, fewer levels, and padding up to the captured size."""
     drafting = toy_drafting(1, draft)
     recorded = Recorded(drafting)
     drafting.cuda_graphs = lambda: recorded
     assert not drafting.draft_length.any() and not drafting.counts.any()
     drafted = 0
-    for seed, slots in ((2, [0, 1, 2, 3, 4]), (3, [4]), (4, [3, 0]), (5, [2, 4, 0, 1])):
+    assert drafting.variants == ([1] if draft == BLOCKS else [1, 2, 3])
+    cases = (2, [0, 1, 2, 3, 4], None), (3, [4], 1), (4, [3, 0], None), (5, [2, 4, 0, 1], drafting.variants[-1])
+    for seed, slots, levels in cases:
         refill(drafting, seed)
-        ours = propose(drafting, slots)
+        ours = propose(drafting, slots, levels)
         fresh = toy_drafting(seed, draft)
-        assert equal(ours, propose(fresh, slots))
+        assert equal(ours, propose(fresh, slots, levels))
         drafted += int(ours[7].sum())
     assert drafted > 2 * NODES
     assert recorded.stats.counts == {"cudagraph_hits": 4, "cudagraph_misses": 0}
@@ -78,9 +81,18 @@ def test_nothing_depends_on_data(draft):
         if padding:
             drafting.known.fill_(-1)
         with _Shapes() as shapes, no_reads.refused():
-            drafting.draft(SLOTS)
+            drafting.draft(SLOTS, drafting.num_levels)
         seen.append(shapes.seen)
     assert seen[0] == seen[1] and len(seen[0]) > 10
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_fewer_levels_give_the_graphs_of_a_smaller_max_depth(levels):
+    drafting = toy_drafting(1)
+    ours, whole = propose(drafting, levels=levels), propose(toy_drafting(1))
+    assert equal(ours, propose(toy_drafting(1, max_depth=levels)))
+    assert ours[7].sum() > 0 and not equal(ours, whole)
+    assert drafting.drafter.stats.counts["draft_forwards"] == levels
 
 
 def test_in_parts_as_at_once():

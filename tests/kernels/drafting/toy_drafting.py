@@ -57,9 +57,9 @@ def toy_drafter(config: GSDConfig, draft: str):
     return drafter
 
 
-def toy_drafting(seed: int = 1, draft: str = TOKENS):
+def toy_drafting(seed: int = 1, draft: str = TOKENS, max_depth: int = 3):
     """Requests with random texts."""
-    config = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES, max_depth=3, top_k=3)
+    config = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES, max_depth=max_depth, top_k=3)
     drafter = toy_drafter(config, draft)
     states = SimpleNamespace(
         all_token_ids=SimpleNamespace(gpu=torch.zeros((SLOTS, LENGTH), dtype=torch.int32)),
@@ -105,10 +105,10 @@ def block_tables(count: int) -> torch.Tensor:
     return blocks.view(count, -1)
 
 
-def propose(drafting: DeviceDrafting, slots=None) -> list[torch.Tensor]:
-    """The trees of all slots after drafting for some."""
+def propose(drafting: DeviceDrafting, slots=None, levels: int | None = None) -> list[torch.Tensor]:
+    """The trees of all slots after drafting for some, so many levels or all."""
     slots = np.arange(len(drafting.trees.token)) if slots is None else np.asarray(slots)
     for of in drafting.trees:
         of.zero_()
-    drafting.propose(known_batch(drafting, slots), block_tables(len(slots)))
+    drafting.propose(known_batch(drafting, slots), block_tables(len(slots)), levels)
     return [of.clone() for of in drafting.trees] + [drafting.draft_length.clone(), drafting.counts.clone()]

@@ -46,10 +46,9 @@ def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | No
     """
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.drafter.num_nodes + 1)))
     rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
-    rows, target, levels = time_by_rows(
-        rows, partial(_target_forward, runner), None if drafter is None else partial(_draft_levels, drafter)
-    )
-    draft = levels / LEVELS
+    levels = [] if drafter is None else [partial(_draft_levels, drafter)]
+    rows, (target, *drafts) = time_by_rows(rows, partial(_target_forward, runner), *levels)
+    draft = drafts[0] / LEVELS if drafts else np.zeros_like(target)
     costs = Costs(
         rows=np.array(rows, np.int64),
         target=from_first_rank(_fit(runner.model_config)(np.array(rows), target)),
@@ -120,31 +119,27 @@ def _attention(runner: GraphModelRunner, num_rows: int, context: int) -> Callabl
     return partial(layer.impl._tree, layer, query, layer.kv_cache, tree, torch.empty_like(query))
 
 
-def time_by_rows(
-    rows: list[int], target: Callable[[int], object], draft: Callable[[int], object] | None
-) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Time target and draft over rising numbers of rows, until ``MOST_SECONDS`` are over.
+def time_by_rows(rows: list[int], *runs: Callable[[int], object]) -> tuple[list[int], np.ndarray]:
+    """Time functions over rising numbers of rows, until ``MOST_SECONDS`` are over.
 
     They take turns, as in a step: a draft then finds the target's weights in the caches, and drifts of the clock speed
-    affect both alike.
+    affect all alike.
 
     Args:
-        rows: numbers of rows to call them with; draft: None without a draft model.
+        rows: numbers of rows to call them with.
 
     Returns:
         the numbers of rows that were timed, at least two, since ``Costs`` extrapolates with the last slope; the times
-        of target and draft in milliseconds, float64 [len(rows)], zeros without a draft.
+        in milliseconds, float64 [len(runs), len(rows)].
     """
-    times = np.zeros((2, len(rows)))
+    times = np.zeros((len(runs), len(rows)))
     started = time.perf_counter()
     for place, count in enumerate(rows):
-        took = usual_ms([partial(run, count) for run in (target, draft) if run is not None], count)
-        times[: len(took), place] = took
+        times[:, place] = usual_ms([partial(run, count) for run in runs], count)
         spent = from_first_rank(np.array([time.perf_counter() - started]))[0]
         if place > 0 and spent > MOST_SECONDS:
-            rows, times = rows[: place + 1], times[:, : place + 1]
-            break
-    return rows, times[0], times[1]
+            return rows[: place + 1], times[:, : place + 1]
+    return rows, times
 
 
 def usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:

@@ -1,4 +1,4 @@
-"""Measures what a step costs on Model Runner V2: the target's forward by rows, and the draft phase by requests.
+"""Measures what a step costs on Model Runner V2: the target's forward by rows, and draft levels by requests.
 
 Both run as they do while the engine serves: with the CUDA graphs that were captured, and their padding.
 """
@@ -24,29 +24,46 @@ logger = init_logger("vllm.gsd")
 
 @torch.inference_mode()
 def measure_costs(runner: GraphModelRunner) -> Costs:
-    """Time the target's forward pass and the draft phase.
+    """Time the target's forward pass and draft phases.
 
-    The draft phase counts as one level whose rows are requests. Attention to the context is left to the planner's
-    overhead, which has a term for it: the rows of a request read its keys and values together.
+    Attention to the context is left to the planner's overhead, which has a term for it: the rows of a request read its
+    keys and values together.
 
     Args:
         runner: the V2 model runner; its KV cache is allocated, and its CUDA graphs are captured.
     """
-    width, drafter = runner.decode_query_len, runner.speculation.drafter
+    width, drafting = runner.decode_query_len, runner.speculator.drafting
+    assert drafting is not None
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * width, ROWS[-1]))
     # Whole graphs of a few requests too, because full CUDA graphs hold these.
     whole = [width * count for count in ROWS]
     rows = sorted({*(count for count in (*ROWS, *whole) if count < most), most})
-    rows, target, draft = time_by_rows(
-        rows, partial(_target_forward, runner), None if drafter is None else partial(_draft, runner)
-    )
+    levels = drafting.variants if drafting.drafter is not None else []
+    phases = [partial(_draft, runner, of) for of in levels]
+    rows, times = time_by_rows(rows, partial(_target_forward, runner), *phases)
     # Padding makes steps of the times, so they only rise.
-    fitted = [from_first_rank(rising(np.array(rows), of)) for of in (target, draft)]
+    target, *drafts = (from_first_rank(rising(np.array(rows), of)) for of in times)
     logger.info(
         "gsd: a target step takes %.1f ms for 1 row and %.1f ms for %d rows, drafting %.1f ms for 1 request.",
-        *(target[0], target[-1], rows[-1], draft[0]),
+        *(times[0, 0], times[0, -1], rows[-1], times[-1, 0] if drafts else 0),
     )
-    return Costs(np.array(rows, np.int64), target=fitted[0], draft=fitted[1], attention=0.0)
+    draft = by_level(levels, np.array(drafts)) if drafts else np.zeros((1, len(rows)))
+    return Costs(np.array(rows, np.int64), target=target, draft=draft, attention=0.0)
+
+
+def by_level(levels: list[int], phases: np.ndarray) -> np.ndarray:
+    """What each level adds to a draft phase, the same for all levels between two numbers of them.
+
+    Args:
+        levels: numbers of levels, ascending.
+        phases: float64 [len(levels), n], times of draft phases with so many levels.
+
+    Returns:
+        float64 [levels[-1], n].
+    """
+    more = np.diff(levels, prepend=0)
+    added = np.maximum(np.diff(phases, axis=0, prepend=0.0), 0.0) / more[:, None]
+    return added.repeat(more, axis=0)
 
 
 def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
@@ -60,10 +77,10 @@ def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
     _wait(runner)
 
 
-def _draft(runner: GraphModelRunner, count: int) -> None:
+def _draft(runner: GraphModelRunner, levels: int, count: int) -> None:
     drafting = runner.speculator.drafting
     assert drafting is not None
-    drafting.run_idle(count)
+    drafting.run_idle(min(count, runner.max_num_reqs), levels)
     _wait(runner)
 
 

@@ -145,17 +145,19 @@ class GraphScheduling(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        """Count acceptance by depth. Upstream counts by index in the list, which is right for chains only."""
+        """Count acceptance by depth, and nodes as draft tokens.
+
+        Upstream counts by index in the list, which is right for chains only, and all rows that were scheduled.
+        """
         if not self.log_stats or not num_draft_tokens:
             return spec_decoding_stats
-        depths = (self.graph_stats or {}).get("drafted_depths", {})
-        depth = depths.get(request_id, 0)
+        depth, nodes = (self.graph_stats or {}).get("drafted", {}).get(request_id, (0, 0))
         if depth == 0:
             return spec_decoding_stats  # placeholders instead of a tree: nothing was drafted
         if spec_decoding_stats is None:
             spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
         spec_decoding_stats.observe_draft(depth, num_accepted_tokens)
-        count_draft_tokens(spec_decoding_stats, num_draft_tokens - depth)
+        count_draft_tokens(spec_decoding_stats, nodes - depth)
         return spec_decoding_stats
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

@@ -3,8 +3,8 @@
 It is one function over buffers that stay where they are: the draft catches up on the tokens that it has not read, grows
 graphs level by level, adds copies from the texts and from other requests' responses, and flattens. A draft of whole
 blocks drafts one instead, which is laid into the graph. Nothing in it depends on what a tensor holds, so a CUDA graph
-can hold it for each number of requests. The host sends only what does not depend on acceptance. The results equal those
-of ``Speculation.propose`` on the host without a cost table, which drafts every level. Requests may get copies only,
+can hold it for each number of requests and of levels. The host sends only what does not depend on acceptance. The
+results equal those of ``Speculation.propose`` on the host that drafts as many levels. Requests may get copies only,
 without the draft model.
 """
 
@@ -113,6 +113,11 @@ class DeviceDrafting:
         self.cuda_graphs: Callable[[], DraftGraphs | None] = lambda: None
         slots, num_places = trees.token.shape
         block = drafter if isinstance(drafter, BlockDrafter) else None
+        # The most draft levels. A block counts as one, and so do copies without a draft model.
+        self.num_levels = config.max_depth if drafter is not None and block is None else 1
+        # The numbers of levels that are captured in CUDA graphs and timed; without a plan, all levels are drafted.
+        few = {1, (1 + self.num_levels) // 2} if config.budget == "auto" else set()
+        self.variants = sorted(few | {self.num_levels})
         # Of the first forward, for each request: a step's tokens, or a block.
         self.width = 1 + num_places if block is None else block.num_rows
         # Drafted for at once. The draft's forward is over no more rows than the target's largest.
@@ -170,50 +175,53 @@ class DeviceDrafting:
         self.counts.zero_()
 
     @torch.inference_mode()
-    def propose(self, known: KnownBatch, block_table: torch.Tensor) -> None:
+    def propose(self, known: KnownBatch, block_table: torch.Tensor, levels: int | None = None) -> None:
         """Draft for a batch, and write the flattened graphs of its requests.
 
         Args:
             known: what the host knows about the batch.
             block_table: int32 [num_requests, max_blocks].
+            levels: how many to draft; None for all.
         """
+        levels = self.num_levels if levels is None else levels
         copies_only = not (known.wanted == 1).any()  # a few launches, which need no CUDA graph
-        graphs = None if copies_only and self.drafter is not None else self.cuda_graphs()
+        if copies_only and self.drafter is not None:
+            levels = 0
+        graphs = None if levels == 0 else self.cuda_graphs()
         for first in range(0, len(known.slots), self.most):
             part = slice(first, first + self.most)
             count = len(known.slots[part])
-            size = None if graphs is None else graphs.size_for(count)
+            size = None if graphs is None else graphs.size_for(count, levels)
             (packed,) = Staging(self.device).send(known.packed(part, size or count))
             self.known[: len(packed)].copy_(packed)
             self.block_table[:count].copy_(block_table[part])
             if graphs is None or size is None:
-                self.draft(count, copies_only)
+                self.draft(count, levels)
             else:
-                graphs.replay(size)
-            if self.drafter is not None and not copies_only:
-                widths = [width for width, _, _ in self.bucket(size or count).rows]
+                graphs.replay(size, levels)
+            if self.drafter is not None:
+                widths = [width for width, _, _ in self.bucket(size or count).rows[:levels]]
                 self.drafter.stats.counts["draft_rows"] += (size or count) * sum(widths)
                 self.drafter.stats.counts["draft_forwards"] += len(widths)
 
-    def run_idle(self, count: int) -> None:
+    def run_idle(self, count: int, levels: int) -> None:
         """Run the draft phase as for ``count`` requests, but for none, to measure its cost."""
         for first in range(0, count, self.most):
             part = min(self.most, count - first)
             graphs = self.cuda_graphs()
-            size = None if graphs is None else graphs.size_for(part)
+            size = None if graphs is None else graphs.size_for(part, levels)
             self.known.fill_(-1)  # padding, so that no request's draft KV changes
             if graphs is None or size is None:
-                self.draft(part)
+                self.draft(part, levels)
             else:
-                graphs.replay(size)
+                graphs.replay(size, levels)
 
     def bucket(self, count: int) -> Bucket:
         """The buffers for ``count`` requests, at most ``most``."""
         if count not in self.buckets:
-            num_places, max_depth = self.graphs.num_nodes, self.config.max_depth
+            num_places = self.graphs.num_nodes
             # A level has at most as many nodes as the level before has candidates.
-            levels = 0 if isinstance(self.drafter, BlockDrafter) else max_depth
-            widths = [min(num_places, self.config.top_k**level) for level in range(1, levels)]
+            widths = [min(num_places, self.config.top_k**level) for level in range(1, self.num_levels)]
             rows = [(self.width, self.text_rows), *((width, self.node_rows) for width in widths)]
             floats = self.known[: _FACTORS + count * NUM_SOURCES].view(torch.float32)
             limits, suggested, _ = self.known[len(floats) :].tensor_split(
@@ -239,12 +247,12 @@ class DeviceDrafting:
         return TreeRows(starts, rows.prefix, self.block_table[:count], rows.position, rows.mask, None, max_rows=width)
 
     @torch.inference_mode()
-    def draft(self, count: int, copies_only: bool = False) -> None:
+    def draft(self, count: int, levels: int) -> None:
         """The draft phase for ``count`` requests, as ``known`` and ``block_table`` say.
 
         Args:
             count: number of requests.
-            copies_only: whether to leave the draft model out, because it is to draft for none.
+            levels: how many to draft; 0 to leave the draft model out.
         """
         bucket, req_states, texts = self.bucket(count), self.req_states, self.req_states.all_token_ids.gpu
         blocks: tuple[Any, ...] = (bucket.block_table, self.block_size, self.limits)
@@ -252,7 +260,7 @@ class DeviceDrafting:
         begin(
             bucket.graphs, rows, bucket.last, bucket.known, texts, req_states.total_len.gpu, self.draft_length, *blocks
         )
-        if copies_only:
+        if levels == 0:
             pass
         elif isinstance(self.drafter, BlockDrafter):
             hidden = self.drafter.model.run_rows(rows.token, rows.slot, tree).view(count, self.width, -1)
@@ -260,16 +268,16 @@ class DeviceDrafting:
             tokens, probs = self.drafter.candidates(hidden[:, self.drafter.first_row :], roots)
             add_lattices(bucket.graphs, tokens, probs, self.limits)
         elif self.drafter is not None:
-            self._grow(self.drafter, bucket, blocks)
+            self._grow(self.drafter, bucket, levels, blocks)
         if "ngram" in self.config.sources:
             graft_ngrams(bucket.graphs, bucket.ranks, self.match_probs, texts, MIN_NGRAM_MATCH)
         if self.tree_words:
             graft_trees(bucket.graphs, bucket.suggested, self.match_probs, texts)
         flatten_graphs(bucket.graphs, self.trees, bucket.known.factor, bucket.known.trust)
 
-    def _grow(self, drafter: Drafter, bucket: Bucket, blocks: tuple[Any, ...]) -> None:
-        """Catch up on the texts and grow every level."""
-        (_, rows, tree), *levels = bucket.rows
+    def _grow(self, drafter: Drafter, bucket: Bucket, num_levels: int, blocks: tuple[Any, ...]) -> None:
+        """Catch up on the texts and grow so many levels."""
+        (_, rows, tree), *levels = bucket.rows[:num_levels]
         features = drafter.features
         before = None if features is None else features.read(rows.source, rows.source < 0)
         hidden = drafter.model.run_rows(rows.token, rows.slot, tree, before)[bucket.last]

@@ -57,12 +57,17 @@ def empty_trees(count: int, num_places: int, device: torch.device) -> DeviceTree
     )
 
 
-def to_device(trees: list[FlatTree], num_places: int, device: torch.device) -> DeviceTrees:
-    """Copy graphs that were grown on the host to the device, padded to ``num_places`` nodes."""
+def to_device(trees: list[FlatTree], values: list[np.ndarray], num_places: int, device: torch.device) -> DeviceTrees:
+    """Copy graphs that were grown on the host to the device, padded to ``num_places`` nodes.
+
+    Args:
+        values: for each of the graphs the calibrated probabilities of its nodes, float32 [n].
+    """
     padded = empty_trees(len(trees), num_places, torch.device("cpu"))
     for row, tree in enumerate(trees):
         size = len(tree.token)
         padded.size[row] = size
+        padded.value[row, :size] = torch.from_numpy(values[row])
         for name in ("token", "parent", "depth", "origin", "via_merge", "survival"):
             getattr(padded, name)[row, :size] = torch.from_numpy(getattr(tree, name))
     return DeviceTrees(*(values.to(device, non_blocking=True) for values in padded))

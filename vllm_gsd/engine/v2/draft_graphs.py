@@ -1,8 +1,9 @@
-"""CUDA graphs of the whole draft phase, one for each of a few numbers of requests."""
+"""CUDA graphs of the whole draft phase, one for each of a few numbers of requests and of levels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,14 @@ class DraftGraphs(CudaGraphManager):
         super().__init__(vllm_config, device, CUDAGraphMode.FULL, decode_query_len=1)
         self.drafting = drafting
         self.stats = stats
-        self.by_size = {
-            size: BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size)
+        self.variants = {  # by requests and levels
+            (size, levels): BatchExecutionDescriptor(
+                CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=levels
+            )
             for size in sizes(drafting.most)
+            for levels in drafting.variants
         }
-        self._capture_descs = {CUDAGraphMode.FULL: list(reversed(self.by_size.values()))}  # the largest first
+        self._capture_descs = {CUDAGraphMode.FULL: list(reversed(self.variants.values()))}  # the largest first
 
     @staticmethod
     def possible(cudagraph_mode: CUDAGraphMode) -> bool:
@@ -47,21 +51,26 @@ class DraftGraphs(CudaGraphManager):
         return cudagraph_mode.has_full_cudagraphs()
 
     def capture_all(self) -> None:
-        """Capture the draft phase at every size."""
+        """Capture every variant of the draft phase."""
 
         def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], Any]:
-            return lambda mode: self.drafting.draft(desc.num_tokens)
+            assert desc.uniform_token_count is not None
+            return partial(self._draft, desc.num_tokens, desc.uniform_token_count)
 
         # Padding alone is drafted for, so that no request's draft KV changes.
         self.drafting.known.fill_(-1)
         self.capture(create_forward_fn, "Capturing CUDA graphs of the draft phase")
 
-    def size_for(self, count: int) -> int | None:
-        """The smallest captured number of requests that holds ``count``, or None."""
-        size = min((size for size, desc in self.by_size.items() if size >= count and desc in self.graphs), default=None)
+    def _draft(self, size: int, levels: int, mode: CUDAGraphMode) -> None:
+        self.drafting.draft(size, levels)
+
+    def size_for(self, count: int, levels: int) -> int | None:
+        """The smallest captured number of requests that holds ``count`` and drafts so many levels, or None."""
+        captured = [of for of, desc in self.variants.items() if desc in self.graphs]
+        size = min((size for size, of in captured if size >= count and of == levels), default=None)
         self.stats.counts["cudagraph_misses" if size is None else "cudagraph_hits"] += 1
         return size
 
-    def replay(self, size: int) -> None:
+    def replay(self, size: int, levels: int) -> None:
         """Draft for ``size`` requests, a result of ``size_for``."""
-        self.run_fullgraph(self.by_size[size])
+        self.run_fullgraph(self.variants[size, levels])

@@ -28,6 +28,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_gsd.engine.attention.layers import check_kv_groups, without_windows
 from vllm_gsd.engine.observe import measure_phases
 from vllm_gsd.engine.speculation import Speculation
+from vllm_gsd.engine.v2.cut_rows import cut_masks, cut_rows
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
@@ -43,6 +44,8 @@ class GraphModelRunner(GPUModelRunner):
 
     speculator: GraphSpeculator
     rejection_sampler: GraphSampler
+    scheduled: SchedulerOutput  # the latest step as the scheduler sent it
+    cut: SchedulerOutput  # what the plan has left of it
     step: DeviceStep | None = None  # set from ``prepare_inputs`` to ``sample``
     aux_hidden_states: list[torch.Tensor] | None = None  # set from ``execute_model`` to ``sample``
     moved: torch.Tensor | None = None  # with M-RoPE, int64 [rows], each row's position minus the one in row order
@@ -157,7 +160,8 @@ class GraphModelRunner(GPUModelRunner):
         """Run the target and measure its time. A step without tokens returns its output, with our statistics."""
         self.step = None
         if not dummy_run:
-            scheduler_output = self.speculator.cut(scheduler_output)
+            self.scheduled, scheduler_output = scheduler_output, cut_rows(scheduler_output, self.speculator.share_of)
+            self.cut = scheduler_output
         with self.speculation.stats.timed("verify_seconds"):
             output = super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
         state = self.execute_model_state
@@ -299,6 +303,8 @@ class GraphModelRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
         """Finish the step and attach its statistics to the output."""
+        if grammar_output is not None:
+            grammar_output = cut_masks(grammar_output, self.scheduled, self.cut)
         output = super().sample_tokens(grammar_output)
         if output is not None:
             wire.attach_stats(output, self.speculator.take_stats())

@@ -3,8 +3,9 @@
 Only the device knows the graphs of the step under way, so the plan is made with the latest graphs that have arrived on
 the host, a step or two old: their values stand for those of the next graphs. Whatever it decides is lossless, because
 every share of a graph is a valid tree. Each request has its own share. If full CUDA graphs of the target were captured,
-all have one of the shares that these hold. Tensor-parallel ranks decide alike: they learn of the same graphs at the
-same time, and use the first rank's clock.
+all have one of the shares that these hold. The draft phase runs as many levels as the planner would add one by one to
+the latest graphs; CUDA graphs of it were captured for a few numbers of levels. Tensor-parallel ranks decide alike: they
+learn of the same graphs at the same time, and use the first rank's clock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.speculation import COPIED, Speculation
+from vllm_gsd.method.constants import ORIGIN_AGREED, ORIGIN_DRAFT
 from vllm_gsd.ops.flatten.api import DeviceTrees
 
 # What a request gets of a draft phase.
@@ -25,8 +27,9 @@ NO_GRAPH, DRAFTED, COPIES_ONLY = range(3)
 class Phase(NamedTuple):
     """A draft phase, as the planner learns from its graphs later."""
 
-    num_drafted: int  # requests that the draft model ran for
-    tried: bool  # whether it was a probe
+    num_drafted: int = 0  # requests that the draft model ran for
+    levels: int | None = None  # how many it drafted; None for all
+    tried: bool = False  # whether it was a probe
 
 
 class Plan:
@@ -36,24 +39,27 @@ class Plan:
         speculation: has the planner.
         num_slots: the most concurrent requests.
         num_nodes: the most nodes of a graph.
+        num_levels: the most draft levels.
     """
 
-    def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int) -> None:
+    def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int, num_levels: int) -> None:
         self.speculation = speculation
         self.num_nodes = num_nodes
+        self.levels = list(range(1, num_levels + 1))  # of these the planner chooses one
         self.most = num_nodes  # of these, how many the scheduler gives each request in the next step
         # If full CUDA graphs of the target were captured, their numbers of nodes, and none.
         self.captured: list[int] = []
         # By slot, how many nodes of the next graph are verified.
         self.shares = np.full(num_slots, num_nodes, np.int64)
         self.kinds = np.full(num_slots, NO_GRAPH, np.int64)  # of the next graph
-        self.phase = Phase(0, False)  # the latest one
+        self.phase = Phase()  # the latest one
         # By slot, the latest graph that has arrived: what kind it was, and its nodes, best first.
         self.seen = np.full(num_slots, NO_GRAPH, np.int64)
         self.size = np.zeros(num_slots, np.int32)
         self.value = np.zeros((num_slots, num_nodes), np.float32)
         self.copied = np.zeros((num_slots, num_nodes), np.bool_)
-        self.first = np.zeros((num_slots, num_nodes), np.bool_)  # whether it is a child of the root
+        self.drafted = np.zeros((num_slots, num_nodes), np.bool_)  # nodes that the draft found may be copied too
+        self.depth = np.zeros((num_slots, num_nodes), np.int64)  # 1 for a child of the root
 
     @property
     def active(self) -> bool:
@@ -64,7 +70,7 @@ class Plan:
         """Forget all requests."""
         for slot in range(len(self.shares)):
             self.admit(slot)
-        self.phase = Phase(0, False)
+        self.phase = Phase()
 
     def admit(self, slot: int) -> None:
         """Start a request in a slot."""
@@ -83,6 +89,7 @@ class Plan:
             int64 [num_requests], what each request gets of the draft phase.
         """
         slots, kinds = batch.token_rows, wanted * DRAFTED
+        self.phase = Phase()
         if not self.active:
             self.shares[slots] = self.num_nodes
             return kinds
@@ -92,10 +99,10 @@ class Plan:
             index = wanted.nonzero()[0]
             drafting = self.speculation.choose_drafting(index, *self._found(slots[index]), missed)
             copies = COPIES_ONLY if {"ngram", "shared"} & set(self.speculation.config.sources) else NO_GRAPH
-            kinds = np.where(drafting, DRAFTED, wanted * copies)
-            self.phase = Phase(int(drafting.sum()), self.speculation.planner.probing)
-            if self.phase.num_drafted:
-                self.speculation.planner.drafted_at_once(len(slots))  # the draft runs over the whole batch
+            kinds, planner = np.where(drafting, DRAFTED, wanted * copies), self.speculation.planner
+            if count := int(drafting.sum()):
+                levels = planner.num_levels(len(slots), count, self._frontiers(slots[drafting]), self.levels)
+                self.phase = Phase(count, levels, planner.probing)
         self.kinds[slots] = kinds
         values, size = self._expected(slots, kinds)
         chosen = self._sizes(values, size, batch.length, kinds)
@@ -128,7 +135,23 @@ class Plan:
         if not copied.any():
             return np.zeros(0), 1.0
         value = self.value[slots]
-        return value[copied].astype(np.float64), 1.0 - float(value[copied & self.first[slots]].sum()) / len(slots)
+        first = self.depth[slots] == 1
+        return value[copied].astype(np.float64), 1.0 - float(value[copied & first].sum()) / len(slots)
+
+    def _frontiers(self, slots: np.ndarray) -> list[np.ndarray]:
+        """Values of the nodes that each draft level but the last adds to the graphs in some slots, as far as known.
+
+        The graphs of new requests are those in which every node has the average children.
+        """
+        known = self.seen[slots] == DRAFTED
+        drafted = self._real(slots) & self.drafted[slots] & known[:, None]
+        value, depth = self.value[slots], self.depth[slots]
+        children, average, frontiers = self.speculation.planner.children, np.ones(1), []
+        for level in self.levels[:-1]:
+            average = -np.sort(-np.outer(average, children).ravel())[: self.num_nodes]
+            others = np.tile(average, int(np.count_nonzero(~known)))
+            frontiers.append(np.append(value[drafted & (depth == level)], others))
+        return frontiers
 
     def _real(self, slots: np.ndarray) -> np.ndarray:
         return np.arange(self.num_nodes) < self.size[slots][:, None]
@@ -138,8 +161,9 @@ class Plan:
 
         Drafted graphs are otherwise like the average one, and of drafted ones the copied nodes remain.
         """
-        copies = (kinds == COPIES_ONLY)[:, None] & ~self.copied[slots]
-        values = np.where(self._real(slots) & ~copies, self.value[slots], 0.0).astype(np.float32)
+        levels = np.where(kinds == COPIES_ONLY, 0, self.levels[-1] if self.phase.levels is None else self.phase.levels)
+        left_out = ~self.copied[slots] & (self.depth[slots] > levels[:, None])
+        values = np.where(self._real(slots) & ~left_out, self.value[slots], 0.0).astype(np.float32)
         values = -np.sort(-values, axis=1)
         size = np.where(kinds == NO_GRAPH, 0, np.count_nonzero(values, axis=1)).astype(np.int32)
         unknown = (kinds == DRAFTED) & (self.seen[slots] != DRAFTED)
@@ -155,15 +179,21 @@ class Plan:
             graphs: the graphs, as ``late_graphs`` names them.
         """
         self.seen[slots], self.size[slots], self.value[slots] = kinds, graphs["graph_size"], graphs["graph_value"]
-        self.copied[slots] = COPIED[graphs["graph_origin"]]
-        self.first[slots] = graphs["graph_depth"] == 1
-        copied = self.copied[slots] & self._real(slots)
-        pure = (kinds == DRAFTED) & (self.size[slots] > 0) & ~copied.any(axis=1)
-        drafted = phase.num_drafted, phase.tried
-        planner = self.speculation.planner
-        planner.learn_graphs(self.value[slots], self.size[slots], pure, [phase.num_drafted], *drafted)
+        origin, survival = graphs["graph_origin"], graphs["graph_survival"]
+        self.copied[slots], self.depth[slots] = COPIED[origin], graphs["graph_depth"]
+        self.drafted[slots] = (origin == ORIGIN_DRAFT) | (origin == ORIGIN_AGREED)
+        others = self._real(slots) & (self.copied[slots] | ~self.drafted[slots])
+        pure = (kinds == DRAFTED) & (self.size[slots] > 0) & ~others.any(axis=1)
+        if not phase.num_drafted:
+            return
+        planner, rows = self.speculation.planner, [phase.num_drafted] * (phase.levels or self.levels[-1])
+        planner.learn_graphs(self.value[slots], self.size[slots], pure, rows, phase.num_drafted, phase.tried)
+        if pure.any():  # of the children of other nodes, some may have been left out
+            below_root = self._real(slots) & (self.depth[slots] == 1)
+            children = -np.sort(-np.where(below_root, survival, 0.0)[pure], axis=1)
+            planner.learn_children(children.astype(np.float32))
 
 
 def late_graphs(trees: DeviceTrees, slots: torch.Tensor) -> dict[str, torch.Tensor]:
     """What ``Plan.arrived`` reads of the proposed graphs in some slots, int64 [num_requests]."""
-    return {f"graph_{name}": getattr(trees, name)[slots] for name in ("size", "value", "origin", "depth")}
+    return {f"graph_{name}": getattr(trees, name)[slots] for name in ("size", "value", "origin", "depth", "survival")}

@@ -1,6 +1,5 @@
 """The speculator of Model Runner V2, which proposes token graphs instead of chains."""
 
-import copy
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.dp_utils import DPSyncState
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -20,17 +19,16 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
 from vllm_gsd.engine.schedule.fallback import fallback_reason
-from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
-from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
+from vllm_gsd.engine.v2.device_step import Proposals, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.grammars import WorkerGrammars
+from vllm_gsd.engine.v2.host_growth import grow_on_host
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan, late_graphs
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
-from vllm_gsd.engine.verify.draft_tree import FlatTree
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.method.constants import OFF_BELOW, SHARED
@@ -88,7 +86,6 @@ class GraphSpeculator(BaseSpeculator):
         self.proposals = Proposals(num_slots, self.num_rows, device)
         # Ranks that learned at different times would draft different graphs.
         self.late = LateCopies(device, in_step=vllm_config.parallel_config.tensor_parallel_size > 1)
-        self.plan = Plan(self.speculation, num_slots, self.num_rows)
         self.clock = StepClock(self.speculation.planner, pipelined=True)
 
     def prepare(self, req_states: RequestState) -> None:
@@ -100,6 +97,7 @@ class GraphSpeculator(BaseSpeculator):
         ours = self.speculation
         capacity, trees = ours.graphs.capacity, self.proposals.trees
         self.drafting = DeviceDrafting(ours.config, ours.drafter, req_states, capacity, trees, self.device)
+        self.plan = Plan(ours, self.texts.tokens.shape[0], self.num_rows, self.drafting.num_levels)
 
     def bind(self, block_tables: BlockTables | None) -> None:
         """Use V2's block tables; None releases them."""
@@ -123,6 +121,7 @@ class GraphSpeculator(BaseSpeculator):
         self.draft_graphs = None
         if DraftGraphs.possible(cudagraph_mode):
             self.draft_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
+            self.plan.levels = drafting.variants
             # A weak reference, because vLLM drops the graphs that it captures to profile memory.
             drafting.cuda_graphs = weakref.ref(self.draft_graphs)
 
@@ -182,25 +181,10 @@ class GraphSpeculator(BaseSpeculator):
         if self.speculation.shared is not None:
             self.speculation.shared.salts.update(cache_salts)
 
-    def cut(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Drop the rows of nodes that the plan leaves out, from a copy.
-
-        Requests with a grammar keep all rows, because their masks have been computed.
-        """
-        drafts = scheduled.scheduled_spec_decode_tokens
-        if not drafts or not self.plan.active:
-            return scheduled
-        kept, tokens = {}, dict(scheduled.num_scheduled_tokens)
-        for request_id, rows in drafts.items():
-            slot = self.slots.get(request_id)
-            known = slot is not None and not has_grammar(self.requests[request_id])
-            if left := rows[: self.plan.shares[slot]] if known else rows:
-                kept[request_id] = left
-            tokens[request_id] -= len(rows) - len(left)
-        scheduled = copy.copy(scheduled)
-        scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens = kept, tokens
-        scheduled.total_num_scheduled_tokens = sum(tokens.values())
-        return scheduled
+    def share_of(self, request_id: str) -> int:
+        """How many nodes of a request's next graph are verified at most."""
+        slot = self.slots.get(request_id)
+        return self.num_rows if slot is None or not self.plan.active else int(self.plan.shares[slot])
 
     @torch.inference_mode()
     def propose(
@@ -246,13 +230,15 @@ class GraphSpeculator(BaseSpeculator):
         self.speculation.planner.begin(num_requests, context)
         requests = [self.requests[request_id] for request_id in input_batch.req_ids]
         on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
-        if on_host.all():
-            self.speculation.planner.put_off()
-        else:  # first, so that the device drafts while the host waits for what was accepted
-            self.plan.most = self.num_rows if num_speculative_tokens is None else num_speculative_tokens
-            self._grow_on_device(input_batch, np.flatnonzero(~on_host))
-        if on_host.any():
-            self._grow_on_host(input_batch, np.flatnonzero(on_host))
+        self.plan.most = self.num_rows if num_speculative_tokens is None else num_speculative_tokens
+        batch = self.batch(input_batch, np.arange(num_requests))
+        kinds = self.plan.choose(batch, self.speculation.speculates(batch) & batch.sampled, self._missed(batch))
+        (device,), (host,) = (~on_host).nonzero(), on_host.nonzero()
+        if len(device):  # first, so that the device drafts while the host waits for what was accepted
+            batch = batch if not len(host) else self.batch(input_batch, device)
+            self._grow_on_device(input_batch, device, batch, kinds[device])
+        if len(host):
+            grow_on_host(self, input_batch, host, kinds[host])
         self.clock.proposed(input_batch.req_ids)
         return self.proposals.trees.token[input_batch.idx_mapping]
 
@@ -298,21 +284,28 @@ class GraphSpeculator(BaseSpeculator):
         """Whether the host grows the request's graphs. It does so for as long as the request lives, or never."""
         return has_grammar(request) or self.speculation.traces(request)
 
-    def _grow_on_device(self, input_batch: InputBatch, places: np.ndarray) -> None:
+    def _missed(self, batch: DraftBatch) -> np.ndarray | None:
+        """Tokens of each request without draft KV, int64 [num_requests]; None without a draft model."""
+        drafter, tracker = self.speculation.drafter, self.speculation.draft_kv
+        if drafter is None:
+            return None
+        assert tracker is not None
+        return drafter.missed(tracker, batch.request_ids, batch.length)
+
+    def _grow_on_device(
+        self, input_batch: InputBatch, places: np.ndarray, batch: DraftBatch, kinds: np.ndarray
+    ) -> None:
         """Draft without knowing the accepted tokens, and write the graphs to ``proposals``.
 
         Args:
             input_batch: the batch.
-            places: int64 [n], the requests' places in it.
+            places: int64 [n], the requests' places in it; batch: these requests.
+            kinds: int64 [n], from ``Plan.choose``.
         """
         assert self.drafting is not None
         speculation, slots = self.speculation, input_batch.idx_mapping_np[places]
-        batch, prompts = self._batch(input_batch, places), input_batch.is_prefilling_np[places]
-        speculates, missed = speculation.speculates(batch), None
-        if speculation.drafter is not None:
-            assert speculation.draft_kv is not None
-            missed = speculation.drafter.missed(speculation.draft_kv, batch.request_ids, batch.length)
-        kinds = self.plan.choose(batch, speculates & batch.sampled, missed)
+        prompts = input_batch.is_prefilling_np[places]
+        speculates, missed = speculation.speculates(batch), self._missed(batch)
         draft_length = np.full(len(slots), -1)
         if missed is not None:
             known = np.minimum(batch.length, input_batch.prefill_len_np[places])
@@ -332,7 +325,7 @@ class GraphSpeculator(BaseSpeculator):
             factor=speculation.planner.calibration.factor,
             suggested=None if speculation.shared is None else speculation.shared.packed(batch, looked_up, words),
         )
-        self.drafting.propose(known_batch, batch.block_table)
+        self.drafting.propose(known_batch, batch.block_table, self.plan.phase.levels)
         self.proposals.fresh[slots] = True
 
     def _catch_up(
@@ -365,37 +358,7 @@ class GraphSpeculator(BaseSpeculator):
         known = speculation.draft_kv.lengths(batch.request_ids)
         return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], known, -1)
 
-    def _grow_on_host(self, input_batch: InputBatch, places: np.ndarray) -> None:
-        """Wait for the accepted tokens, then grow the graphs on the host; arguments as for ``_grow_on_device``."""
-        self.learn(wait=True)
-        batch = self._batch(input_batch, places)
-        # Beside requests that the device drafts for, these few are not planned.
-        with self.speculation.planner.set_aside():
-            trees = self.speculation.propose(batch)
-        for request_id, proposed in self.speculation.take_grammar_trees().items():
-            trees[batch.request_ids.index(request_id)] = self._chosen(request_id, proposed)
-        self.plan.shares[batch.token_rows] = [len(tree.token) for tree in trees]
-        for request, tree in zip(batch.requests, trees, strict=True):
-            if has_grammar(request):
-                self.parents[request.req_id] = tree.parent.tolist()
-        (slots,) = Staging(self.device).send(batch.token_rows.astype(np.int64))
-        if self.drafting is not None and self.speculation.draft_kv is not None:
-            done = torch.from_numpy(self.speculation.draft_kv.lengths(batch.request_ids))
-            self.drafting.draft_length[slots] = done.to(self.device)
-        self.proposals.store(slots, to_device(trees, self.num_rows, self.device))
-        self.proposals.fresh[batch.token_rows] = True
-
-    def _chosen(self, request_id: str, proposed: ProposedTree) -> FlatTree:
-        """The nodes of a proposed tree that the request's grammar chooses; the best ones if it cannot tell."""
-        assert self.grammars is not None
-        tree, stats = self.speculation.trees[request_id], self.speculation.stats
-        chosen = self.grammars.choose(request_id, self.texts.output(self.slots[request_id]), proposed)
-        if chosen is None:
-            return tree.first(proposed.budget)
-        stats.counts["nodes_invalid"] += proposed.left_out(chosen)
-        return tree.select(chosen)
-
-    def _batch(self, input_batch: InputBatch, places: np.ndarray) -> DraftBatch:
+    def batch(self, input_batch: InputBatch, places: np.ndarray) -> DraftBatch:
         """Some requests as the host knows them; ``length`` may lag behind the device for those that got tokens."""
         assert self.block_tables is not None
         slots, texts = input_batch.idx_mapping_np[places], self.texts

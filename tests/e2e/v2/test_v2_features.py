@@ -1,0 +1,129 @@
+"""Every request feature on Model Runner V2, interpreted, with async scheduling: equal to plain V2 and on a graph.
+
+The list is that of V1's ``test_every_feature``; texts are shorter here. One engine serves all tests.
+"""
+
+import numpy as np
+import pytest
+from engine_probes import generate_by_priority
+from engine_process import Params, model_runner
+from request_features import FEATURES, MODES, asked, asked_with_mode, assert_on_graph, assert_same
+from v2_engine import V2Engine
+
+LENGTH = 8
+GREEDY = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
+ENGINE = {
+    "logits_processors": ["custom_v2_processor:AutomatonProcessor"],
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    "scheduling_policy": "priority",
+    "skip_tokenizer_init": False,
+    # Six blocks of 32 tokens: four requests with prompts of 30 tokens need two each.
+    "block_size": 32,
+    "num_gpu_blocks_override": 7,
+    "max_model_len": 96,
+}
+NAMES = [*FEATURES]
+
+
+@pytest.fixture(scope="module")
+def plain(engine_pool, text_pair):
+    return engine_pool.engine("plain", lambda: V2Engine(text_pair.target, None, **ENGINE))
+
+
+@pytest.fixture(scope="module")
+def gsd(engine_pool, text_pair):
+    config = {"method": "gsd", "model": str(text_pair.draft), "num_speculative_tokens": 6, "max_depth": 3}
+    return engine_pool.engine("gsd", lambda: V2Engine(text_pair.target, config, async_scheduling=True, **ENGINE))
+
+
+@pytest.fixture(scope="module")
+def four_prompts(random_prompts):
+    return random_prompts(4, 5, 20, seed=3)
+
+
+@pytest.fixture(scope="module")
+def every(plain, four_prompts):
+    """Prompts and requests for every feature, greedy and then seeded, and what plain V2 answers."""
+    free = [answer.completions[0] for answer in plain.generate(four_prompts, GREEDY)]
+    prompts = [four_prompts[index % 4] for index in range(len(NAMES))]
+    of = {}
+    for kind, seed in (("greedy", None), ("seeded", 50)):
+        params = [asked(name, free[index % 4], LENGTH, seed and seed + index) for index, name in enumerate(NAMES)]
+        of[kind] = prompts, params, plain.generate(prompts, params)
+    return of
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_equal_in_batches_of_four(gsd, every, kind):
+    prompts, params, expected = every[kind]
+    before = gsd.metrics()
+    answers = gsd.generate(prompts, params)
+    assert_same(answers, expected)
+    assert_on_graph(before, gsd.metrics(), answers)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_equal_alone(gsd, every, part):
+    """Of every two features one greedily, the other with seeds."""
+    before, answers = gsd.metrics(), []
+    for index in range(part, len(NAMES), 2):
+        prompts, params, expected = every["greedy" if part else "seeded"]
+        (answer,) = gsd.generate(prompts[index : index + 1], params[index])
+        assert_same([answer], expected[index : index + 1])
+        answers.append(answer)
+    assert_on_graph(before, gsd.metrics(), answers)
+
+
+def set_logprobs_mode(llm, mode: str) -> None:
+    """As if the engine had been started with it."""
+    runner = model_runner(llm)
+    runner.sampler.logprobs_mode = runner.prompt_logprobs_worker.logprobs_mode = mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_logprobs(plain, gsd, four_prompts, mode):
+    params, answers = [asked_with_mode(index, 5) for index in range(4)], []
+    for engine in (plain, gsd):
+        engine.call(set_logprobs_mode, mode)
+        answers.append(engine.generate(four_prompts, params))
+        engine.call(set_logprobs_mode, "raw_logprobs")
+    assert_same(*answers)
+
+
+def test_late_and_urgent_requests(plain, gsd, random_prompts):
+    """They are done first, by preempting others."""
+    prompts = random_prompts(5, 28, 30, seed=41)
+    params = [Params({**GREEDY, "max_tokens": 14, "temperature": float(i % 2), "seed": i}) for i in range(5)]
+    asked = prompts, params, [5, 9, 7, 5, 0], 1
+    expected, _ = plain.call(generate_by_priority, *asked)
+    before = gsd.metrics()
+    answers, done = gsd.call(generate_by_priority, *asked)
+    after = gsd.metrics()
+    assert_same(answers, expected)
+    assert after["num_preemptions"] > before.get("num_preemptions", 0)
+    assert done.index(4) < done.index(1)
+    assert_on_graph(before, after, answers)
+
+
+def test_unseeded_texts_have_the_distribution_of_the_target(plain, gsd, four_prompts):
+    """A chi-square test of the four texts of two tokens that top-k leaves, against the target's own probabilities."""
+    prompt = four_prompts[0]
+
+    def best_two(text) -> dict[int, float]:
+        (answer,) = plain.generate([text], {"temperature": 0, "max_tokens": 1, "logprobs": 2, "ignore_eos": True})
+        best = sorted(answer.completions[0].logprobs[0].items(), key=lambda entry: -entry[1])[:2]
+        chances = np.exp([logprob for _, logprob in best])
+        return dict(zip([token for token, _ in best], chances / chances.sum(), strict=True))
+
+    chances = {
+        (first, second): one * two
+        for first, one in best_two(prompt).items()
+        for second, two in best_two([*prompt, first]).items()
+    }
+    params = {"temperature": 1.0, "top_k": 2, "max_tokens": 2, "ignore_eos": True, "n": 4}
+    answers = gsd.generate([prompt] * 16, params)
+    texts = [tuple(one.tokens) for answer in answers for one in answer.completions]
+    assert set(texts) <= chances.keys()
+    expected = len(texts) * np.array([*chances.values()])
+    found = np.array([texts.count(text) for text in chances])
+    assert ((found - expected) ** 2 / expected).sum() < 16.27  # by chance once in a thousand: three degrees of freedom

@@ -1,0 +1,86 @@
+"""Graphs that grow on the host: those of requests with a grammar or a trace, which depend on what the host knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_gsd.engine.schedule.grammar import ProposedTree
+from vllm_gsd.engine.speculation import Speculation, has_grammar
+from vllm_gsd.engine.v2.device_step import to_device
+from vllm_gsd.engine.v2.plan import DRAFTED
+from vllm_gsd.engine.verify.draft_tree import SOURCE_OF, FlatTree
+from vllm_gsd.engine.verify.staging import Staging
+
+if TYPE_CHECKING:
+    from vllm_gsd.engine.v2.speculator import GraphSpeculator
+
+
+def grow_on_host(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, kinds: np.ndarray) -> None:
+    """Wait for the accepted tokens, then grow graphs as planned and write them to ``proposals``.
+
+    Args:
+        ours: the speculator.
+        input_batch: the batch.
+        places: int64 [n >= 1], the requests' places in it.
+        kinds: int64 [n], from ``Plan.choose``.
+    """
+    ours.learn(wait=True)
+    drafted = kinds == DRAFTED
+    groups = [(drafted, ours.plan.phase.levels), (~drafted, 0)] if ours.plan.active else [(drafted | True, None)]
+    for group, levels in groups:
+        if group.any():
+            _grow(ours, input_batch, places[group], levels)
+
+
+def _grow(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, levels: int | None) -> None:
+    """Grow the graphs of these requests with so many draft levels; None for all."""
+    speculation, batch = ours.speculation, ours.batch(input_batch, places)
+    skipped = speculation.stats.counts["drafts_skipped"]  # the plan has counted them
+    with speculation.planner.given(levels):
+        trees = speculation.propose(batch)
+    speculation.stats.counts["drafts_skipped"] = skipped
+    proposed = speculation.take_grammar_trees()
+    for index, (request_id, slot) in enumerate(zip(batch.request_ids, batch.token_rows, strict=True)):
+        share = int(ours.plan.shares[slot])
+        trees[index] = trees[index].first(share)
+        if (offered := proposed.get(request_id)) is not None:
+            trees[index] = _chosen(ours, request_id, offered._replace(budget=min(offered.budget, share)))
+    # Full CUDA graphs hold batches whose requests have equally many rows.
+    least = ours.plan.shares[batch.token_rows] if ours.plan.captured else 0
+    ours.plan.shares[batch.token_rows] = np.maximum(least, [len(tree.token) for tree in trees])
+    for request, tree in zip(batch.requests, trees, strict=True):
+        if has_grammar(request):
+            ours.parents[request.req_id] = tree.parent.tolist()
+    (slots,) = Staging(ours.device).send(batch.token_rows.astype(np.int64))
+    if ours.drafting is not None and speculation.draft_kv is not None:
+        done = torch.from_numpy(speculation.draft_kv.lengths(batch.request_ids))
+        ours.drafting.draft_length[slots] = done.to(ours.device)
+    values = _values(speculation, batch.request_ids, trees)
+    ours.proposals.store(slots, to_device(trees, values, ours.num_rows, ours.device))
+    ours.proposals.fresh[batch.token_rows] = True
+
+
+def _chosen(ours: GraphSpeculator, request_id: str, proposed: ProposedTree) -> FlatTree:
+    """The nodes of a proposed tree that the request's grammar chooses; the best ones if it cannot tell."""
+    assert ours.grammars is not None
+    tree, stats = ours.speculation.trees[request_id], ours.speculation.stats
+    chosen = ours.grammars.choose(request_id, ours.texts.output(ours.slots[request_id]), proposed)
+    if chosen is None:
+        return tree.first(proposed.budget)
+    stats.counts["nodes_invalid"] += proposed.left_out(chosen)
+    return tree.select(chosen)
+
+
+def _values(speculation: Speculation, request_ids: Sequence[str], trees: Sequence[FlatTree]) -> list[np.ndarray]:
+    """Probabilities that the nodes of each tree are accepted, float32 [n]; 1 for nodes that a grammar added."""
+    values = []
+    for tree, trust in zip(trees, speculation.trust.of(list(request_ids)), strict=True):
+        source = SOURCE_OF[tree.via_merge.astype(np.int8), tree.origin]
+        chance = speculation.planner.calibration.value(np.maximum(source, 0), tree.depth, tree.survival)
+        values.append(np.where(source >= 0, np.minimum(1.0, chance * trust[source]), 1.0).astype(np.float32))
+    return values
