@@ -129,8 +129,8 @@ def test_dspark(k, soft_cap, vocab, dtype):
         assert tokens[row, :, 0].tolist() == chain
         assert probs[row, :, 0, 0].tolist() == pytest.approx(chances, rel=1e-5)
         before, best = tokens[row, 0], probs[row, 0, 0]
-        logits = [model.compute_draft_logits(hidden[row, 1]) + model.markov_bias(model.markov_embed(of)) for of in before]
-        edges = torch.stack(logits).float().softmax(-1)
+        biases = torch.stack([model.markov_bias(model.markov_embed(of)) for of in before])
+        edges = (model.compute_draft_logits(hidden[row, 1]) + biases).float().softmax(-1)
         torch.testing.assert_close(probs[row, 1], edges[:, tokens[row, 1] // 2])  # every edge has its own probability
         paths = (best[:, None] * edges).amax(0)
         paths[tokens[row, 1, 0] // 2] = 2

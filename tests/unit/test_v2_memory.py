@@ -155,4 +155,5 @@ def test_blocks_are_scored_in_parts(k):
     drafter.model = SimpleNamespace(kind="dspark", model=dspark(), model_config=draft_model().model_config)
     hidden = torch.empty((REQUESTS, depth, HIDDEN), dtype=torch.bfloat16, device=META)
     assert REQUESTS * VOCAB * (depth + k) * LOGIT_BYTES >= 4 * MAX_LOGITS_BYTES
-    assert peak_of(drafter.candidates, hidden, torch.empty(REQUESTS, dtype=torch.int64, device=META)) <= MAX_LOGITS_BYTES
+    roots = torch.empty(REQUESTS, dtype=torch.int64, device=META)
+    assert peak_of(drafter.candidates, hidden, roots) <= MAX_LOGITS_BYTES

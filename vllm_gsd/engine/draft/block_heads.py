@@ -102,7 +102,7 @@ class DSparkHead:
         return scores, share
 
     def _of_pool(self, level: int, embedded: torch.Tensor) -> torch.Tensor:
-        """The pool's logits [n, before, pool] after tokens with embeddings [n, before, rank]; vLLM caps no bias here."""
+        """Logits [n, before, pool] after tokens with embeddings [n, before, rank]. vLLM caps no bias of a pool."""
         assert self.pool is not None
         weight = self.model.model.markov_head.markov_w2
         rows = weight.quant_method.embedding(weight, self.pool[:, level])  # the weight may be packed

@@ -10,7 +10,6 @@ from vllm_gsd.ops.growth.api import Limits
 from vllm_gsd.ops.growth.state import DeviceGraphs
 from vllm_gsd.ops.topk.api import topk_softmax
 
-
 # What a depth's pool of tokens scores after each candidate before: logits, [n, k or 1, pool] of any floating dtype, and
 # the probability of the pool as a whole, float32 [n, k or 1]; None for 1.
 Scores = tuple[torch.Tensor, torch.Tensor | None]
