@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.engine.attention import cpu_causal
+from vllm_gsd.engine.attention import cpu_causal, tree_rows
 from vllm_gsd.engine.attention.cpu_causal import CausalCPUAttentionMetadataBuilder, rows_of
 from vllm_gsd.engine.kernels_only import KernelsCPUWorker
 from vllm_gsd.engine.observe import metrics
@@ -85,3 +85,20 @@ def test_who_attends(builder):
     assert builder(full).build(0, batch([1], [5])) == theirs  # a lone row gains nothing
     assert builder(full).build(0, batch([3, 1], [5, 5], causal=False)) == theirs
     assert builder(SlidingWindowSpec(**SIZES, sliding_window=64)).build(0, ours) == theirs
+
+
+@pytest.mark.parametrize(
+    ("amx", "head_size", "dtype", "ours"),
+    [
+        (False, 64, torch.bfloat16, True),
+        (True, 64, torch.bfloat16, False),
+        (True, 80, torch.bfloat16, True),  # vLLM's kernel does not use AMX for this size
+        (False, 64, torch.float32, False),
+    ],
+)
+def test_ours_attends_rows_without_branches_where_it_is_faster(monkeypatch, amx, head_size, dtype, ours):
+    monkeypatch.setattr(tree_rows, "HAVE_EXTENSION", True)
+    monkeypatch.setattr(tree_rows, "uses_cpu_kernels", lambda config: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    model = SimpleNamespace(dtype=dtype, get_head_size=lambda: head_size)
+    assert tree_rows.serves_chains(None, torch.device("cpu"), model) is ours

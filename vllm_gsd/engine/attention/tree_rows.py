@@ -53,7 +53,8 @@ def serves_chains(vllm_config: VllmConfig, device: torch.device, model: ModelCon
     It does where it is faster than upstream's (docs/cpu-kernels.md), unless ``"cpu_kernels"`` is "off". Since it then
     attends every row of every step, a row's result has the same bits with a graph and without.
     """
-    faster = HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16
+    amx = torch.cpu._is_amx_tile_supported() and model.get_head_size() % 32 == 0  # where upstream attends with AMX
+    faster = HAVE_EXTENSION and device.type == "cpu" and model.dtype == torch.bfloat16 and not amx
     return faster and uses_cpu_kernels(vllm_config)
 
 
