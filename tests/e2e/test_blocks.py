@@ -3,6 +3,7 @@
 import pytest
 from engine_probes import forget_prefixes
 from engine_process import Engine, draft_every_level, run
+from rounding import assert_close, generates
 from tiny_blocks import BLOCKS, greedy_texts
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -76,7 +77,10 @@ def test_a_large_vocabulary_in_bfloat16(wide_block):
     prompts = [text[:6].tolist() for text in greedy_texts(target, 40_000)[:8]]
     options = {**ENGINE, "dtype": "bfloat16", "skip_tokenizer_init": True}
     engine = Engine(target, {"method": "gsd", "model": str(draft), **GRAPH}, [draft_every_level], **options)
-    tokens, counts = counted(engine, prompts)
-    assert tokens == run(engine, prompts, {**GREEDY, "extra_args": {"gsd": False}})
+    _, counts = counted(engine, prompts)
+    # One, if only the 256 best tokens before the bias are candidates.
+    assert counts["nodes_accepted_native"] + counts["nodes_accepted_merged"] > 20
+    params = {**GREEDY, "logprobs": 2}
+    theirs = engine.generate(prompts, {**params, "extra_args": {"gsd": False}})
+    assert_close(theirs, prompts, generates(engine, params))
     engine.close()
-    assert counts["nodes_accepted_native"] > 20  # one, if only the 256 best tokens before the bias are candidates
