@@ -14,6 +14,7 @@ TORCH_LIBRARY(vllm_gsd, library) {
   library.def("move_kv(Tensor(a!)[] kv_caches, Tensor[] tables, Tensor src_slots, Tensor dst_slots) -> ()");
   library.def("topk_softmax(Tensor logits, int k) -> (Tensor, Tensor)");
   library.def("argmax_of_walks(Tensor logits, Tensor tokens, Tensor parents, Tensor starts) -> Tensor");
+  library.def("best_paths(Tensor scores, Tensor chances, Tensor ids, Tensor best, bool merge) -> (Tensor, Tensor, Tensor)");
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   library.def("read_rows(Tensor states, Tensor rows, Tensor? cleared) -> Tensor");
   library.def("write_rows(Tensor(a!) states, Tensor rows, Tensor values) -> ()");
@@ -27,6 +28,7 @@ TORCH_LIBRARY_IMPL(vllm_gsd, CPU, library) {
   library.impl("move_kv", &gsd::move_kv);
   library.impl("topk_softmax", &gsd::topk_softmax);
   library.impl("argmax_of_walks", &gsd::argmax_of_walks);
+  library.impl("best_paths", &gsd::best_paths);
   library.impl("linear", &gsd::linear);
   library.impl("read_rows", &gsd::read_rows);
   library.impl("write_rows", &gsd::write_rows);

@@ -22,6 +22,9 @@ std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_
 at::Tensor argmax_of_walks(const at::Tensor& logits, const at::Tensor& tokens, const at::Tensor& parents,
                            const at::Tensor& starts);
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> best_paths(const at::Tensor& scores, const at::Tensor& chances,
+                                                          const at::Tensor& ids, const at::Tensor& best, bool merge);
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 at::Tensor read_rows(const at::Tensor& states, const at::Tensor& rows, const std::optional<at::Tensor>& cleared);

@@ -81,6 +81,14 @@ def tiny_blocks(tiny_pair, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def wide_block(tmp_path_factory):
+    """Folders of a target with 40,000 tokens and of a DSpark draft for it."""
+    folder = tmp_path_factory.mktemp("wide_block")
+    target = build_tiny_pair(folder, vocab_size=40_000).target
+    return target, build_tiny_block("dspark", target, folder / "block")
+
+
+@pytest.fixture(scope="session")
 def unlike_pair(tiny_pair, tmp_path_factory):
     """The tiny target, and a draft whose heads have another size."""
     return build_unlike_pair(tiny_pair, tmp_path_factory.mktemp("unlike_pair"))

@@ -118,15 +118,20 @@ def test_a_draft_that_reads_hidden_states(command, tmp_path, tiny_eagle):
     assert row["step_parts_ms"]["draft"] > 0
 
 
-def test_apart_with_a_choice_and_analyses(command, preforked, tmp_path, monkeypatch):
+def test_apart_with_a_choice_and_analyses(command, preforked, tiny_pair, tiny_blocks, tmp_path, monkeypatch):
+    """Analyses of a draft of whole blocks; those of levels are computed alike (tests/unit/test_bench.py)."""
     from typer.testing import CliRunner
 
     from vllm_gsd.tools.bench import analyses
     from vllm_gsd.tools.cli.main import app
 
     monkeypatch.setattr(sys, "executable", preforked)
-    monkeypatch.setattr(analyses, "ABLATIONS", {"top_k": [1, 3], "merge_ngram": [2]})
-    monkeypatch.setattr(analyses, "BASE", {**analyses.BASE, "top_k": 3})
+    monkeypatch.setattr(analyses, "ABLATIONS", {"merge_ngram": [0, 1]})
+    monkeypatch.setattr(analyses, "BASE", {**analyses.BASE, "merge_ngram": 1})
+    monkeypatch.setattr(analyses, "NODES", [16])
+    command[command.index("--draft") + 1] = str(tiny_blocks["dspark"])
+    keys = {"num_speculative_tokens": 16, "theta_prob": 0.0, "theta_sib": 0.0}
+    command += ["--draft-model", str(tiny_pair.draft), "--gsd", json.dumps(keys)]
     command += ["--methods", "draft_model", "--chain-lengths", "1,2", "--repeats", "1", "--apart", "--analyses"]
     done = CliRunner().invoke(app, command[2:])
     assert done.exit_code == 0, done.output
@@ -136,11 +141,14 @@ def test_apart_with_a_choice_and_analyses(command, preforked, tmp_path, monkeypa
     assert set(tried) == {"draft_model K=1 eager", "draft_model K=2 eager"}
     assert row["setting"] == max(tried, key=tried.get)
     assert "ratio_to_plain" not in row
-    rows = report["analyses"]["ablations"]["top_k"]
-    assert [row["value"] for row in rows] == [1, 3]
-    assert rows[0]["tokens_per_step"] < rows[1]["tokens_per_step"]
-    assert rows[0]["drafted_per_accepted"] < rows[1]["drafted_per_accepted"]
-    assert report["analyses"]["recurring_ngrams"].keys() == {"2"}
+    found = report["analyses"]
+    (tree, graph), (chain,) = found["ablations"]["merge_ngram"], found["forms"]["gsd-chain"]
+    assert 1 < chain["tokens_per_step"] <= min(row["tokens_per_step"] for row in (tree, graph))
+    assert tree["merged_share"] == tree["accepted_merged_share"] == 0 < graph["merged_share"]
+    assert graph["tokens_per_draft_forward"] >= graph["tokens_per_step"]  # one forward a step, none at the end
+    (ratios,) = found["graph_over_tree"]
+    assert ratios["at_equal_cost"] == pytest.approx(ratios["at_equal_nodes"], rel=0.1) and ratios["nodes"] == 16
+    assert found["recurring_ngrams"] == {}
     assert '"recurring_ngrams"' in (tmp_path / "out" / "index.html").read_text()  # which the page draws
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 from engine_probes import forget_prefixes
-from engine_process import run
-from tiny_blocks import BLOCKS
+from engine_process import Engine, draft_every_level, run
+from rounding import assert_close, generates
+from tiny_blocks import BLOCKS, greedy_texts
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 # Prompts come in pieces, and are found in the prefix cache.
@@ -68,3 +69,18 @@ def test_more_candidates_accept_no_less(start_engine, tiny_blocks, prompts):
         engine = start_engine({"model": str(tiny_blocks["dspark"]), **config}, **ENGINE)
         steps.append([counted(engine, [prompt])[1]["target_steps"] for prompt in prompts[:4]])
     assert all(graph <= chain for chain, graph in zip(*steps, strict=True))
+
+
+def test_a_large_vocabulary_in_bfloat16(wide_block):
+    """With packed weights. Candidates are chosen among all 40,000 tokens, of which the bias favours one."""
+    target, draft = wide_block
+    prompts = [text[:6].tolist() for text in greedy_texts(target, 40_000)[:8]]
+    options = {**ENGINE, "dtype": "bfloat16", "skip_tokenizer_init": True}
+    engine = Engine(target, {"method": "gsd", "model": str(draft), **GRAPH}, [draft_every_level], **options)
+    _, counts = counted(engine, prompts)
+    # One, if only the 256 best tokens before the bias are candidates.
+    assert counts["nodes_accepted_native"] + counts["nodes_accepted_merged"] > 20
+    params = {**GREEDY, "logprobs": 2}
+    theirs = engine.generate(prompts, {**params, "extra_args": {"gsd": False}})
+    assert_close(theirs, prompts, generates(engine, params))
+    engine.close()

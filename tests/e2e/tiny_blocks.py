@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
 WINDOWS = {"layer_types": LAYERS * ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
+MOST_OF_PAIRS = 4096  # the largest vocabulary for which all pairs of tokens are looked at
 # Drafts by name: the kind and what ``build_tiny_block`` is given.
 BLOCKS = {
     "dspark": ("dspark", {}),
@@ -64,11 +65,10 @@ def build_tiny_block(
     }
     if kind == "dspark":
         config |= {**own, "markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
-        followers = following(target, vocab)
         ids = torch.arange(0, vocab, 2) if trimmed else torch.arange(vocab)
-        left, sizes, right = torch.linalg.svd(followers[:, ids])
-        weights["markov_head.markov_w1.weight"] = left[:, :RANK] * sizes[:RANK]
-        weights["markov_head.markov_w2.weight"] = right[:RANK].T
+        factors = factors_of_followers if vocab <= MOST_OF_PAIRS else codes_of_followers
+        left, right = factors(target, vocab, ids)
+        weights["markov_head.markov_w1.weight"], weights["markov_head.markov_w2.weight"] = left, right
         weights["confidence_head.proj.weight"] = 0.1 * torch.randn(1, HIDDEN + RANK)
         weights["confidence_head.proj.bias"] = torch.ones(1)
         if trimmed:
@@ -172,15 +172,37 @@ def _convolutions_and_selector(vocab: int) -> dict[str, torch.Tensor]:
     return weights
 
 
+def factors_of_followers(target: Path, vocab: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bias of a DSpark draft with the tokens ``ids``: the best of its rank for the target's text."""
+    left, sizes, right = torch.linalg.svd(following(target, vocab)[:, ids])
+    return left[:, :RANK] * sizes[:RANK], right[:RANK].T
+
+
+def codes_of_followers(target: Path, vocab: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a vocabulary too large for a matrix of all pairs: a token is biased to what last followed it."""
+    codes, before = torch.randn(vocab, RANK).sign(), torch.zeros(vocab, RANK)
+    texts = greedy_texts(target, vocab)
+    before[texts[:, :-1].flatten()] = codes[texts[:, 1:].flatten()]
+    return before, codes[ids]
+
+
+@cache
+def greedy_texts(target: Path, vocab: int) -> torch.Tensor:
+    """The target's texts [128, 36] after random prompts of 6 tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    prompts = torch.randint(3, vocab, (128, 6))
+    return model.generate(prompts, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
 @cache
 def following(target: Path, vocab: int) -> torch.Tensor:
     """Logits [vocab, vocab] of the token after each token, from the target's greedy text."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model, texts = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), greedy_texts(target, vocab)
     with torch.no_grad():
-        prompts = torch.randint(3, vocab, (128, 6))
-        texts = model.generate(prompts, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
         logits = model(texts).logits
     total, count = torch.zeros(vocab, vocab), torch.zeros(vocab, 1)
     before = texts.flatten()

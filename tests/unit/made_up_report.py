@@ -55,6 +55,10 @@ def report(methods: tuple[str, ...] = tuple(RATIOS), whole: bool = True) -> dict
                 ]
             },
             "recurring_ngrams": {"2": 0.3, "3": 0.1},
+            "forms": {
+                form: [{"nodes": n, "tokens_per_step": most * n, "draft_rows_per_step": 7.0 + n} for n in (8, 16)]
+                for form, most in (("gsd", 0.2), ("gsd-tree", 0.1))
+            },
         },
     }
     return {**made, **more} if whole else made

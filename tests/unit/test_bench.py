@@ -1,11 +1,13 @@
 """The computations of ``vllm-gsd bench``, without engines."""
 
 import random
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-from vllm_gsd.tools.bench import contexts, forms
+from vllm_gsd.tools.bench import analyses, contexts, forms
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
 from vllm_gsd.tools.prompt_file import Request
@@ -94,3 +96,71 @@ def test_all_our_methods_have_the_kernels_that_were_asked_for():
     )
     assert off.engine == graph  # so that their difference is the graph
     assert off.speculative["cpu_kernels"] == tree.speculative["cpu_kernels"] == "off"
+
+
+@dataclass(frozen=True)
+class FakeWork:
+    """Answers of 100 tokens, one at a time."""
+
+    batch_sizes: list[int]
+
+    def job(self, concurrency):
+        return {"concurrency": concurrency}
+
+
+def fake_result(config, blocks):
+    """Half of the nodes are accepted in 20 steps; a tree of levels drafts twice what a graph does."""
+    accepted = 80 if config["merge_ngram"] else 60
+    rows = 8 if blocks else config["num_speculative_tokens"] * (1 if config["merge_ngram"] else 2)
+    steps = 100 - accepted
+    counters = {
+        "vllm:spec_decode_num_accepted_tokens": accepted,
+        "vllm:gsd_draft_rows": rows * steps,
+        "vllm:gsd_draft_forwards": steps * (1 if blocks else 4),
+        "vllm:gsd_nodes_added": 200,
+        "vllm:gsd_nodes_merged": 50 if config["merge_ngram"] else 0,
+        "vllm:gsd_nodes_accepted_merged": 20 if config["merge_ngram"] else 0,
+    }
+    return {"counters": counters, "requests": [{"tokens": 100, "latency": 1.0}]}
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["a block", "levels"])
+def test_analyses(monkeypatch, blocks):
+    """Of a block only two values of merge_ngram are tried; its drafting costs the same whatever is merged."""
+    ran, ticks = [], []
+
+    @contextmanager
+    def running(setting, work):
+        ran.append(setting.speculative)
+        config = {"num_speculative_tokens": 16, **setting.speculative}
+        yield SimpleNamespace(run=lambda job: fake_result(config, blocks))
+
+    monkeypatch.setattr(analyses, "running", running)
+    monkeypatch.setattr(analyses, "tokens_per_second", lambda result: 1.0)
+    monkeypatch.setattr(analyses, "kind_of_model", lambda model: "dspark" if blocks else "draft_model")
+    found = analyses.analyse("draft", {}, False, FakeWork([1, 8]), ticks.append)
+    assert len(ticks) == analyses.num_runs("draft") > len(ran) == len({str(sorted(config.items())) for config in ran})
+    assert {config["budget"] for config in ran} == {8, 16, 32} and all(c["sources"] == ["draft"] for c in ran)
+    assert [row["value"] for row in found["ablations"]["max_depth"]] == [1, 2, 3, 4, 6, 8]
+    merges = found["ablations"]["merge_ngram"]
+    assert [row["value"] for row in merges] == ([0, 1] if blocks else [0, 1, 2, 3, 4])
+    assert [row["merged_share"] for row in merges[:2]] == [0, 0.25]
+    assert [row["accepted_merged_share"] for row in merges[:2]] == [0, 0.25]
+    assert found["recurring_ngrams"] == ({} if blocks else dict.fromkeys("1234", 0.25))
+    graph = found["forms"]["gsd"][1]
+    assert graph["nodes"] == 16 and graph["tokens_per_step"] == 5
+    assert graph["tokens_per_draft_forward"] == (5 if blocks else 1.25)
+    assert graph["draft_rows_per_step"] == (8 if blocks else 16)
+    assert graph["drafted_per_accepted"] == (2 if blocks else 4)
+    assert all(row["at_equal_nodes"] == pytest.approx(2) for row in found["graph_over_tree"])
+    assert all(row["at_equal_cost"] == pytest.approx(2) for row in found["graph_over_tree"])
+
+
+def test_a_tree_that_costs_as_much_has_fewer_nodes():
+    graph, tree = (
+        [{"nodes": n, "tokens_per_step": 1 + gain * n, "draft_rows_per_step": cost * n} for n in (8, 16)]
+        for gain, cost in ((0.1, 1.0), (0.1, 1.6))
+    )
+    small, large = analyses._graph_over_tree(graph, tree)
+    assert small == {"nodes": 8, "at_equal_nodes": 1, "at_equal_cost": 1}  # no tree was as cheap
+    assert large["at_equal_cost"] == pytest.approx(2.6 / 2.0)  # that of a tree of ten nodes

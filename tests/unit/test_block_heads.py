@@ -1,5 +1,5 @@
 """From hidden states of drafted blocks to candidates: the batch against the specification, each kind against its own
-formula computed naively, and large vocabularies against whole ones.
+formula computed naively, and the chain of vLLM's own speculator.
 """
 
 from types import SimpleNamespace
@@ -9,27 +9,41 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_gsd.engine.draft import block_heads
 from vllm_gsd.engine.draft.block_drafter import block_shape
-from vllm_gsd.engine.draft.block_heads import block_candidates, normalised
+from vllm_gsd.engine.draft.block_heads import block_candidates, share_of_pool
 from vllm_gsd.method import lattice
+from vllm_gsd.ops import HAVE_EXTENSION
+from vllm_gsd.ops.lattice import api as lattice_api
 from vllm_gsd.ops.lattice.api import choose_candidates
 
 VOCAB, HIDDEN, RANK, DEPTH = 24, 8, 5, 3
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def implementation(request, monkeypatch):
+    """The C++ operator, and the PyTorch that runs on GPUs."""
+    if request.param == "torch":
+        monkeypatch.setattr(lattice_api, "use_kernel", lambda tensor: False)
+    elif not HAVE_EXTENSION:
+        pytest.skip("the extension is not built")
+
+
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_batches_equal_the_specification(seed, merge):
+def test_batches_equal_the_specification(seed, merge, implementation):
     random = np.random.default_rng(seed)
     count, pool, k = 3, int(random.integers(1, 9)), int(random.integers(1, 5))
     k = min(k, pool)
     scores = random.standard_normal((count, DEPTH, pool, pool)).astype(np.float32)
-    scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
+    shares = random.uniform(0.5, 1.0, (count, DEPTH, pool)).astype(np.float32)
+    logits = torch.from_numpy(scores + random.standard_normal((count, DEPTH, pool, 1)).astype(np.float32))
+    scores -= np.log(np.exp(scores).sum(-1, keepdims=True)) - np.log(shares)[..., None]
 
     def of_batch(level, places):
-        rows = torch.from_numpy(scores[:, level])
-        return rows[:, :1] if places is None else rows.gather(1, places[:, :, None].expand(-1, -1, pool))
+        rows, share = logits[:, level], torch.from_numpy(shares[:, level])
+        if places is None:
+            return rows[:, :1], share[:, :1]
+        return rows.gather(1, places[:, :, None].expand(-1, -1, pool)), share.gather(1, places)
 
     places, probs = choose_candidates(of_batch, DEPTH, k, merge)
     for row in range(count):
@@ -39,23 +53,32 @@ def test_batches_equal_the_specification(seed, merge):
 
         expected = lattice.choose_candidates(of_one, DEPTH, k, merge)
         assert places[row].tolist() == expected[0].tolist()
-        np.testing.assert_allclose(probs[row].numpy(), expected[1], rtol=1e-6)
+        np.testing.assert_allclose(probs[row].numpy(), expected[1], rtol=2e-6)
 
 
-def test_a_block_with_nan_has_no_candidates():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equal_scores_are_in_the_order_of_tokens(implementation, dtype):
+    scores = torch.tensor([[[1.0, 2.0, 1.0, 2.0, 1.0]]], dtype=dtype)
+    assert choose_candidates(lambda level, places: (scores, None), 2, 4)[0].tolist() == [2 * [[1, 3, 0, 2]]]
+
+
+def test_a_block_with_nan_has_no_candidates(implementation):
     scores = torch.full((2, 1, 4), -1.5)
     scores[1] = float("nan")
-    probs = choose_candidates(lambda level, places: scores, 2, 2)[1]
+    probs = choose_candidates(lambda level, places: (scores, None), 2, 2)[1]
     assert (probs[0] > 0).all() and (probs[1] == 0).all()
 
 
 class FakeDSpark:
     """The interface of vLLM's ``Qwen3DSparkForCausalLM``, with a vocabulary of every second token of the target's."""
 
-    def __init__(self, confidence: bool = False, soft_cap: float | None = None):
+    def __init__(
+        self, confidence=False, soft_cap: float | None = None, vocab=VOCAB, dtype=torch.float32, best: int | None = None
+    ):
         torch.manual_seed(1)
-        self.config = SimpleNamespace()
-        self.head, self.w1, self.w2 = torch.randn(VOCAB, HIDDEN), torch.randn(2 * VOCAB, RANK), torch.randn(VOCAB, RANK)
+        self.config = SimpleNamespace(dspark_draft_topk=best)
+        shapes = (vocab, HIDDEN), (2 * vocab, RANK), (vocab, RANK)
+        self.head, self.w1, self.w2 = (torch.randn(shape, dtype=dtype) for shape in shapes)
         self.logits_processor = SimpleNamespace(scale=1.0, soft_cap=soft_cap)
         method = SimpleNamespace(embedding=lambda layer, ids: layer.weight[ids])
         head = SimpleNamespace(markov_w2=SimpleNamespace(weight=self.w2, quant_method=method))
@@ -85,26 +108,56 @@ def chain_of(model, hidden, root):
     """What vLLM's DSpark speculator samples greedily, and its probabilities."""
     tokens, chances = [], []
     for row in hidden:
-        probs = torch.softmax(model.compute_draft_logits(row) + model.markov_bias(model.markov_embed(root)), 0)
-        tokens.append(2 * int(probs.argmax()))
+        logits = model.compute_draft_logits(row) + model.markov_bias(model.markov_embed(root))
+        probs = torch.softmax(logits.float(), 0)
+        tokens.append(2 * int(logits.argmax()))
         chances.append(float(probs.max()))
         root = tokens[-1]
     return tokens, chances
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [VOCAB, 40_000])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])  # as in Gemma 4's drafts, whose logits and biases have one each
 @pytest.mark.parametrize("k", [1, 4])
-def test_dspark(k):
-    model, hidden, roots = FakeDSpark(), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
+def test_dspark(k, soft_cap, vocab, dtype):
+    model, roots = FakeDSpark(soft_cap=soft_cap, vocab=vocab, dtype=dtype), torch.tensor([5, 40])
+    hidden = torch.randn(2, DEPTH, HIDDEN).to(dtype)
     tokens, probs = block_candidates("dspark", model, hidden, roots, k)
     for row in range(2):
         chain, chances = chain_of(model, hidden[row], int(roots[row]))
         assert tokens[row, :, 0].tolist() == chain
         assert probs[row, :, 0, 0].tolist() == pytest.approx(chances, rel=1e-5)
-        before = tokens[row, 0]
-        for place in range(k):  # every edge has its own probability
-            logits = model.compute_draft_logits(hidden[row, 1]) + model.markov_bias(model.markov_embed(before[place]))
-            expected = torch.softmax(logits, 0)[tokens[row, 1] // 2]
-            torch.testing.assert_close(probs[row, 1, place], expected)
+        before, best = tokens[row, 0], probs[row, 0, 0]
+        biases = torch.stack([model.markov_bias(model.markov_embed(of)) for of in before])
+        edges = (model.compute_draft_logits(hidden[row, 1]) + biases).float().softmax(-1)
+        torch.testing.assert_close(probs[row, 1], edges[:, tokens[row, 1] // 2])  # every edge has its own probability
+        paths = (best[:, None] * edges).amax(0)
+        paths[tokens[row, 1, 0] // 2] = 2
+        torch.testing.assert_close(paths[tokens[row, 1] // 2], paths.topk(k).values)  # no better one is left out
+
+
+def test_the_drafts_own_choice_of_its_best_tokens():
+    """vLLM's ``dspark_draft_topk``: all others are out, and no bias is capped."""
+    model, roots = FakeDSpark(soft_cap=0.1, best=6), torch.tensor([5, 40])
+    hidden = torch.randn(2, DEPTH, HIDDEN)
+    tokens, probs = block_candidates("dspark", model, hidden, roots, 4)
+    assert (probs.sum(-1) <= 1 + 1e-5).all()
+    for row in range(2):
+        before = roots[row]
+        for level in range(DEPTH):
+            base, pool = model.compute_draft_logits(hidden[row, level]).topk(6)
+            logits = base + model.w2[pool] @ model.w1[before]
+            before = 2 * pool[logits.argmax()]
+            assert tokens[row, level, 0] == before
+            assert set(tokens[row, level].tolist()) <= set((2 * pool).tolist())
+
+
+def test_a_choice_of_all_tokens_is_the_whole_vocabulary():
+    hidden, roots = torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
+    whole, pooled = (block_candidates("dspark", FakeDSpark(best=of), hidden, roots, 4) for of in (None, VOCAB))
+    assert whole[0].equal(pooled[0])
+    torch.testing.assert_close(whole[1], pooled[1], rtol=1e-4, atol=1e-6)
 
 
 def test_dspark_with_a_confidence_head():
@@ -114,20 +167,6 @@ def test_dspark_with_a_confidence_head():
     assert tokens.equal(own)
     share = sure.compute_confidence(hidden[:, 0], sure.markov_embed(roots))
     torch.testing.assert_close(scaled[:, 0, 0, 0], share * probs[:, 0, 0, 0])
-
-
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
-def test_a_pool_of_all_tokens_is_the_whole_vocabulary(monkeypatch, soft_cap):
-    """As in Gemma 4's drafts, whose logits and biases have a soft cap each."""
-    model, hidden, roots = FakeDSpark(soft_cap=soft_cap), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
-    whole = block_candidates("dspark", model, hidden, roots, 4)
-    monkeypatch.setattr(block_heads, "WHOLE_VOCABULARY", VOCAB - 1)
-    pooled = block_candidates("dspark", model, hidden, roots, 4)
-    assert whole[0].equal(pooled[0])
-    torch.testing.assert_close(whole[1], pooled[1], rtol=1e-4, atol=1e-6)
-    monkeypatch.setattr(block_heads, "POOL", 6)
-    _, probs = block_candidates("dspark", model, hidden, roots, 4)
-    assert (probs.sum(-1) <= 1 + 1e-5).all()
 
 
 class FakeDFlash2:
@@ -183,13 +222,11 @@ def test_dflash():
     torch.testing.assert_close(probs, best.values[:, :, None].expand(-1, -1, 3, -1))
 
 
-def test_normalised():
-    base = torch.tensor([0.5, 0.2]).log()
-    scores = base + torch.tensor([[0.0, 0.0], [1.0, -1.0]])
-    probs = normalised(scores, base).exp()
-    torch.testing.assert_close(probs[0], torch.tensor([0.5, 0.2]))
-    grown = torch.tensor([0.5 * np.e, 0.2 / np.e])
-    torch.testing.assert_close(probs[1].double(), grown.double() / (grown.double().sum() + 0.3), rtol=1e-5, atol=0)
+def test_share_of_pool():
+    base, whole = torch.tensor([0.5, 0.2]).log() + 3, torch.tensor([3.0])
+    shares = share_of_pool(base + torch.tensor([[0.0, 0.0], [1.0, -1.0]]), base, whole)
+    grown = 0.5 * np.e + 0.2 / np.e
+    torch.testing.assert_close(shares.double(), torch.tensor([0.7, grown / (grown + 0.3)]).double(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ import torch
 from memory_meter import MemoryMeter
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.draft import block_heads
 from vllm_gsd.engine.draft import model as draft_model_module
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
 from vllm_gsd.engine.v2 import device_drafting
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.device_step import empty_trees
 from vllm_gsd.ops.flatten.api import NUM_SOURCES
+from vllm_gsd.ops.lattice import api as lattice_api
 from vllm_gsd.planner.calibration import Calibration
 
 META = torch.device("meta")
@@ -44,7 +47,8 @@ def best_tokens(logits, k):
 @pytest.fixture(autouse=True)
 def as_on_gpus(monkeypatch):
     """What is a kernel there takes no memory but its buffers."""
-    monkeypatch.setattr(draft_model_module, "topk_softmax", best_tokens)
+    for module in (draft_model_module, block_heads, lattice_api):
+        monkeypatch.setattr(module, "topk_softmax", best_tokens)
     for name in ("begin", "grow_level", "graft_ngrams", "flatten_graphs"):
         monkeypatch.setattr(device_drafting, name, lambda *_: None)
 
@@ -128,3 +132,28 @@ def test_logits_are_computed_in_parts():
     hidden = torch.empty((TOKENS, HIDDEN), dtype=torch.bfloat16, device=META)
     assert TOKENS * VOCAB * LOGIT_BYTES > 4 * MAX_LOGITS_BYTES
     assert peak_of(draft_model().most_probable, hidden, 8) <= 1.1 * MAX_LOGITS_BYTES
+
+
+def dspark(rank=64):
+    """The interface of vLLM's ``Qwen3DSparkForCausalLM``."""
+    weights = [torch.empty(shape, dtype=torch.bfloat16, device=META) for shape in ((HIDDEN, VOCAB), (VOCAB, rank))]
+    return SimpleNamespace(
+        config=SimpleNamespace(dspark_draft_topk=None),
+        model=SimpleNamespace(confidence_head=None),
+        compute_draft_logits=lambda hidden: hidden @ weights[0],
+        markov_embed=lambda tokens: weights[1][tokens],
+        markov_bias=lambda embedded: embedded @ weights[1].T,
+        map_draft_to_target=lambda ids: ids,
+    )
+
+
+@pytest.mark.parametrize("k", [1, 8, 32])
+def test_blocks_are_scored_in_parts(k):
+    """All tokens of the vocabulary, after each candidate."""
+    drafter, depth = BlockDrafter.__new__(BlockDrafter), 7
+    drafter.config = CONFIG.model_copy(update={"top_k": k})
+    drafter.model = SimpleNamespace(kind="dspark", model=dspark(), model_config=draft_model().model_config)
+    hidden = torch.empty((REQUESTS, depth, HIDDEN), dtype=torch.bfloat16, device=META)
+    assert REQUESTS * VOCAB * (depth + k) * LOGIT_BYTES >= 4 * MAX_LOGITS_BYTES
+    roots = torch.empty(REQUESTS, dtype=torch.int64, device=META)
+    assert peak_of(drafter.candidates, hidden, roots) <= MAX_LOGITS_BYTES

@@ -192,8 +192,8 @@ class BlockDrafter:
     def candidates(self, hidden: torch.Tensor, roots: torch.Tensor) -> Sequence[torch.Tensor]:
         """``block_candidates`` on the device, the same on every tensor-parallel rank."""
         k = self.config.top_k
-        # A head scores a depth's whole vocabulary after each candidate, or all depths at once.
-        logits = self.model.model_config.get_vocab_size() * max(k, hidden.shape[1])
+        # A head scores the whole vocabulary at all depths, and once more after each candidate of a depth.
+        logits = self.model.model_config.get_vocab_size() * (hidden.shape[1] + k)
         most = max(1, MAX_LOGITS_BYTES // (LOGIT_BYTES * logits))
         parts = [
             block_candidates(self.model.kind, self.model.model, *part, k, self.config.merge_ngram > 0)

@@ -1,25 +1,21 @@
 """From the hidden states of a drafted block to its candidates, for each kind of block draft that vLLM loads.
 
-Each kind gives the log-probabilities of a depth's tokens after each candidate of the depth before:
+Each kind scores a depth's tokens after each candidate of the depth before, as vLLM's own method does:
 
 * DFlash: marginals, whatever the token before.
 * DFlash2: the selector scores the draft's best tokens after one another.
 * DSpark: a low-rank bias of the token before is added to the logits. Where a confidence head predicts how much of the
   distribution the target shares, probabilities are scaled by it.
 
-Probabilities are normalised over the draft's whole vocabulary. Where that is too large, the bias is computed for the
-best tokens only, and the others keep their probability without it.
+Where only a pool of the draft's best tokens is scored, all others keep their probability without a score.
 """
 
 from typing import Any, Protocol
 
 import torch
 
-from vllm_gsd.ops.lattice.api import choose_candidates
-
-# Largest vocabulary over which a DSpark head's bias is computed as a whole, and the best tokens taken of larger ones.
-WHOLE_VOCABULARY = 32768
-POOL = 256
+from vllm_gsd.ops.lattice.api import Scores, choose_candidates
+from vllm_gsd.ops.topk.api import topk_softmax
 
 
 class BlockHead(Protocol):
@@ -27,7 +23,7 @@ class BlockHead(Protocol):
 
     size: int  # tokens of a depth's pool
 
-    def log_probs(self, level: int, places: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, level: int, places: torch.Tensor | None) -> Scores:
         """See ``ops.lattice.choose_candidates``."""
 
     def tokens(self, places: torch.Tensor) -> torch.Tensor:
@@ -38,13 +34,13 @@ class DFlashHead:
     """Marginals. Arguments as for ``block_candidates``."""
 
     def __init__(self, model: Any, hidden: torch.Tensor, roots: torch.Tensor):
-        logits = model.compute_logits(hidden.flatten(0, 1)).float()
+        logits = model.compute_logits(hidden.flatten(0, 1))
         self.size = logits.shape[1]
-        self.marginals = logits.log_softmax(-1).view(*hidden.shape[:2], -1)
+        self.logits = logits.view(*hidden.shape[:2], -1)
 
-    def log_probs(self, level: int, places: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, level: int, places: torch.Tensor | None) -> Scores:
         """See ``BlockHead``."""
-        return self.marginals[:, level, None]
+        return self.logits[:, level, None], None
 
     def tokens(self, places: torch.Tensor) -> torch.Tensor:
         """See ``BlockHead``."""
@@ -57,18 +53,17 @@ class DFlash2Head:
     def __init__(self, model: Any, hidden: torch.Tensor, roots: torch.Tensor):
         self.size = model.model.candidate_selector.top_k
         shape = *hidden.shape[:2], self.size
-        logits = model.candidate_logits_processor(model.lm_head, hidden.flatten(0, 1)).float()
+        logits = model.candidate_logits_processor(model.lm_head, hidden.flatten(0, 1))
         unary, self.ids = (best.view(shape) for best in logits.topk(self.size, dim=-1))
-        scores = model.model.candidate_selector(self.ids, unary.to(hidden.dtype), hidden, roots).float()
-        whole = logits.logsumexp(-1).view(*shape[:2], 1)
-        self.scores = normalised(scores - whole[..., None], unary - whole)
+        self.of_pool = model.model.candidate_selector(self.ids, unary.to(hidden.dtype), hidden, roots)
+        self.share = share_of_pool(self.of_pool, unary, log_total(logits).view(*shape[:2], 1))
 
-    def log_probs(self, level: int, places: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, level: int, places: torch.Tensor | None) -> Scores:
         """See ``BlockHead``."""
-        scores = self.scores[:, level]
+        scores, share = self.of_pool[:, level], self.share[:, level]
         if places is None:
-            return scores[:, :1]  # all rows are those of the root
-        return scores.gather(1, places[:, :, None].expand(-1, -1, scores.shape[2]))
+            return scores[:, :1], share[:, :1]  # all rows are those of the root
+        return scores.gather(1, places[:, :, None].expand(-1, -1, self.size)), share.gather(1, places)
 
     def tokens(self, places: torch.Tensor) -> torch.Tensor:
         """See ``BlockHead``."""
@@ -81,40 +76,39 @@ class DSparkHead:
     def __init__(self, model: Any, hidden: torch.Tensor, roots: torch.Tensor):
         self.model, self.hidden, self.roots = model, hidden, roots
         base = model.compute_draft_logits(hidden.flatten(0, 1))
-        chosen = getattr(model.config, "dspark_draft_topk", None)
-        size = chosen or (POOL if base.shape[1] > WHOLE_VOCABULARY else None)
-        # vLLM caps the bias of a whole vocabulary, but not of the draft's own choice of its best tokens.
-        self.soft_cap = None if chosen else model.logits_processor.soft_cap
         self.pool: torch.Tensor | None = None  # of the draft's vocabulary, int64 [n, depth, pool]; None for all of it
-        if size is not None:
-            whole = base.float().logsumexp(-1).view(*hidden.shape[:2], 1)
-            base, pool = base.topk(min(size, base.shape[1]), dim=-1)
+        if (size := getattr(model.config, "dspark_draft_topk", None)) is not None:
+            self.whole = log_total(base).view(*hidden.shape[:2], 1)
+            base, pool = base.topk(size, dim=-1)
             self.pool = pool.view(*hidden.shape[:2], -1)
-            self.whole = whole
         self.size = base.shape[1]
         self.base = base.view(*hidden.shape[:2], -1)
 
-    def log_probs(self, level: int, places: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, level: int, places: torch.Tensor | None) -> Scores:
         """See ``BlockHead``."""
         before = self.roots[:, None] if places is None else self._tokens(level - 1, places)
         embedded = self.model.markov_embed(before.flatten())
-        base = self.base[:, level, None]
+        share = None
         if self.pool is None:
-            biased = base + self.model.markov_bias(embedded).view(*before.shape, -1)
-            result = biased.float().log_softmax(-1)
+            scores = self.model.markov_bias(embedded).view(*before.shape, -1)
+            scores += self.base[:, level, None]  # in place, since this is what takes most memory
         else:
-            bias_of = self.model.model.markov_head.markov_w2
-            rows = bias_of.quant_method.embedding(bias_of, self.pool[:, level])  # its weight may be packed
-            bias = torch.einsum("npr,nvr->npv", embedded.view(*before.shape, -1), rows)
-            if self.soft_cap is not None:
-                bias = self.soft_cap * torch.tanh(bias / self.soft_cap)
-            whole = self.whole[:, level, None]
-            biased = (base + self.model.logits_processor.scale * bias).float() - whole
-            result = normalised(biased, base[:, 0].float() - whole[:, 0])
+            scores = self._of_pool(level, embedded.view(*before.shape, -1))
+            share = share_of_pool(scores, self.base[:, level], self.whole[:, level])
         if self.model.model.confidence_head is not None:
             hidden = self.hidden[:, level, None].expand(-1, before.shape[1], -1).flatten(0, 1)
-            result = result + self.model.compute_confidence(hidden, embedded).log().view(*before.shape, 1)
-        return result
+            confidence = self.model.compute_confidence(hidden, embedded).view(before.shape)
+            share = confidence if share is None else share * confidence
+        return scores, share
+
+    def _of_pool(self, level: int, embedded: torch.Tensor) -> torch.Tensor:
+        """Logits [n, before, pool] after tokens with embeddings [n, before, rank]. vLLM caps no bias of a pool."""
+        assert self.pool is not None
+        weight = self.model.model.markov_head.markov_w2
+        rows = weight.quant_method.embedding(weight, self.pool[:, level])  # the weight may be packed
+        base = self.base[:, level, :, None].expand(-1, -1, embedded.shape[1])
+        scale = self.model.logits_processor.scale
+        return torch.baddbmm(base, rows, embedded.transpose(1, 2), alpha=scale).transpose(1, 2).contiguous()
 
     def _tokens(self, level: int, places: torch.Tensor) -> torch.Tensor:
         ids = places if self.pool is None else self.pool[:, level].gather(1, places)
@@ -125,15 +119,25 @@ class DSparkHead:
         return torch.stack([self._tokens(level, places[:, level]) for level in range(places.shape[1])], dim=1)
 
 
-def normalised(scores: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Normalise scores over a pool of tokens and the probability of all others, which have no score.
+def log_total(logits: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the sum of the exponentials of each row of logits [n, vocabulary], float32 [n, 1]."""
+    highest, ids = topk_softmax(logits, 1)
+    return logits.gather(1, ids).float() - highest.log()
+
+
+def share_of_pool(scores: torch.Tensor, base: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The probability of a pool of tokens, when all other tokens have no score.
 
     Args:
-        scores: float32 [..., before, pool], log-probabilities of the pool plus what the token before adds.
-        base: float32 [..., pool], the pool's log-probabilities.
+        scores: [..., before, pool], the pool's logits with what the token before adds.
+        base: [..., pool], the pool's logits.
+        whole: float32 [..., 1], ``log_total`` of all tokens.
+
+    Returns:
+        float32 [..., before].
     """
-    left = (1.0 - base.exp().sum(-1)).clamp(min=0.0).log()[..., None]
-    return scores - torch.logaddexp(scores.logsumexp(-1), left)[..., None]
+    others = (1.0 - (base.float() - whole).exp().sum(-1, keepdim=True)).clamp(min=0.0).log() + whole
+    return torch.sigmoid(scores.float().logsumexp(-1) - others)
 
 
 HEADS: dict[str, Any] = {"dflash": DFlashHead, "dflash2": DFlash2Head, "dspark": DSparkHead}
@@ -156,5 +160,5 @@ def block_candidates(
         their tokens, int64 [n, depth, k], and conditional probabilities, float32 [n, depth, k, k].
     """
     head: Any = HEADS[kind](model, hidden, roots)
-    places, probs = choose_candidates(head.log_probs, hidden.shape[1], min(k, head.size), merge)
+    places, probs = choose_candidates(head.scores, hidden.shape[1], min(k, head.size), merge)
     return head.tokens(places), probs

@@ -4,20 +4,28 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
+from vllm_gsd.ops import use_kernel
+from vllm_gsd.ops.dispatch import check_tensor, require_triton, use_triton, warps_for
 from vllm_gsd.ops.growth.api import Limits
 from vllm_gsd.ops.growth.state import DeviceGraphs
+from vllm_gsd.ops.topk.api import topk_softmax
+
+# What a depth's pool of tokens scores after each candidate before: logits, [n, k or 1, pool] of any floating dtype, and
+# the probability of the pool as a whole, float32 [n, k or 1]; None for 1.
+Scores = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def choose_candidates(
-    log_probs: Callable[[int, torch.Tensor | None], torch.Tensor], depth: int, k: int, merge: bool = True
+    scores: Callable[[int, torch.Tensor | None], Scores], depth: int, k: int, merge: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the k candidates of each depth. Nothing is read back from a GPU.
 
+    The k tokens that the best paths reach are among the k most probable tokens after each candidate before, so a pool
+    is read once, and no probabilities of all its tokens are kept.
+
     Args:
-        log_probs: called with a depth from 0 and the places chosen at the depth before, int64 ``[n, k]``, or None at
-            depth 0. Returns the log-probability of every token of the depth's pool after each of them, float32
-            ``[n, k or 1, pool]``.
+        scores: called with a depth from 0 and the places chosen at the depth before, int64 ``[n, k]``, or None at
+            depth 0.
         depth: number of depths, at least 1.
         k: candidates of a depth, from 1 to the smallest pool.
         merge: whether several paths may lead to a candidate; see ``method.lattice.choose_candidates``.
@@ -30,18 +38,55 @@ def choose_candidates(
     probs: list[torch.Tensor] = []
     best: torch.Tensor | None = None
     for level in range(depth):
-        given = log_probs(level, places[-1] if places else None).nan_to_num(nan=float("-inf"))
-        paths, before = (given if best is None else best[:, :, None] + given).max(dim=1)
-        order = paths.scatter(1, given[:, 0].argmax(dim=1, keepdim=True), float("inf"))
-        chosen = order.topk(k, dim=1).indices
-        best = paths.gather(1, chosen)
-        chances = given.gather(2, chosen[:, None].expand(-1, given.shape[1], -1)).exp().expand(-1, k, -1)
-        if not merge and level > 0:
-            own = before.gather(1, chosen)[:, None] == torch.arange(k, device=chosen.device)[:, None]
-            chances = chances * own
+        given, share = scores(level, places[-1] if places else None)
+        chances, ids = (of.view(*given.shape[:2], k) for of in topk_softmax(given.flatten(0, 1), k))
+        highest = chances[..., 0] if share is None else chances[..., 0] * share
+        if best is None:
+            best = highest.new_zeros((len(given), 1))
+        # On a CPU, one operator instead of many small ones.
+        compiled = use_kernel(given) and not use_triton(given)
+        chosen, likely, best = (torch.ops.vllm_gsd.best_paths if compiled else best_paths)(
+            given, highest.contiguous(), ids, best, merge
+        )
         places.append(chosen)
-        probs.append(chances)
+        probs.append(likely)
     return torch.stack(places, dim=1), torch.stack(probs, dim=1)
+
+
+def best_paths(
+    scores: torch.Tensor, chances: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, merge: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose a depth's candidates among the most probable tokens after each candidate before.
+
+    Args:
+        scores: ``[n, k or 1, pool]``.
+        chances: float32 ``[n, k or 1]``, the probability of the most probable token.
+        ids: int64 ``[n, k or 1, k]``, the most probable tokens in descending order.
+        best: float32 ``[n, k]``, log-probability of the best path to each candidate before; ``[n, 1]`` for the root.
+        merge: as for ``choose_candidates``.
+
+    Returns:
+        The candidates, int64 ``[n, k]``, their conditional probabilities, float32 ``[n, k, k]``, and the
+        log-probabilities of the best paths to them, float32 ``[n, k]``.
+    """
+    rows, k = ids.shape[1:]
+    shift = chances.log() - scores.gather(2, ids[..., :1])[..., 0].float()  # of scores to log-probabilities
+    paths = best[..., None] + _log_probs(scores, ids, shift)
+    reached = paths.new_full((len(scores), scores.shape[2]), float("-inf"))
+    reached.scatter_reduce_(1, ids.expand_as(paths).flatten(1), paths.flatten(1), "amax")
+    reached.scatter_(1, ids[:, 0, :1], 1.0)  # above all logarithms of probabilities
+    chosen = topk_softmax(reached, k)[1]
+    edges = _log_probs(scores, chosen[:, None].expand(-1, rows, -1), shift)
+    paths, before = (best[..., None] + edges).max(dim=1)
+    probs = edges.exp().expand(-1, k, -1)
+    if not merge and best.shape[1] > 1:
+        probs = probs * (before[:, None] == torch.arange(k, device=before.device)[:, None])
+    return chosen, probs, paths
+
+
+def _log_probs(scores: torch.Tensor, places: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [n, rows, k] at places [n, rows, k] of scores [n, rows, pool], the lowest number for NaN."""
+    return (scores.gather(2, places).float() + shift[..., None]).nan_to_num(nan=float("-inf"))
 
 
 def add_lattices(graphs: DeviceGraphs, tokens: torch.Tensor, probs: torch.Tensor, limits: Limits) -> None:

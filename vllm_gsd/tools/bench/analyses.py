@@ -1,6 +1,7 @@
-"""The paper's analyses of the graph: the share of drafted tokens that re-occur (figure 3), and ablations (figure 5).
+"""The paper's analyses of the graph: what of it re-occurs (figure 3), ablations (figure 5), and tree against graph.
 
-Each run drafts every level with the draft model alone and verifies every node, so that the planner has no influence.
+Each run drafts with the draft model alone and as deep as it may, and verifies every node, so that the planner has no
+influence.
 """
 
 from __future__ import annotations
@@ -9,56 +10,116 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from vllm_gsd.tools.bench.methods import Setting
+import numpy as np
+
+from vllm_gsd.config.draft_check import kind_of_model
+from vllm_gsd.config.draft_kind import BLOCK_KINDS
+from vllm_gsd.tools.bench.methods import FORMS, Setting
 from vllm_gsd.tools.bench.report import ACCEPTED, tokens_per_step
 from vllm_gsd.tools.bench.turns import Work, running, tokens_per_second
 
-# The values to try of each key, with the other keys as given. The paper calls them k, t + 1, theta_prob and theta_sib.
+# The values to try of each key, with the other keys as given. The paper calls them k, depth, t + 1, theta_prob and
+# theta_sib.
 ABLATIONS: dict[str, list[Any]] = {
     "top_k": [1, 2, 3, 4, 6, 8],
+    "max_depth": [1, 2, 3, 4, 6, 8],
     "merge_ngram": [0, 1, 2, 3, 4],
     "theta_prob": [0.0, 0.02, 0.05, 0.1, 0.2, 0.4],
     "theta_sib": [0.0, 0.05, 0.1, 0.3, 0.5],
 }
 BASE = {"top_k": 4, "merge_ngram": 2, "theta_prob": 0.05, "theta_sib": 0.1}
+# The numbers of verified nodes at which the forms of the graph are compared.
+NODES = [8, 16, 32]
 
 
-def num_runs() -> int:
+def ablations_of(draft: str) -> dict[str, list[Any]]:
+    """``ABLATIONS``; of a draft of whole blocks, equal tokens of a depth are merged or not."""
+    if kind_of_model(draft) not in BLOCK_KINDS:
+        return ABLATIONS
+    return {**ABLATIONS, "merge_ngram": [n for n in ABLATIONS["merge_ngram"] if n <= 1]}
+
+
+def num_runs(draft: str) -> int:
     """The number of ticks of ``analyse``."""
-    return sum(len(values) for values in ABLATIONS.values())
+    return sum(len(values) for values in ablations_of(draft).values()) + len(FORMS) * len(NODES)
 
 
 def analyse(draft: str, gsd: dict[str, Any], compiled: bool, work: Work, tick: Callable[[str], None]) -> dict[str, Any]:
     """Run every ablation once, one request at a time.
 
     Returns:
-        ``ablations[key]``: a row per value with ``tokens_per_step``, ``tokens_per_second``, ``drafted_per_accepted``
-        (nodes that the draft ran per accepted token) and ``merged_share``; ``recurring_ngrams[n]``: the share of all
-        nodes whose last n tokens had occurred before, in their graph or shortly before it.
+        ``ablations[key]``: a row per value, see ``_row``; ``recurring_ngrams[n]``: the share of all nodes whose last n
+        tokens had occurred before, in their graph or shortly before it (empty for drafts of whole blocks);
+        ``forms[form]``: a row per number of ``nodes``; and ``graph_over_tree``, see ``_graph_over_tree``.
     """
     work = replace(work, batch_sizes=[1])
     known: dict[tuple[Any, ...], dict[str, float]] = {}
-    ablations: dict[str, list[dict[str, Any]]] = {}
-    for key, values in ABLATIONS.items():
-        ablations[key] = []
-        for value in values:
-            config = {"method": "gsd", "model": draft, **BASE, **gsd, key: value, "sources": ["draft"]}
-            config["budget"] = config.get("num_speculative_tokens", 16)
-            same = tuple(sorted((name, str(given)) for name, given in config.items()))
-            if same not in known:
-                with running(Setting("gsd", f"{key}={value}", config, compiled), work) as engine:
-                    known[same] = _row(engine.run(work.job(1)))
-            ablations[key].append({"value": value, **known[same]})
-            tick(f"{key} {value}")
-    recurring = {str(row["value"]): row["merged_share"] for row in ablations["merge_ngram"] if row["value"]}
-    return {"ablations": ablations, "recurring_ngrams": recurring}
+
+    def row(name: str, **keys: Any) -> dict[str, float]:
+        config = {"method": "gsd", "model": draft, **BASE, **gsd, "sources": ["draft"], **keys}
+        config["budget"] = config.get("num_speculative_tokens", 16)
+        same = tuple(sorted((key, str(given)) for key, given in config.items()))
+        if same not in known:
+            with running(Setting("gsd", name, config, compiled), work) as engine:
+                known[same] = _row(engine.run(work.job(1)))
+        tick(name)
+        return known[same]
+
+    ablations = {
+        key: [{"value": value, **row(f"{key}={value}", **{key: value})} for value in values]
+        for key, values in ablations_of(draft).items()
+    }
+    forms = {
+        form: [{"nodes": n, **row(f"{form} nodes={n}", num_speculative_tokens=n, **keys)} for n in NODES]
+        for form, keys in FORMS.items()
+    }
+    merges = [] if kind_of_model(draft) in BLOCK_KINDS else ablations["merge_ngram"]
+    recurring = {str(row["value"]): row["merged_share"] for row in merges if row["value"]}
+    return {
+        "ablations": ablations,
+        "recurring_ngrams": recurring,
+        "forms": forms,
+        "graph_over_tree": _graph_over_tree(forms["gsd"], forms["gsd-tree"]),
+    }
 
 
 def _row(result: dict[str, Any]) -> dict[str, float]:
+    """What one run shows.
+
+    Returns:
+        ``tokens_per_step`` and ``tokens_per_second``; ``tokens_per_draft_forward``; ``draft_rows_per_step``, the rows
+        of the draft's forwards per target step; ``drafted_per_accepted``, the same per accepted token;
+        ``merged_share`` of the candidates; and ``accepted_merged_share``, of accepted nodes those that were reached
+        through a merged edge.
+    """
     counters = result["counters"]
+    generated, accepted = sum(request["tokens"] for request in result["requests"]), counters[ACCEPTED]
+    rows = counters["vllm:gsd_draft_rows"]
     return {
         "tokens_per_step": tokens_per_step(result),
         "tokens_per_second": tokens_per_second(result),
-        "drafted_per_accepted": counters["vllm:gsd_draft_nodes"] / max(1.0, counters[ACCEPTED]),
+        "tokens_per_draft_forward": generated / max(1.0, counters["vllm:gsd_draft_forwards"]),
+        "draft_rows_per_step": rows / max(1.0, generated - accepted),
+        "drafted_per_accepted": rows / max(1.0, accepted),
         "merged_share": counters["vllm:gsd_nodes_merged"] / max(1.0, counters["vllm:gsd_nodes_added"]),
+        "accepted_merged_share": counters["vllm:gsd_nodes_accepted_merged"] / max(1.0, accepted),
     }
+
+
+def _graph_over_tree(graph: list[dict[str, float]], tree: list[dict[str, float]]) -> list[dict[str, float]]:
+    """How many more tokens a step the graph gives than the tree without merging.
+
+    Returns:
+        by number of ``nodes`` of the graph, the ratio of tokens per step ``at_equal_nodes`` and ``at_equal_cost``. At
+        equal cost the tree has as many nodes as make its drafting take as many rows per step as the graph's
+        (interpolated, and nowhere beyond the trees that ran). A block takes the same rows whatever becomes of it.
+    """
+    found = []
+    for row, other in zip(graph, tree, strict=True):
+        costs, tokens = zip(*sorted((t["draft_rows_per_step"], t["tokens_per_step"]) for t in tree), strict=True)
+        equal = other["tokens_per_step"]
+        if costs[-1] - costs[0] > 1e-3 * costs[-1]:
+            equal = float(np.interp(row["draft_rows_per_step"], costs, tokens))
+        ratios = {"at_equal_nodes": row["tokens_per_step"] / other["tokens_per_step"]}
+        found.append({"nodes": row["nodes"], **ratios, "at_equal_cost": row["tokens_per_step"] / equal})
+    return found

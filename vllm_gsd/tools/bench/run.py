@@ -57,7 +57,9 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
     out.mkdir(parents=True, exist_ok=True)
     choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
     ticks = choices + (work.repeats + 1) * len(work.batch_sizes) * len(candidates)
-    ticks += work.repeats * (len(plan.contexts) * len(candidates) + plan.forms) + num_runs() * plan.analyses
+    ticks += work.repeats * (len(plan.contexts) * len(candidates) + plan.forms)
+    if plan.analyses and plan.drafts.own is not None:
+        ticks += num_runs(plan.drafts.own)
     with _progress(ticks) as tick, Engines(work) as engines:
         chosen = choose(candidates, work, tick)
         runs = take_turns(chosen, engines, tick)

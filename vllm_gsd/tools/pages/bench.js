@@ -104,6 +104,13 @@ for (const [key, tried] of Object.entries(data.analyses?.ablations ?? {})) {
     marks: [Plot.lineY(lines, { x: "x", y: "value", z: "name", stroke: "name", strokeWidth: 2 }), Plot.dot(lines, { x: "x", y: "value", fill: "name", r: 3.5, tip: true })],
   }));
 }
+const byForm = Object.entries(data.analyses?.forms ?? {}).flatMap(([form, tried]) => tried.map((row) => ({ form, ...row })));
+for (const [x, label] of [["nodes", "nodes"], ["draft_rows_per_step", "rows of the draft per step"]]) {
+  if (byForm.length) picture(`Tokens per step of graph, tree and chain, by ${label}`, () => ({
+    x: { label }, y: { label: null, grid: true }, color: { legend: true },
+    marks: [Plot.lineY(byForm, { x, y: "tokens_per_step", z: "form", stroke: "form", strokeWidth: 2 }), Plot.dot(byForm, { x, y: "tokens_per_step", fill: "form", r: 3.5, tip: true })],
+  }));
+}
 const recurring = Object.entries(data.analyses?.recurring_ngrams ?? {}).map(([n, share]) => ({ n, share }));
 if (recurring.length) {
   picture("Share of drafted nodes whose last n tokens occurred before", () => ({
