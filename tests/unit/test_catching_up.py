@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.draft.limits import within_reach
-from vllm_gsd.engine.v2.plan import DRAFTED
+from vllm_gsd.engine.v2.plan import DRAFTED, Phase
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.method.constants import NUM_SOURCES
 
@@ -39,7 +39,7 @@ def test_v2_reads_no_more_of_prompts():
         trust=SimpleNamespace(of=lambda ids: np.ones((len(ids), NUM_SOURCES))),
         planner=SimpleNamespace(calibration=SimpleNamespace(factor=None), drafts_pay=lambda: True),
     )  # fmt: skip
-    speculator._batch = lambda *_: SimpleNamespace(
+    requests = SimpleNamespace(
         request_ids=[*done],
         length=length,
         sampled=np.ones(5, np.bool_),
@@ -48,10 +48,10 @@ def test_v2_reads_no_more_of_prompts():
         token_rows=np.arange(5),
     )
     speculator.proposals = SimpleNamespace(fresh=np.ones(5, np.bool_))
-    speculator.plan = SimpleNamespace(choose=lambda batch, wanted, missed: wanted * DRAFTED, active=False)
+    speculator.plan = SimpleNamespace(phase=Phase(), active=False)
     speculator.ends, speculator.num_rows = length, 16
-    speculator.drafting = SimpleNamespace(propose=lambda known, table: sent.append(known), tree_words=0)
+    speculator.drafting = SimpleNamespace(propose=lambda known, table, levels: sent.append(known), tree_words=0)
     batch = SimpleNamespace(idx_mapping_np=np.arange(5), is_prefilling_np=prompts, prefill_len_np=np.full(5, 6000))
-    speculator._grow_on_device(batch, np.arange(5))
+    speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, DRAFTED))
     assert asked == [[10, 0, 6000, 0, 0]]
     assert sent[0].draft_length.tolist() == [10, 1000, 6000, 0, -1]  # the device reads on, a step's rows at a time
