@@ -70,9 +70,9 @@ FEATURES: dict[str, Callable[[Completion, int], dict]] = {
     # One key is for the processor of V1's tests, and one for that of V2's.
     "custom processor": lambda free, length: {"extra_args": {"no_stutter": 4, "automaton": 3}},
 }
-# These may change nothing: greedily, or where the text has no such token.
-MAY_CHANGE_NOTHING = {"nothing", "temperature", "top_k", "top_p", "min_p", "eos", "prompt_logprobs", "n"}
-MAY_CHANGE_NOTHING |= {"logprobs of sampled tokens"}
+# These change no text, or only where it has a certain token; and these change no greedy text.
+NEVER_CHANGE = {"nothing", "eos", "prompt_logprobs", "n", "logprobs of sampled tokens"}
+CHANGE_SAMPLED = {"temperature", "top_k", "top_p", "min_p"}
 
 
 def asked(feature: str, free: Completion, length: int, seed: int | None) -> Params:
@@ -91,20 +91,20 @@ def asked(feature: str, free: Completion, length: int, seed: int | None) -> Para
     return Params(keys, keys.pop("bad_words_token_ids", None))
 
 
-def assert_same_logprobs(ours, theirs):
+def assert_same_logprobs(ours, theirs, within: float = 1e-4):
     assert (ours is None) == (theirs is None)
     for our_place, their_place in zip(ours or [], theirs or [], strict=True):
-        assert our_place == (None if their_place is None else pytest.approx(their_place, abs=1e-3))
+        assert our_place == (None if their_place is None else pytest.approx(their_place, abs=within))
 
 
-def assert_same(ours: list[Answer], theirs: list[Answer]):
-    """Tokens, texts, reasons to end, logprobs and prompt logprobs."""
+def assert_same(ours: list[Answer], theirs: list[Answer], within: float = 1e-4):
+    """Tokens, texts, reasons to end, and, up to a difference ``within``, logprobs and prompt logprobs."""
     for our, their in zip(ours, theirs, strict=True):
-        assert_same_logprobs(our.prompt_logprobs, their.prompt_logprobs)
+        assert_same_logprobs(our.prompt_logprobs, their.prompt_logprobs, within)
         for one, other in zip(our.completions, their.completions, strict=True):
             assert (one.tokens, one.text) == (other.tokens, other.text)
             assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
-            assert_same_logprobs(one.logprobs, other.logprobs)
+            assert_same_logprobs(one.logprobs, other.logprobs, within)
 
 
 def assert_on_graph(before: dict, after: dict, answers: list[Answer]):

@@ -2,6 +2,7 @@
 
 import pytest
 from engine_process import run
+from request_features import assert_same_logprobs
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SEEDED = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
@@ -34,17 +35,6 @@ def test_min_tokens_with_sampling_and_penalties(plain, gsd, prompts):
     expected = run(plain, prompts, params)
     assert len({len(tokens) for tokens in expected}) > 3
     assert run(gsd, prompts, params) == expected
-
-
-def assert_same_logprobs(ours, theirs):
-    assert len(ours) == len(theirs)
-    for our_place, their_place in zip(ours, theirs, strict=True):
-        if their_place is None:
-            assert our_place is None
-            continue
-        assert our_place.keys() == their_place.keys()
-        for token, logprob in their_place.items():
-            assert our_place[token] == pytest.approx(logprob, abs=1e-4)
 
 
 def test_logprobs_of_some_requests_of_a_batch(plain, gsd, prompts):

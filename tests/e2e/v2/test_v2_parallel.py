@@ -62,8 +62,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
         result = json.loads((folder / "result.json").read_text())
         first, second = result["hashes"]
         assert first == second and len(first) >= STEPS
-        # Steps that propose nothing look alike: those of prompts, and those in which a plan drafts for nobody.
-        assert len(set(first)) > 0.5 * len(first)
+        assert len(set(first)) > 0.8 * len(first)
         return result
 
     return run
