@@ -209,8 +209,23 @@ def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays
 
 def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
     planner = new_planner()
-    steps = [step(planner, 1, np.array([0.7, 0.5, 0.35])) for _ in range(4 * PLAIN_EVERY)]
-    assert sum(not drafted for drafted, _ in steps) == 4
+    for num_requests in (1, 3):  # what graphs cost beyond the table is unknown for each
+        steps = [step(planner, num_requests, np.array([0.7, 0.5, 0.35])) for _ in range(330)]
+        plain = [number for number, (drafted, _) in enumerate(steps, 1) if not drafted]
+        assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
+
+
+def test_graphs_that_cost_more_than_the_table_says_are_soon_given_up():
+    planner, drafted = new_planner(GPU), 0
+    for number in range(100):
+        planner.begin(1, 100)
+        nodes = 0
+        if planner.wants_drafts(1, NOTHING_FOUND):
+            planner.drafted(np.array([[0.2, 0.1, 0.1, 0.1]]))
+            nodes, drafted = int(choose(planner, [[0.2, 0.1, 0.1, 0.1]]).sum()), number
+        forward = GPU.target_ms(1 + nodes)
+        planner.overhead.observe_step(forward + 2.0 + 15.0 * (nodes > 0), forward, 1, 100, nodes)
+    assert drafted < 50
 
 
 def test_prompts_go_through_the_draft_where_drafts_would_pay():

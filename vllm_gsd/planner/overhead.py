@@ -15,7 +15,7 @@ class Overhead:
     def __init__(self) -> None:
         # Priors and their uncertainty. Steps without graphs may be rare, so the prior of what graphs add is firmer than
         # the others, on which every step gives evidence.
-        self.step = Learned(prior=(2.0, 0.1, 0.5, 1.0, 0.0), doubt=(5.0, 0.3, 2.0, 0.5, 0.5))
+        self.step = Learned(prior=(2.0, 0.1, 0.5, 1.0, 0.0), doubt=(5.0, 0.3, 2.0, 1.0, 0.5))
         self.draft = Learned(prior=(0.5, 0.2), doubt=(2.0, 0.3))
 
     def plain_ms(self, num_requests: int, context: float) -> float:

@@ -30,8 +30,10 @@ PROBE_REQUESTS = 2
 # Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more. Estimates
 # are noisy, and a draft model that resumes must first run the text that it has missed.
 TAKE_UP_ABOVE = 1.03
-# Steps between plain steps while drafting pays, to learn what a plain step takes.
-PLAIN_EVERY = 100
+# Steps to the first plain step while drafting pays, to learn what a plain step takes. Each further one waits twice as
+# long, up to the maximum. The count is anew for each power of two of requests, since what graphs cost beyond the table
+# is unknown at first and differs with the batch.
+PLAIN_AFTER, PLAIN_EVERY = 4, 100
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6
 
@@ -63,6 +65,7 @@ class Planner:
         self.drafting = True  # whether drafting pays at present
         self.given_levels: int | None = None  # levels to draft where a plan is given
         self.steps = 0
+        self.plain_steps: dict[int, tuple[int, int]] = {}  # by size of the batch: steps to the next one, and between
         self._probe_after(PROBE_EVERY)
         self.begin(1, 0)
 
@@ -146,10 +149,19 @@ class Planner:
         self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
         if self.drafting:
             self._probe_after(PROBE_EVERY)
-            self.resting = self.steps % PLAIN_EVERY == 0
+            self.resting = self._plain_step_is_due()
             return not self.resting
         self.probing = self.due
         return self.probing
+
+    def _plain_step_is_due(self) -> bool:
+        """Count a step in which drafting pays, and tell whether it shall draft nothing to learn what that takes."""
+        size = self.num_requests.bit_length()
+        left, pause = self.plain_steps.get(size, (PLAIN_AFTER, PLAIN_AFTER))
+        due = left <= 1
+        pause = min(2 * pause, PLAIN_EVERY) if due else pause
+        self.plain_steps[size] = (pause if due else left - 1), pause
+        return due
 
     @property
     def _hurdle(self) -> float:
