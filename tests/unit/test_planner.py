@@ -217,15 +217,16 @@ def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
 
 def test_graphs_that_cost_more_than_the_table_says_are_soon_given_up():
     planner, drafted = new_planner(GPU), 0
-    for number in range(100):
+    for _ in range(100):
         planner.begin(1, 100)
         nodes = 0
         if planner.wants_drafts(1, NOTHING_FOUND):
             planner.drafted(np.array([[0.2, 0.1, 0.1, 0.1]]))
-            nodes, drafted = int(choose(planner, [[0.2, 0.1, 0.1, 0.1]]).sum()), number
+            nodes = int(choose(planner, [[0.2, 0.1, 0.1, 0.1]]).sum())
+        drafted += nodes > 0
         forward = GPU.target_ms(1 + nodes)
         planner.overhead.observe_step(forward + 2.0 + 15.0 * (nodes > 0), forward, 1, 100, nodes)
-    assert drafted < 50
+    assert drafted < 40
 
 
 def test_prompts_go_through_the_draft_where_drafts_would_pay():

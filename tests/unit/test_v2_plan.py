@@ -31,7 +31,7 @@ def costs_of(rng, level_ms: float) -> tuple[Costs, Costs]:
     The same for V1 and for V2, whose levels run over a whole batch, however many nodes there are: here they cost the
     same for any, and for V1 less by its overhead.
     """
-    steep, draft = rng.choice([0.0, 0.05, 0.5, 3.0]), rng.choice([0.1, 0.3, 1.0, 10.0])
+    steep, draft = rng.choice([0.0, 0.05, 0.5, 3.0]), rng.choice([0.03, 0.1, 0.3, 1.0, 10.0])
     target, attention = 10 + steep * ROWS, rng.choice([0.0, 1e-4])
     by_level = np.full((LEVELS, len(ROWS)), draft + level_ms)
     return Costs(ROWS, target, np.full(len(ROWS), draft), attention), Costs(ROWS, target, by_level, attention)
