@@ -27,14 +27,24 @@ def model_folder(task: dict[str, Any], name: str) -> str:
 def main() -> None:
     task_file, answer_file = map(Path, sys.argv[1:])
     task: dict[str, Any] = json.loads(task_file.read_text())
-    from vllm import SamplingParams
-    from vllm.compilation.counter import compilation_counter
     from vllm.compilation.cuda_graph import CUDAGraphLogging
 
     modes: list[str] = []
     CUDAGraphLogging.observe = lambda self, stat: modes.append(stat.runtime_mode)
 
     llm = start(task)
+    answer_file.write_text(json.dumps([measured(llm, {**task, **run}, modes) for run in task["runs"]]))
+
+
+def measured(llm: Any, task: dict[str, Any], modes: list[str]) -> dict[str, Any]:
+    """One run of an engine.
+
+    Args:
+        modes: receives the CUDA-graph mode of every forward pass.
+    """
+    from vllm import SamplingParams
+    from vllm.compilation.counter import compilation_counter
+
     draw, vocabulary = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
     prompts = [
         {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(task["context"])]}
@@ -58,18 +68,14 @@ def main() -> None:
     replayed = None if missed is None else len(modes) - missed
     # Subtract the prefill from all counters.
     change = {name: value - prefill_change.get(name, 0) for name, value in change.items()}
-    answer_file.write_text(
-        json.dumps(
-            {
-                **step_times(change, tokens, seconds - prefill, task["batch"]),
-                **(profiled(generate, task["batch"]) if task.get("profile") else {}),
-                "captured": compilation_counter.num_cudagraph_captured,
-                "replayed": replayed,
-                "missed": missed,
-                "tokens": tokens if task["kind"] == "lossless" else None,
-            }
-        )
-    )
+    return {
+        **step_times(change, tokens, seconds - prefill, task["batch"]),
+        **(profiled(generate, task["batch"]) if task.get("profile") else {}),
+        "captured": compilation_counter.num_cudagraph_captured,
+        "replayed": replayed,
+        "missed": missed,
+        "tokens": tokens if task["kind"] == "lossless" else None,
+    }
 
 
 def profiled(generate: Any, batch: int) -> dict[str, float]:
@@ -115,7 +121,7 @@ def start(task: dict[str, Any]) -> Any:
         model_folder(task, task["target"]),
         dtype=task["dtype"],
         max_model_len=task["context"] + task["max_tokens"] + 8,
-        max_num_seqs=task["batch"],
+        max_num_seqs=max(run["batch"] for run in task["runs"]),
         enforce_eager=not task["cuda_graphs"],
         speculative_config=speculative,
         enable_prefix_caching=False,

@@ -37,6 +37,11 @@ SHAPES = {
 }
 
 
+def eagle_head(target: dict[str, Any]) -> dict[str, Any]:
+    """A head of EAGLE's kind for a target: one of its layers, its embeddings and its LM head."""
+    return {**target, "architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+
+
 def parameters(config: dict[str, Any], layers: int | None = None) -> int:
     """The number of weights of a model, with all of its layers or the given number."""
     hidden, head = config["hidden_size"], config["head_dim"]
@@ -60,18 +65,21 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
         target, draft = SHAPES[shape]
         layers = layers_that_fit(target, options.memory_gib - 2 * parameters(draft) / 2**30)
         models[f"target-{shape}"] = {**target, "num_hidden_layers": layers}
-        models[f"draft-{shape}"] = draft
-        for batch in options.batches:
-            base = {
-                "kind": "time", "target": f"target-{shape}", "batch": batch, "context": options.context,
-                "max_tokens": options.max_tokens, "attention_backend": options.attention_backend, "dtype": "bfloat16",
-            }  # fmt: skip
-            for graphs in (True,) if options.no_eager else (True, False):
-                mode = "CUDA graphs" if graphs else "eager"
-                for method, config in _methods(f"draft-{shape}", options.nodes):
+        models[f"draft-{shape}"] = eagle_head(models[f"target-{shape}"]) if options.eagle else draft
+        base = {
+            "kind": "time", "target": f"target-{shape}", "context": options.context, "max_tokens": options.max_tokens,
+            "attention_backend": options.attention_backend, "dtype": "bfloat16",
+        }  # fmt: skip
+        for graphs in (True,) if options.no_eager else (True, False):
+            mode = "CUDA graphs" if graphs else "eager"
+            for method, config in _methods(
+                f"draft-{shape}", options.nodes, "eagle" if options.eagle else "draft_model"
+            ):
+                own = {**base, "method": method, "cuda_graphs": graphs, "speculative": config}
+                for batch in options.batches:
+                    profile = options.profile and graphs and batch == 1
                     name = f"{shape}, batch {batch}, {mode}, {method}"
-                    runs.append({**base, "name": name, "method": method, "cuda_graphs": graphs, "speculative": config})
-                    runs[-1]["profile"] = options.profile and graphs and batch == 1
+                    runs.append({**own, "name": name, "batch": batch, "profile": profile})
     if options.target:
         for method, config in (("plain", None), ("gsd", {"method": "gsd", "model": options.draft, "budget": 16})):
             runs += [
@@ -85,10 +93,19 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
     return {"models": models, "parameters": {name: parameters(model) for name, model in models.items()}, "runs": runs}
 
 
-def _methods(draft: str, nodes: list[int]):
+def by_engine(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The runs that one engine can make, one after the other: they differ in the number of requests only."""
+    engines: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        engine = {key: value for key, value in run.items() if key not in ("name", "batch", "profile")}
+        engines.setdefault(repr(engine), []).append(run)
+    return list(engines.values())
+
+
+def _methods(draft: str, nodes: list[int], chain: str):
     """Plain decoding, vLLM's own chain, and graphs that always verify a fixed number of nodes."""
     yield "plain", None
-    yield "draft_model K=4", {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
+    yield f"{chain} K=4", {"method": chain, "model": draft, "num_speculative_tokens": 4}
     for count in nodes:
         # Dummy weights give flat distributions, so keep every node to make the graph as large as allowed.
         yield f"gsd {count} nodes", {

@@ -9,7 +9,7 @@ ARCHITECTURES = (80, 90, 100)
 KERNELS = {
     "tree_attention_kernel", "merge_kernel", "kv_move_kernel", "accept_walk_kernel", "lay_out_kernel", "begin_kernel",
     "grow_kernel", "lattice_kernel", "match_kernel", "graft_kernel", "graft_tree_kernel", "flatten_kernel",
-    "best_of_parts_kernel", "best_of_rows_kernel",
+    "best_of_parts_kernel", "best_of_rows_kernel", "best_paths_kernel",
 }  # fmt: skip
 
 

@@ -66,12 +66,12 @@ def test_rows_of_a_mixed_batch(monkeypatch):
     step.lay(buffers, common.slot_mapping)
     given = dict(
         zip(
-            [*DeviceTrees._fields, "slots", "valid", "starts", "batch_starts", "most_rows", *LAID],
+            [*DeviceTrees._fields, "slots", "valid", "starts", "batch_starts", *LAID],
             [*laid[0][0], *laid[0][1:]],
             strict=True,
         )
     )
-    assert {name: of.device for name, of in given.items() if name != "most_rows" and of.device != GPU} == {}
+    assert {name: of.device for name, of in given.items() if of.device != GPU} == {}
     seen = []
     builder = SimpleNamespace(build=lambda prefix, plain: seen.append(plain))
     group = SimpleNamespace(layer_names=["target"], get_metadata_builder=lambda ubatch: builder)

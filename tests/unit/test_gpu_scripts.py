@@ -85,11 +85,13 @@ def test_gpu_e2e_says_what_is_missing():
 def test_gpu_all_runs_every_part():
     """The plans of its parts are valid, and a page tells what was not measured."""
     commands = json.loads(script("gpu_all", "--dry-run").stdout)
-    assert list(commands) == ["Kernels", "Losslessness of the built-in pair", "Steps in the shapes of 8B"]
-    for command in list(commands.values())[1:]:
+    titles = "Kernels", "Losslessness of the built-in pair", "Steps in the shapes of 8B", "Speed of the built-in pair"
+    assert tuple(commands) == titles
+    for command in list(commands.values())[1:3]:
         names = [run["name"] for run in json.loads(script("gpu_e2e", "--dry-run", *command[2:]).stdout)["runs"]]
         assert names
     assert {name.split(", ")[1] for name in names} == {"batch 1", "batch 8", "batch 32"}
+    assert {name.split(", ")[3] for name in names} == {"plain", "eagle K=4", "gsd 16 nodes"}
     loader = importlib.machinery.SourceFileLoader("gpu_all", str(REPOSITORY / "scripts/gpu_all"))
     gpu_all = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_all", loader))
     loader.exec_module(gpu_all)

@@ -11,6 +11,7 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft import block_heads
 from vllm_gsd.engine.draft import model as draft_model_module
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
 from vllm_gsd.engine.v2 import device_drafting
@@ -49,16 +50,41 @@ def as_on_gpus(monkeypatch):
     """What is a kernel there takes no memory but its buffers."""
     for module in (draft_model_module, block_heads, lattice_api):
         monkeypatch.setattr(module, "topk_softmax", best_tokens)
-    for name in ("begin", "grow_level", "graft_ngrams", "flatten_graphs"):
+    for name in ("begin", "grow_level", "graft_ngrams", "flatten_graphs", "add_lattices"):
         monkeypatch.setattr(device_drafting, name, lambda *_: None)
+    monkeypatch.setattr(lattice_api, "best_paths", best_paths)
 
 
-def drafting(config=CONFIG, requests=REQUESTS):
+def best_paths(scores, chances, ids, best, merge):
+    """What the kernel of ``best_paths`` returns."""
+    count, _, k = ids.shape
+    return ids.new_empty((count, k)), best.new_empty((count, k, k)), best.new_empty((count, k))
+
+
+def drafting(config=CONFIG, requests=REQUESTS, kind="tokens"):
+    """The draft phase of a draft that reads tokens, or hidden states too, or that drafts blocks."""
     capacity = 1 + min(2048, config.num_speculative_tokens * config.top_k * (config.max_depth + 1))
-    drafter = SimpleNamespace(
-        model=draft_model(), features=None, max_positions=LENGTH, max_rows=TOKENS, max_slots=draft_kv_slots(config),
-        stats=SimpleNamespace(counts={"draft_rows": 0, "draft_forwards": 0}),
-    )  # fmt: skip
+    drafter = SimpleNamespace(max_slots=draft_kv_slots(config))
+    if kind == "blocks":
+        drafter = BlockDrafter.__new__(BlockDrafter)
+        drafter.config, drafter.mask_token, drafter.causal, drafter.max_slots = config, 2, False, 0
+        drafter.first_row, drafter.num_rows = 0, config.max_depth
+    drafter.model, drafter.features, drafter.max_positions, drafter.max_rows = draft_model(), None, LENGTH, TOKENS
+    drafter.stats = SimpleNamespace(counts={"draft_rows": 0, "draft_forwards": 0})
+    if kind == "blocks":
+        drafter.model.kind, drafter.model.model = "dspark", dspark()
+    if kind == "hidden states":
+        drafter.features, drafter.model.hidden_size = Features(TOKENS, HIDDEN, torch.bfloat16, META), HIDDEN
+        run_rows = drafter.model.run_rows
+        drafter.model.run_rows = lambda tokens, slots, tree, features: (
+            run_rows(tokens)
+            if features is not None
+            else (
+                drafter.model.run_rows(
+                    tokens, slots, tree, torch.empty((len(tokens), HIDDEN), dtype=torch.bfloat16, device=META)
+                )
+            )
+        )
     states = SimpleNamespace(
         all_token_ids=SimpleNamespace(gpu=torch.empty((requests, LENGTH), dtype=torch.int32, device=META)),
         total_len=SimpleNamespace(gpu=torch.empty(requests, dtype=torch.int32, device=META)),
@@ -75,7 +101,7 @@ def peak_of(function, *arguments) -> int:
     return meter.peak
 
 
-def propose(of, count=REQUESTS):
+def propose(of, count=REQUESTS, levels=None):
     whole = np.full(count, LENGTH, np.int64)
     known = KnownBatch(
         slots=np.arange(count),
@@ -86,7 +112,7 @@ def propose(of, count=REQUESTS):
         trust=np.ones((count, NUM_SOURCES), np.float32),
         factor=Calibration().factor,
     )
-    of.propose(known, torch.empty((count, 1), dtype=torch.int32, device=META))
+    of.propose(known, torch.empty((count, 1), dtype=torch.int32, device=META), levels)
 
 
 def test_the_meter_counts():
@@ -111,14 +137,21 @@ def test_a_full_step_is_bounded():
     assert peak <= 1.1 * MAX_LOGITS_BYTES + outputs
 
 
-def test_no_batch_takes_more_than_the_profile():
-    """``GraphSpeculator.profile`` drafts for all requests at once; vLLM reserves the peak of that."""
-    whole = drafting()
+@pytest.mark.parametrize("kind", ["tokens", "hidden states", "blocks"])
+def test_no_batch_takes_more_than_the_profile(kind):
+    """``GraphSpeculator.profile`` drafts for all requests at once, before hidden states have a place; vLLM reserves the
+    peak of that. No batch and no plan takes more.
+    """
+    whole = drafting(kind=kind)
+    features, whole.drafter.features = whole.drafter.features, None
     propose(whole)  # allocates what is kept from step to step
     reserved = peak_of(propose, whole)
-    for count in (1, 2, 31, 256, 700, REQUESTS - 1):
-        propose(whole, count)
-        assert peak_of(propose, whole, count) <= reserved, count
+    assert reserved > (1 << 28)
+    whole.drafter.features = features
+    for count in (1, 2, 31, 256, 700, REQUESTS - 1, REQUESTS):
+        for levels in range(whole.num_levels + 1):
+            propose(whole, count, levels)
+            assert peak_of(propose, whole, count, levels) <= reserved, (count, levels)
 
 
 @pytest.mark.parametrize(("nodes", "most"), [(4, 40), (16, 300), (64, 300)])

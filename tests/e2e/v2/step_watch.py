@@ -33,6 +33,11 @@ NO_LAUNCH = {
     "resize_",
 }
 NO_LAUNCH |= {"_local_scalar_dense", "lift_fresh", "detach", "alias", "record_stream", "is_pinned"}
+MODEL_PARTS = (
+    "compute_logits", "logits_processor", "compute_draft_logits", "markov_embed", "markov_bias", "compute_confidence",
+    "map_draft_to_target", "candidate_logits_processor",
+)  # fmt: skip
+LEVEL_ENDS = "grow_kernel", "best_paths_kernel"  # the last launch of a level, or of a depth of a drafted block
 
 
 class ViolationError(AssertionError):
@@ -48,7 +53,7 @@ class Watch:
         self.host_only = 0  # > 0 while a function works on tensors of the host
         self.phases: list[str] = ["other"]
         self.steps: list[Counter] = []  # by (phase, whether in a graph)
-        self.levels: list[int] = []  # operations of the draft phase since the latest forward of the draft
+        self.levels: list[int] = []  # operations of the draft phase by level, its start and its end included
         self.per_level = 0
         self.names: Counter = Counter()
 
@@ -61,6 +66,17 @@ class Watch:
         self.names[phase, name] += 1
         if phase == "draft phase":
             self.levels[-1] += 1
+            if name.removeprefix("triton ") in LEVEL_ENDS:
+                self.levels.append(0)
+
+    def begin_step(self) -> None:
+        """Count the operations of another step."""
+        self.steps.append(Counter())
+        self.levels = [0]
+
+    def end_step(self) -> None:
+        """Remember the level with the most operations; the first and the last entry are no level beside others."""
+        self.per_level = max(self.per_level, *self.levels[1:-1], 0)
 
     @contextmanager
     def phase(self, name: str):
@@ -75,8 +91,6 @@ class Watch:
             finally:
                 del self.phases[-2:]
             return
-        if name == "draft model":
-            self.levels.append(0)
         self.phases.append(name)
         try:
             yield
@@ -212,21 +226,13 @@ def watch_steps(llm, refuse: bool) -> None:
         llm: the engine.
         refuse: whether a read from the device, a copy without staging or a synchronization raises ``ViolationError``.
     """
-    from triton.runtime.interpreter import InterpretedFunction
-
     runner, watch = model_runner(llm), Watch(refuse)
     runner.watch = watch
-    use_kernels()
+    use_kernels(setattr)
     staged(watch)
     phases(watch, runner)
-    upstream, from_numpy = InterpretedFunction.run, torch.from_numpy
-
-    def run(self, *args, **kwargs):
-        watch.count(f"triton {self.__name__}")
-        with watch.allow():
-            return upstream(self, *args, **kwargs)
-
-    InterpretedFunction.run = run
+    count_launches(watch, setattr)
+    from_numpy = torch.from_numpy
     torch.from_numpy = lambda array: from_numpy(array) if watch.allowed else mark(from_numpy(array))
     for owner, name in ((torch.accelerator, "synchronize"), (torch.cuda, "synchronize")):
         setattr(owner, name, functools.partial(synchronized, watch, getattr(owner, name)))
@@ -240,14 +246,32 @@ def synchronized(watch: Watch, upstream, *args, **kwargs):
     return None if not watch.allowed else upstream(*args, **kwargs)
 
 
-def use_kernels() -> None:
-    """Run every kernel that a GPU runs, also those that the interpreter needs seconds for."""
-    from vllm_gsd.ops import dispatch
+def use_kernels(replace) -> None:
+    """Run what a GPU runs: no compiled operators of CPUs.
 
-    upstream = dispatch.use_triton
+    Args:
+        replace: called with an object, a name and the new attribute.
+    """
+    from vllm_gsd import ops
+
+    upstream = ops.use_kernel
     for module in list(sys.modules.values()):
-        if vars(module).get("use_triton") is upstream:
-            module.use_triton = lambda tensor, **_: upstream(tensor)
+        if vars(module).get("use_kernel") is upstream:
+            replace(module, "use_kernel", lambda tensor: False)
+
+
+def count_launches(watch: Watch, replace) -> None:
+    """Count every launch of a Triton kernel as one operation; ``replace`` as for ``use_kernels``."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    upstream = InterpretedFunction.run
+
+    def run(self, *args, **kwargs):
+        watch.count(f"triton {self.__name__}")
+        with watch.allow():
+            return upstream(self, *args, **kwargs)
+
+    replace(InterpretedFunction, "run", run)
 
 
 def staged(watch: Watch) -> None:
@@ -292,8 +316,20 @@ def phases(watch: Watch, runner) -> None:
         watch.wrap(owner, name, phase)
     drafter = speculator.speculation.drafter
     if drafter is not None:
-        watch.wrap(drafter.model.model, "forward", "draft model")
-        watch.wrap(drafter.model.model, "compute_logits", "draft model")
+        layers(watch, drafter.model)
+
+
+def layers(watch: Watch, model) -> None:
+    """Name what belongs to a draft's own layers: its forward, its heads, and the selector of a DFlash2 draft."""
+    inner = getattr(model.model, "model", None)
+    for owner, name in (
+        (model, "run_rows"),
+        *((model.model, name) for name in MODEL_PARTS),
+        *((inner, name) for name in ("candidate_selector",)),
+    ):
+        if hasattr(owner, name):
+            part = getattr(owner, name)
+            watch.wrap(*((part, "forward") if isinstance(part, torch.nn.Module) else (owner, name)), "draft model")
 
 
 def verified_rows():
@@ -324,13 +360,12 @@ def step(watch: Watch, runner) -> None:
         rows = len(scheduled.num_scheduled_tokens) + drafts
         decodes = bool(drafts) and rows == scheduled.total_num_scheduled_tokens
         if decodes:
-            watch.steps.append(Counter())
-            watch.levels = [0]
+            watch.begin_step()
         return watched(execute, scheduled, *args, **kwargs)
 
     def sample_tokens(*args, **kwargs):
         result = watched(sample, *args, **kwargs)
-        watch.per_level = max(watch.per_level, *watch.levels[1:-1], 0)
+        watch.end_step()
         return result
 
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens

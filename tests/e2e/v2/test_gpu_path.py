@@ -89,9 +89,15 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
 
 @pytest.fixture(scope="module")
 def watched(graphs, random_prompts):
-    """Decode steps, in which a copy that is not staged, a read of the device or a synchronization raises."""
+    """Decode steps, in which a copy that is not staged, a read of the device or a synchronization raises.
+
+    Of a request for which everything is verified, and of one for which a plan leaves nodes and levels out.
+    """
     graphs.call(watch_steps, True)
-    run(graphs, random_prompts(1, 5, 20, seed=4), {"temperature": 0, "max_tokens": 8, "ignore_eos": True})
+    for row_ms in None, 0.8:
+        graphs.call(plant_costs, row_ms)
+        run(graphs, random_prompts(1, 5, 20, seed=4), {"temperature": 0, "max_tokens": 8, "ignore_eos": True})
+    graphs.call(plant_costs, None)
     return graphs.call(report)
 
 

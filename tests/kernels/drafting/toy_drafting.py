@@ -31,7 +31,8 @@ def toy_model(draft: str = TOKENS) -> DraftModel:
     model = DraftModel.__new__(DraftModel)
     model.head = None
     model.reads_features = draft == STATES
-    model.kind = "dflash" if draft == BLOCKS else LANGUAGE_MODEL
+    model.target_ids = None
+    model.kind = "dspark" if draft == BLOCKS else LANGUAGE_MODEL
     model.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, get_hidden_size=lambda: VOCAB)
 
     def run_rows(tokens, slots, tree, features=None):
@@ -41,7 +42,22 @@ def toy_model(draft: str = TOKENS) -> DraftModel:
 
     model.run_rows = run_rows
     model.model = SimpleNamespace(compute_logits=lambda hidden: hidden @ weight)
+    if draft == BLOCKS:
+        model.model = toy_block_heads(weight)
     return model
+
+
+def toy_block_heads(weight: torch.Tensor) -> SimpleNamespace:
+    """The interface of vLLM's ``Qwen3DSparkForCausalLM``; the token before adds another token's row of the weight."""
+    return SimpleNamespace(
+        config=SimpleNamespace(dspark_draft_topk=None),
+        model=SimpleNamespace(confidence_head=True),
+        compute_draft_logits=lambda hidden: hidden @ weight,
+        markov_embed=lambda tokens: weight[(3 * tokens + 1) % VOCAB],
+        markov_bias=lambda embedded: embedded / 2,
+        compute_confidence=lambda hidden, embedded: torch.sigmoid(2 + embedded[:, 0]),
+        map_draft_to_target=lambda ids: ids,
+    )
 
 
 def toy_drafter(config: GSDConfig, draft: str):

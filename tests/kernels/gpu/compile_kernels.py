@@ -1,9 +1,12 @@
 """Every specialisation of every Triton kernel that engines ask for, compiled for GPUs without one; prints JSON.
 
-    python compile_kernels.py 80 90 100      # SM80: A100; SM90: H100, H200; SM100: B200
+    python compile_kernels.py 80 90 100              # SM80: A100; SM90: H100, H200; SM100: B200
+    python compile_kernels.py --every 80 90 100      # also looks at every batch from 1 to 1024 requests
 
-The ops are called as ever, for batches of 1 to 1024 requests and contexts up to 128k tokens. A launch looks up Triton's
-key of the specialisation, and compiles once a key. Needs Triton with its bundled assembler, not its interpreter.
+The ops are called as ever, for batches of 1 to 1024 requests and contexts up to 128k tokens, for each kind of draft,
+every number of draft levels and every share of the nodes that a plan may verify. Without ``--every``, batches are those
+where something could change: small ones, and those around multiples of 64. A launch looks up Triton's key of the
+specialisation, and compiles once a key. Needs Triton with its bundled assembler, not its interpreter.
 """
 
 import contextlib
@@ -30,7 +33,7 @@ from vllm_gsd.ops.growth.triton import begin_kernel, grow_kernel
 from vllm_gsd.ops.kv_move import paged as kv_move
 from vllm_gsd.ops.kv_move.triton import kv_move_kernel
 from vllm_gsd.ops.lattice import api as lattice
-from vllm_gsd.ops.lattice.triton import lattice_kernel
+from vllm_gsd.ops.lattice.triton import best_paths_kernel, lattice_kernel
 from vllm_gsd.ops.lay_out import api as lay_out
 from vllm_gsd.ops.lay_out.triton import lay_out_kernel
 from vllm_gsd.ops.ngram import api as ngram
@@ -43,7 +46,7 @@ from vllm_gsd.ops.walk.triton import accept_walk_kernel
 KERNELS = (
     tree_attention_kernel, merge_kernel, kv_move_kernel, accept_walk_kernel, lay_out_kernel, begin_kernel, grow_kernel,
     lattice_kernel, match_kernel, graft_kernel, graft_tree_kernel, flatten_kernel, best_of_parts_kernel,
-    best_of_rows_kernel,
+    best_of_rows_kernel, best_paths_kernel,
 )  # fmt: skip
 # Options of attention beside those of the engines below.
 ATTENTION = {
@@ -60,13 +63,16 @@ ATTENTION = {
     "float32": {"dtype": torch.float32, "head_size": 64},
     "float32, head size 256": {"dtype": torch.float32, "head_size": 256},
 }  # fmt: skip
-# Engines by their graphs' shape: a default one, and the largest that a gsd.json allows.
+# Engines by their graphs' shape, a default one and the largest that a gsd.json allows, and by the kind of their draft.
+DEFAULT = {"nodes": 16, "top_k": 8, "max_depth": 6, "heads": 32, "kv_heads": 8, "head_size": 128}
+LARGEST = {"nodes": 256, "top_k": 32, "max_depth": 4, "heads": 16, "kv_heads": 2, "head_size": 256}
 ENGINES = {
-    "default": {"nodes": 16, "top_k": 8, "max_depth": 6, "heads": 32, "kv_heads": 8, "head_size": 128},
-    "largest": {"nodes": 256, "top_k": 32, "max_depth": 4, "heads": 16, "kv_heads": 2, "head_size": 256},
-}
+    "default": DEFAULT, "largest": LARGEST, "hidden states": {**DEFAULT, "shift": 1}, "blocks": {**DEFAULT, "block": 7},
+    "largest blocks": {**LARGEST, "block": 31, "causal": True, "merge": False}, "no draft": {**DEFAULT, "max_depth": 0},
+}  # fmt: skip
 MOST_REQUESTS, MOST_TOKENS, VOCABULARY, BLOCK_SIZE = 1024, 128 << 10, 128256, 16
 CONTEXTS = (1, 255, 512, 4096, 40000, MOST_TOKENS)
+SOME_BATCHES = sorted({*range(1, 34), *(64 * i + j for i in range(1, 16) for j in (-1, 0, 1)), 1023, 1024})
 
 
 class NoDriver:
@@ -133,22 +139,37 @@ def attention(capability: int) -> None:
 
 
 class Engine:
-    """The launches of an engine's decode steps, over buffers of its largest batch."""
+    """The launches of an engine's decode steps, over buffers of its largest batch.
 
-    def __init__(self, nodes, top_k, max_depth, heads, kv_heads, head_size):
-        self.nodes, self.top_k, device = nodes, top_k, torch.device("cpu")
+    Args:
+        nodes, top_k: the keys of its gsd.json; max_depth: also, 0 without a draft.
+        heads, kv_heads, head_size: of the target.
+        shift: 1 for a draft that reads hidden states.
+        block: depth of a draft's blocks, 0 if it drafts level by level; causal, merge: of its blocks.
+    """
+
+    def __init__(
+        self, nodes, top_k, max_depth, heads, kv_heads, head_size, shift=0, block=0, causal=False, merge=True
+    ):  # fmt: skip
+        self.nodes, self.top_k, self.block, self.merge = nodes, top_k, block, merge
+        device, by_level = torch.device("cpu"), max_depth > 0 and not block
         self.limits = growth.Limits(
             top_k=top_k, theta_sib=0.0, theta_prob=0.0, max_length=MOST_TOKENS, max_positions=MOST_TOKENS,
-            max_slots=2 * nodes, shift=0,
+            max_slots=2 * nodes * by_level, shift=shift, mask_token=3 if block else -1, causal=causal or not block,
         )  # fmt: skip
         capacity = 1 + min(2048, nodes * top_k * (max_depth + 1))
-        self.graphs = state.new_graphs(MOST_REQUESTS, capacity, nodes, 3, self.limits.max_slots, device)
-        self.text_rows = state.new_rows(MOST_REQUESTS, 1 + nodes, nodes // 64 + 1, device)
+        merge_ngram = 3 * by_level
+        self.graphs = state.new_graphs(MOST_REQUESTS, capacity, nodes, merge_ngram, self.limits.max_slots, device)
+        self.width = 1 + (block or nodes)  # rows of a request in the draft's first forward
+        self.text_rows = state.new_rows(MOST_REQUESTS, self.width, -(-self.width // 64), device)
         self.node_rows = state.new_rows(MOST_REQUESTS, nodes, self.graphs.slots.shape[1], device)
-        self.widths = [min(nodes, top_k**level) for level in range(max_depth)]
+        self.verified = torch.zeros((MOST_REQUESTS * (1 + nodes), nodes // 64 + 1), dtype=torch.int64)
+        self.widths = [min(nodes, top_k**level) for level in range(max_depth * by_level)]
         self.last, self.lengths = (torch.zeros(MOST_REQUESTS, dtype=torch.int64) for _ in range(2))
         self.total = self.lengths.int()
-        self.chances = torch.empty((MOST_REQUESTS, 7, top_k, top_k))  # of drafted blocks
+        if block:
+            self.chances = torch.empty((MOST_REQUESTS, block, top_k, top_k))
+            self.best_tokens = torch.zeros((MOST_REQUESTS, top_k, top_k), dtype=torch.int64)
         self.texts = torch.zeros((MOST_REQUESTS, MOST_TOKENS), dtype=torch.int32)
         self.floats = NUM_SOURCES * NUM_DEPTHS * NUM_BINS
         self.known = torch.zeros(self.floats + MOST_REQUESTS * (NUM_SOURCES + 5), dtype=torch.int32)
@@ -163,7 +184,7 @@ class Engine:
         self.query = torch.empty((rows, heads, head_size), dtype=torch.bfloat16)
         flat = torch.empty(16 * rows + VOCABULARY, dtype=torch.bfloat16)
         self.logits = flat.as_strided((rows, VOCABULARY), (16, 1))
-        self.starts, self.mask = torch.zeros(MOST_REQUESTS + 1, dtype=torch.int32), self.text_rows.mask
+        self.starts = torch.zeros(MOST_REQUESTS + 1, dtype=torch.int32)
         self.positions, self.slots = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
 
     def step(self, count: int, context: int) -> None:
@@ -174,17 +195,18 @@ class Engine:
 
     def verify(self, count: int, table: torch.Tensor) -> None:
         """Lay the graphs out, attend, walk and move, with rows for all nodes, for some, and for none."""
-        for most in (1, 2, self.nodes // 2, 1 + self.nodes):
+        for most in (1, 2, 1 + self.nodes // 4, self.nodes // 2, 1 + self.nodes):
             trees = lay_out.lay_out_rows(
-                self.trees, self.last[:count], self.starts[:count], self.starts, self.starts, most, self.positions,
-                self.mask, self.total,
+                self.trees, self.last[:count], self.starts[:count], self.starts, self.starts, self.positions,
+                self.verified, self.total,
             )  # fmt: skip
             rows = count * most
-            self.attend(rows, count, table, self.mask, 1 + self.nodes)
-            if most > 1:
-                accepted = walk.accept_walk(trees, self.positions[:rows], self.starts, self.starts, self.slots)
-                kv_move.move_paged_kv(self.caches(), accepted.src_slots, accepted.dst_slots)
-        walk.accept_walk(trees, self.positions[:rows], self.starts, self.starts, self.slots, torch.zeros(rows).bool())
+            self.attend(rows, count, table, self.verified, 1 + self.nodes)
+            for invalid in None, torch.zeros(rows).bool():  # without and with grammars
+                accepted = walk.accept_walk(
+                    trees, self.positions[:rows], self.starts, self.starts, self.slots, invalid
+                )  # fmt: skip
+            kv_move.move_paged_kv(self.caches(), accepted.src_slots, accepted.dst_slots)
 
     def caches(self) -> kv_move.PagedCaches:
         return kv_move.PagedCaches([self.cache.transpose(1, 2)])
@@ -198,27 +220,39 @@ class Engine:
         )  # fmt: skip
 
     def draft(self, count: int, table: torch.Tensor) -> None:
-        """The draft phase, as ``engine.v2.device_drafting`` runs it."""
+        """The draft phase, as ``engine.v2.device_drafting`` runs it, with every number of levels."""
         graphs, split = self.graphs.first(count), self.floats + count * NUM_SOURCES
         trust = self.known[self.floats : split].view(torch.float32).view(count, NUM_SOURCES)
         factor = self.known[: self.floats].view(torch.float32).view(NUM_SOURCES, NUM_DEPTHS, NUM_BINS)
         known = state.Known(self.known[split : split + 5 * count].view(count, 5), trust, factor)
         blocks = table, BLOCK_SIZE, self.limits
-        rows = self.text_rows.first(count, 1 + self.nodes)
+        rows = self.text_rows.first(count, self.width)
         growth.begin(graphs, rows, self.last[:count], known, self.texts, self.total, self.lengths, *blocks)
-        self.attend(count * (1 + self.nodes), count, table, self.mask, 1 + self.nodes)
+        if self.widths or self.block:
+            self.attend(count * self.width, count, table, self.text_rows.mask, self.width)
         for width, following in zip(self.widths, [*self.widths[1:], 0], strict=True):
             logits = self.logits[: count * width]  # no memory of this machine would hold all rows
             probs, tokens = (of.view(count, width, -1) for of in topk.topk_softmax(logits, self.top_k))
-            rows = self.node_rows.first(count, following) if following else None
-            growth.grow_level(graphs, rows, tokens, probs, *blocks)
+            growth.grow_level(graphs, None, tokens, probs, *blocks)  # if this is the last level
             if following:
+                rows = self.node_rows.first(count, following)
+                growth.grow_level(graphs, rows, tokens, probs, *blocks)
                 self.attend(count * following, count, table, self.node_rows.mask, following)
-        tokens = torch.zeros((count, 7, self.top_k), dtype=torch.int64)
-        lattice.add_lattices(graphs, tokens, self.chances[:count], self.limits)
+        if self.block:
+            self.draft_blocks(count, graphs)
         ngram.graft_ngrams(graphs, self.ranks[:count], self.match_probs, self.texts, 2)
         ngram.graft_trees(graphs, self.suffix_trees[:count], self.match_probs, self.texts)
         flatten.flatten_graphs(graphs, self.trees, factor, trust)
+
+    def draft_blocks(self, count: int, graphs: state.DeviceGraphs) -> None:
+        """Candidates of the first depth and of others, with scores for each one before or for all, and the lattice."""
+        k, best = self.top_k, self.chances[:count, 0, 0]
+        for rows, before in ((1, best[:, :1].contiguous()), (1, best.contiguous()), (k, best.contiguous())):
+            scores = self.logits.as_strided((count, rows, VOCABULARY), (16 * rows, 16, 1))
+            highest = self.best_tokens.float()[:count, :rows, 0]
+            lattice.best_paths(scores, highest, self.best_tokens[:count, :rows].contiguous(), before, self.merge)
+        tokens = torch.zeros((count, self.block, k), dtype=torch.int64)
+        lattice.add_lattices(graphs, tokens, self.chances[:count], self.limits)
 
 
 DTYPES = (*[torch.int64] * 4, torch.bool, torch.float32, torch.float32, torch.int64)
@@ -233,8 +267,9 @@ def main() -> None:
     # The tensors are on the CPU here.
     for op in (walk, merge, kv_move, paged, lay_out, growth, lattice, ngram, flatten):
         op.require_triton = lambda *_: None
-    topk.use_triton = lambda *_: True
-    capabilities = [int(of) for of in sys.argv[1:]]
+    topk.use_triton = lattice.use_triton = lambda *_: True
+    batches = range(1, MOST_REQUESTS + 1) if "--every" in sys.argv else SOME_BATCHES
+    capabilities = [int(of) for of in sys.argv[1:] if of != "--every"]
     engines, counted = {name: Engine(**shape) for name, shape in ENGINES.items()}, {}
     for no_driver.capability in capabilities:
         paged._capability = lambda _: divmod(no_driver.capability, 10)
@@ -248,7 +283,7 @@ def main() -> None:
     before = {kernel: len(keys) for kernel, keys in launches.found.items()}
     launches.compiles = False
     for name, engine in engines.items():
-        for count in range(1, MOST_REQUESTS + 1):
+        for count in batches:
             engine.step(count, CONTEXTS[count % len(CONTEXTS)])
         for context in CONTEXTS:
             engine.step(1, context)

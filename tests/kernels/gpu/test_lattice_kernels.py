@@ -5,6 +5,7 @@ Among them are equal probabilities, missing candidates, full graphs, shallow lim
 
 import numpy as np
 import pytest
+import torch
 from device_graphs import LENGTH, Pair, empty_trees, random_texts, tensor
 
 from vllm_gsd.method.constants import MATCH_PROB, NONE
@@ -14,6 +15,7 @@ from vllm_gsd.method.ngram import graft_all_ngrams
 from vllm_gsd.ops.flatten.api import flatten_graphs
 from vllm_gsd.ops.lattice import api
 from vllm_gsd.ops.ngram.api import graft_ngrams, new_matches
+from vllm_gsd.ops.topk.api import topk_softmax
 
 MASK = 7
 
@@ -94,3 +96,26 @@ def test_rows_of_blocks(device, seed):
         seen = [(1 << (place + 1 if causal else width)) - 1 for place in range(width)]
         assert rows[3][row].tolist() == (seen if drafted else [0] * width)
         assert rows[4][row].tolist() == [at[0] if drafted else 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_best_paths_are_those_of_the_reference(device, seed, dtype):
+    """With ties, blocks with a NaN, rows of scores that are not next to each other, and one row for all candidates."""
+    random = np.random.default_rng([seed, 5])
+    count, k, pool = 5, int(random.choice([1, 2, 5, 8])), int(random.integers(8, 70))
+    before = int(random.choice([1, k]))
+    rows = int(random.choice([1, before]))
+    draw = random.standard_normal if seed % 2 else lambda shape: random.choice([0.0, 1.0, 2.0], shape)
+    scores = tensor(draw((count, 3, rows, pool)), device, dtype)[:, 1]
+    scores[1] = torch.nan
+    chances, ids = (of.view(count, rows, k) for of in topk_softmax(scores.flatten(0, 1), k))
+    best = tensor(-random.random((count, before)), device, torch.float32)
+    for merge in (True, False):
+        arguments = scores, chances[..., 0], ids, best, merge
+        ours, theirs = api.best_paths(*arguments), api.best_paths_reference(*arguments)
+        whole = torch.arange(count, device=device) != 1
+        assert torch.equal(ours[0][whole], theirs[0][whole])
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours[2], theirs[2], rtol=1e-6, atol=1e-6)
+        assert not ours[1][1].any() and (ours[0] >= 0).all() and (ours[0] < pool).all()

@@ -16,7 +16,6 @@ class TreeBatch(NamedTuple):
     valid: torch.Tensor  # int32 [num_requests]
     starts: torch.Tensor  # int32 [num_requests + 1]
     batch_starts: torch.Tensor  # int32 [num_requests + 1]
-    most_rows: int
 
     @property
     def num_rows(self) -> int:
@@ -64,5 +63,4 @@ def tree_batch(seed: int, device: torch.device, places: int = 16, vocabulary: in
     return TreeBatch(
         DeviceTrees(*(values.to(device) for values in kept)),
         *(values.to(device) for values in moved),
-        most_rows=int(rows.max()),
     )

@@ -14,16 +14,12 @@ def lay_out_rows_reference(
     valid: torch.Tensor,
     starts: torch.Tensor,
     batch_starts: torch.Tensor,
-    most_rows: int,
     positions: torch.Tensor,
     mask: torch.Tensor,
     prefix_lens: torch.Tensor,
 ) -> DeviceTrees:
     """``lay_out_rows`` by ``method.lay_out``, request by request."""
-    count, width = len(slots), most_rows - 1
-    trees = DeviceTrees(
-        *(torch.zeros((count, width)[: values.dim()], dtype=values.dtype, device=slots.device) for values in kept)
-    )
+    trees = DeviceTrees(*(values.new_zeros((len(slots), *values.shape[1:])) for values in kept))
     trees.parent.fill_(NONE)
     for request, slot in enumerate(slots.tolist()):
         first, end = starts[request : request + 2].tolist()

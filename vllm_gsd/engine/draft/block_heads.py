@@ -86,7 +86,7 @@ class DSparkHead:
 
     def scores(self, level: int, places: torch.Tensor | None) -> Scores:
         """See ``BlockHead``."""
-        before = self.roots[:, None] if places is None else self._tokens(level - 1, places)
+        before = self.roots[:, None] if places is None else self.tokens(places[:, None], level - 1)[:, 0]
         embedded = self.model.markov_embed(before.flatten())
         share = None
         if self.pool is None:
@@ -110,13 +110,11 @@ class DSparkHead:
         scale = self.model.logits_processor.scale
         return torch.baddbmm(base, rows, embedded.transpose(1, 2), alpha=scale).transpose(1, 2).contiguous()
 
-    def _tokens(self, level: int, places: torch.Tensor) -> torch.Tensor:
-        ids = places if self.pool is None else self.pool[:, level].gather(1, places)
+    def tokens(self, places: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """See ``BlockHead``; the first of the depths is ``first``."""
+        pool = self.pool
+        ids = places if pool is None else pool[:, first : first + places.shape[1]].gather(2, places)
         return self.model.map_draft_to_target(ids)
-
-    def tokens(self, places: torch.Tensor) -> torch.Tensor:
-        """See ``BlockHead``."""
-        return torch.stack([self._tokens(level, places[:, level]) for level in range(places.shape[1])], dim=1)
 
 
 def log_total(logits: torch.Tensor) -> torch.Tensor:

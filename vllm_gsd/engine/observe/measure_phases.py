@@ -39,6 +39,8 @@ def measure_costs(runner: GraphModelRunner) -> Costs:
     whole = [width * count for count in ROWS]
     rows = sorted({*(count for count in (*ROWS, *whole) if count < most), most})
     levels = drafting.variants if drafting.drafter is not None else []
+    for count in runner.speculator.plan.levels if levels else []:  # compiles what a plan may choose
+        drafting.run_idle(1, count)
     phases = [partial(_draft, runner, of) for of in levels]
     rows, times = time_by_rows(rows, partial(_target_forward, runner), *phases)
     # Padding makes steps of the times, so they only rise.

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.verify.draft_tree import FlatTree
+from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.ops.flatten.api import DeviceTrees
 
@@ -63,14 +64,16 @@ def to_device(trees: list[FlatTree], values: list[np.ndarray], num_places: int, 
     Args:
         values: for each of the graphs the calibrated probabilities of its nodes, float32 [n].
     """
-    padded = empty_trees(len(trees), num_places, torch.device("cpu"))
-    for row, tree in enumerate(trees):
+    whole = np.zeros((5, len(trees), num_places), np.int64)  # token, parent, depth, origin, via_merge
+    real = np.zeros((2, len(trees), num_places), np.float32)  # survival, value
+    whole[1] = NONE
+    for row, (tree, value) in enumerate(zip(trees, values, strict=True)):
         size = len(tree.token)
-        padded.size[row] = size
-        padded.value[row, :size] = torch.from_numpy(values[row])
-        for name in ("token", "parent", "depth", "origin", "via_merge", "survival"):
-            getattr(padded, name)[row, :size] = torch.from_numpy(getattr(tree, name))
-    return DeviceTrees(*(values.to(device, non_blocking=True) for values in padded))
+        whole[:, row, :size] = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge
+        real[:, row, :size] = tree.survival, value
+    staging, sizes = Staging(device), np.array([len(tree.token) for tree in trees], np.int64)
+    *integers, via_merge, size = staging.send(*whole, sizes)
+    return DeviceTrees(*integers, via_merge.bool(), *staging.send(*real), size)
 
 
 def to_host(trees: DeviceTrees) -> list[FlatTree | None]:

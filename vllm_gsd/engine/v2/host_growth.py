@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_gsd.engine.schedule.grammar import ProposedTree
@@ -56,10 +55,10 @@ def _grow(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, le
     for request, tree in zip(batch.requests, trees, strict=True):
         if has_grammar(request):
             ours.parents[request.req_id] = tree.parent.tolist()
-    (slots,) = Staging(ours.device).send(batch.token_rows.astype(np.int64))
-    if ours.drafting is not None and speculation.draft_kv is not None:
-        done = torch.from_numpy(speculation.draft_kv.lengths(batch.request_ids))
-        ours.drafting.draft_length[slots] = done.to(ours.device)
+    assert ours.drafting is not None and speculation.draft_kv is not None
+    known = batch.token_rows, speculation.draft_kv.lengths(batch.request_ids)
+    slots, done = Staging(ours.device).send(*(of.astype(np.int64) for of in known))
+    ours.drafting.draft_length[slots] = done
     values = _values(speculation, batch.request_ids, trees)
     ours.proposals.store(slots, to_device(trees, values, ours.num_rows, ours.device))
     ours.proposals.fresh[batch.token_rows] = True

@@ -108,7 +108,8 @@ class GraphModelRunner(GPUModelRunner):
         self.rejection_sampler(logits, batch)  # all rows at once
         # Half of the requests level by level. Their rows are sampled at once too, for the others' sake.
         penalized[batch.idx_mapping_np[::2]] = True
-        self.rejection_sampler(logits, batch)
+        invalid = torch.zeros(batch.num_tokens, dtype=torch.bool, device=self.device)  # as with grammars
+        self.rejection_sampler(logits, batch, invalid_drafts=invalid)
         processed[batch.idx_mapping_np] = penalized[batch.idx_mapping_np] = False
         self.rejection_sampler.step = self.rejection_sampler.accepted = None
 

@@ -110,8 +110,8 @@ class DeviceStep:
         (fresh,) = Staging(slots.device).send(self.proposals.fresh[batch.idx_mapping_np].astype(np.int32))
         self.slot_mapping = slot_mapping
         self.trees = lay_out_rows(
-            self.proposals.trees, slots, fresh, batch.cu_num_logits, batch.query_start_loc,
-            int(self.sizes.max(initial=1)), batch.positions, buffers.mask, buffers.prefix_lens,
+            self.proposals.trees, slots, fresh, batch.cu_num_logits, batch.query_start_loc, batch.positions,
+            buffers.mask, buffers.prefix_lens,
         )  # fmt: skip
 
     def attach_tree_rows(

@@ -43,11 +43,7 @@ def choose_candidates(
         highest = chances[..., 0] if share is None else chances[..., 0] * share
         if best is None:
             best = highest.new_zeros((len(given), 1))
-        # On a CPU, one operator instead of many small ones.
-        compiled = use_kernel(given) and not use_triton(given)
-        chosen, likely, best = (torch.ops.vllm_gsd.best_paths if compiled else best_paths)(
-            given, highest.contiguous(), ids, best, merge
-        )
+        chosen, likely, best = best_paths(given, highest, ids, best, merge)
         places.append(chosen)
         probs.append(likely)
     return torch.stack(places, dim=1), torch.stack(probs, dim=1)
@@ -56,10 +52,10 @@ def choose_candidates(
 def best_paths(
     scores: torch.Tensor, chances: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, merge: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose a depth's candidates among the most probable tokens after each candidate before.
+    """Choose a depth's candidates among the most probable tokens after each candidate before; one launch on a GPU.
 
     Args:
-        scores: ``[n, k or 1, pool]``.
+        scores: ``[n, k or 1, pool]``, of any floating dtype.
         chances: float32 ``[n, k or 1]``, the probability of the most probable token.
         ids: int64 ``[n, k or 1, k]``, the most probable tokens in descending order.
         best: float32 ``[n, k]``, log-probability of the best path to each candidate before; ``[n, 1]`` for the root.
@@ -69,6 +65,17 @@ def best_paths(
         The candidates, int64 ``[n, k]``, their conditional probabilities, float32 ``[n, k, k]``, and the
         log-probabilities of the best paths to them, float32 ``[n, k]``.
     """
+    if use_triton(scores):
+        return _best_paths_triton(scores, chances, ids, best, merge)
+    if use_kernel(scores):
+        return torch.ops.vllm_gsd.best_paths(scores, chances.contiguous(), ids, best, merge)
+    return best_paths_reference(scores, chances, ids, best, merge)
+
+
+def best_paths_reference(
+    scores: torch.Tensor, chances: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, merge: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`best_paths` in plain PyTorch."""
     rows, k = ids.shape[1:]
     shift = chances.log() - scores.gather(2, ids[..., :1])[..., 0].float()  # of scores to log-probabilities
     paths = best[..., None] + _log_probs(scores, ids, shift)
@@ -81,6 +88,22 @@ def best_paths(
     probs = edges.exp().expand(-1, k, -1)
     if not merge and best.shape[1] > 1:
         probs = probs * (before[:, None] == torch.arange(k, device=before.device)[:, None])
+    return chosen, probs, paths
+
+
+def _best_paths_triton(
+    scores: torch.Tensor, chances: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, merge: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from vllm_gsd.ops.lattice.triton import best_paths_kernel, triton
+
+    count, rows, k = ids.shape
+    chosen, probs = ids.new_empty((count, k)), best.new_empty((count, k, k))
+    paths = best.new_empty((count, k))
+    best_paths_kernel[(count,)](
+        chosen, probs, paths, scores, chances, ids, best, scores.shape[2], scores.stride(0), scores.stride(1),
+        chances.stride(1), MERGE=merge, ROWS=rows, BEFORE=best.shape[1], K=k,
+        LANES=(lanes := triton.next_power_of_2(rows * k)), PLACES=triton.next_power_of_2(k), num_warps=warps_for(lanes),
+    )  # fmt: skip
     return chosen, probs, paths
 
 

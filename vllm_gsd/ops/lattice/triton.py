@@ -104,3 +104,47 @@ def lattice_kernel(
         tl.debug_barrier()
         size = end
     tl.store(state + SIZE, size)
+
+
+@triton.jit(do_not_specialize=["pool", "block_stride", "row_stride", "chance_stride"])
+def best_paths_kernel(
+    chosen, probs, paths, scores, chances, ids, best, pool, block_stride, row_stride, chance_stride,
+    MERGE: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks). A lane holds one of the best tokens after a candidate; see ``ops.lattice.api.best_paths``."""
+    block = tl.program_id(0).to(tl.int64)
+    scores, chances = scores + block * block_stride, chances + block * ROWS * chance_stride
+    ids, best, probs = ids + block * ROWS * K, best + block * BEFORE, probs + block * K * K
+    parent, lane = tl.arange(0, PLACES), tl.arange(0, LANES)
+    # By candidate before: its row of scores, the best path to it, and what turns its scores into log-probabilities.
+    there = parent < BEFORE
+    row = parent if ROWS > 1 else parent * 0
+    known = tl.load(best + parent, mask=there, other=float("-inf"))
+    top = tl.load(scores + row * row_stride + tl.load(ids + row * K, mask=there, other=0), mask=there, other=0.0)
+    shift = tl.log(tl.load(chances + row * chance_stride, mask=there, other=1.0)) - top.to(tl.float32)
+    left, row = lane < ROWS * K, tl.minimum(lane // K, ROWS - 1)
+    token = tl.load(ids + lane, mask=left, other=0)
+    first = tl.load(scores + row * row_stride + tl.load(ids + row * K)).to(tl.float32)
+    value = tl.log(tl.load(chances + row * chance_stride)) - first
+    value += tl.load(scores + row * row_stride + token, mask=left, other=0.0).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))
+    value += tl.load(best + row) if ROWS > 1 else tl.max(known, 0)
+    value = tl.where(lane == 0, 1.0, value)  # above all logarithms of probabilities
+    for place in range(0, K):
+        highest = tl.max(tl.where(left, value, float("-inf")), 0)
+        number = tl.minimum(tl.min(tl.where(left & (value == highest), token, 1 << 62), 0), pool - 1)
+        left = left & (token != number)
+        edge = tl.load(scores + (parent if ROWS > 1 else parent * 0) * row_stride + number, mask=there, other=0.0)
+        edge = edge.to(tl.float32) + shift
+        edge = tl.where(there & (edge == edge), edge, float("-inf"))
+        path = known + edge
+        peak = tl.max(path, 0)
+        prob = tl.exp(edge)
+        if BEFORE == 1:  # every row is the root's
+            prob = tl.zeros([PLACES], tl.float32) + tl.max(prob, 0)
+        elif not MERGE:
+            prob = tl.where(parent == tl.min(tl.where(path == peak, parent, PLACES), 0), prob, 0.0)
+        tl.store(chosen + block * K + place, number)
+        tl.store(paths + block * K + place, peak)
+        tl.store(probs + parent * K + place, prob, mask=parent < K)

@@ -20,7 +20,6 @@ def lay_out_rows(
     valid: torch.Tensor,
     starts: torch.Tensor,
     batch_starts: torch.Tensor,
-    most_rows: int,
     positions: torch.Tensor,
     mask: torch.Tensor,
     prefix_lens: torch.Tensor,
@@ -33,18 +32,18 @@ def lay_out_rows(
         valid: int32 ``[num_requests]``, 0 where the slot's graph is not the request's.
         starts: int32 ``[num_requests + 1]``; request r verifies the rows ``[starts[r], starts[r + 1])``.
         batch_starts: int32 ``[>= num_requests + 1]``, each request's first row of the batch.
-        most_rows: bound on the verified rows of a request, from 1 to 4096.
         positions: int64 ``[>= rows of the batch]``, in row order. Those of nodes become root position + depth.
         mask: int64 ``[>= verified rows, words]``, receives a bit per row of the request that a row attends to.
         prefix_lens: int32 ``[>= num_requests]``, receives the positions of the roots.
 
     Returns:
-        The requests' graphs, cut to their rows, with ``most_rows - 1`` places.
+        The requests' graphs, cut to their rows, with as many places as ``kept``: shapes do not depend on how many rows
+        a step verifies, so all steps share their kernels.
 
-    The call is safe to capture: shapes depend on the arguments' shapes and ``most_rows`` only, nothing is read back.
+    The call is safe to capture: shapes depend on the arguments' shapes only, nothing is read back.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or a number is out of range.
+        ValueError: shapes, dtypes or devices do not fit, or the graphs have too many places.
         RuntimeError: Triton cannot run on these tensors.
     """
     device, count = slots.device, len(slots)
@@ -55,20 +54,18 @@ def lay_out_rows(
     check_tensor("positions", positions, device, 1, torch.int64)
     check_tensor("mask", mask, device, 2, torch.int64)
     check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=count)
-    if not 1 <= most_rows <= _MOST_ROWS:
-        raise ValueError(f"most_rows is {most_rows}, but must be from 1 to {_MOST_ROWS}")
-    if mask.shape[1] * 64 < most_rows:
-        raise ValueError(f"masks of {mask.shape[1]} words have no bits for {most_rows} rows")
+    places = kept.token.shape[1]
+    if places >= _MOST_ROWS:
+        raise ValueError(f"a graph may have {places} nodes, but fewer than {_MOST_ROWS} are possible")
+    if mask.shape[1] * 64 <= places:
+        raise ValueError(f"masks of {mask.shape[1]} words have no bits for {places + 1} rows")
     require_triton("lay_out_rows", slots)
     from vllm_gsd.ops.lay_out.triton import lay_out_kernel, triton
 
-    places, width = kept.token.shape[1], most_rows - 1
-    trees = DeviceTrees(
-        *(torch.empty((count, width)[: values.dim()], dtype=values.dtype, device=device) for values in kept)
-    )
+    trees = DeviceTrees(*(values.new_empty((count, *values.shape[1:])) for values in kept))
     if count:
         lay_out_kernel[(count,)](
-            *trees, *kept, slots, valid, starts, batch_starts, positions, mask, prefix_lens, places, width,
+            *trees, *kept, slots, valid, starts, batch_starts, positions, mask, prefix_lens, places,
             WORDS=mask.shape[1], BLOCK=(block := triton.next_power_of_2(1 + places)), num_warps=warps_for(block),
         )  # fmt: skip
     return trees

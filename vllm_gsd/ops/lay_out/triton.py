@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["places", "width"], do_not_specialize_on_alignment=["valid", "starts", "batch_starts"])
+@triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["valid", "starts", "batch_starts"])
 def lay_out_kernel(
     token, parent, depth, origin, via_merge, survival, value, size, kept_token, kept_parent, kept_depth, kept_origin,
     kept_via_merge, kept_survival, kept_value, kept_size, slots, valid, starts, batch_starts, positions, mask,
-    prefix_lens, places, width, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    prefix_lens, places, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests). Place p of the graph is row p + 1; all rows climb to the root in parallel."""
     request = tl.program_id(0).to(tl.int64)
@@ -22,9 +22,9 @@ def lay_out_kernel(
 
     line = tl.arange(0, BLOCK)
     real = line < nodes
-    inside = line < width
+    inside = line < places
     source = slot * places + line
-    target = request * width + line
+    target = request * places + line
     deep = tl.load(kept_depth + source, mask=real, other=0)
     tl.store(token + target, tl.load(kept_token + source, mask=real, other=0), mask=inside)
     tl.store(parent + target, tl.load(kept_parent + source, mask=real, other=-1), mask=inside)
