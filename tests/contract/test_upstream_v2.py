@@ -80,6 +80,16 @@ SIGNATURES = [
     ),
     (
         "v1/worker/lora_model_runner_mixin.py",
+        "LoRAModelRunnerMixin.maybe_setup_dummy_loras",
+        ["lora_config", "remove_lora"],
+    ),
+    (
+        "v1/worker/lora_model_runner_mixin.py",
+        "LoRAModelRunnerMixin.maybe_select_dummy_loras",
+        ["lora_config", "num_scheduled_tokens", "mapping_type", "num_sampled_tokens", "num_active_loras"],
+    ),
+    (
+        "v1/worker/lora_model_runner_mixin.py",
         "LoRAModelRunnerMixin.maybe_dummy_run_with_lora",
         [
             "lora_config",

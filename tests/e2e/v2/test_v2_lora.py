@@ -2,13 +2,39 @@
 
 import pytest
 from adapters import RANK, build_adapter, generate_adapted
-from engine_process import Params
+from engine_process import Params, model_runner
+from planted import plant_costs
 
 GSD = {"num_speculative_tokens": 6, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 5}
+PARAMS = [GREEDY, GREEDY, SEEDED, GREEDY]
 # A slot more than adapters; see ``test_lora``.
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "block_size": 32}
+
+
+def note_adapters_of_timed_runs() -> None:
+    """Count the adapters that are added while the target's forward is timed."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    from vllm_gsd.engine.observe import measure_phases
+
+    forward, add, added = measure_phases._target_forward, WorkerLoRAManager.add_dummy_lora, []
+
+    def adding(self, *args, **kwargs):
+        added.append(add(self, *args, **kwargs))
+        return added[-1]
+
+    def noted(runner, num_rows):
+        before = sum(added)
+        forward(runner, num_rows)
+        runner.added_in_timed_runs = [*getattr(runner, "added_in_timed_runs", []), sum(added) - before]
+
+    measure_phases._target_forward, WorkerLoRAManager.add_dummy_lora = noted, adding
+
+
+def added_in_timed_runs(llm) -> list[int]:
+    return model_runner(llm).added_in_timed_runs
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +44,57 @@ def adapters(tiny_pair, tmp_path_factory):
     return [*(build_adapter(folder / f"adapter{index}", tiny_pair.target, index) for index in range(2)), None]
 
 
-def test_equals_plain_v2(start_v2, random_prompts, adapters):
-    """Greedy and seeded, with and without adapters in one batch; then each prompt with another adapter."""
-    plain, engine = start_v2(None, **LORA), start_v2(GSD, **LORA, async_scheduling=True)
+@pytest.fixture(scope="module")
+def plain(start_v2):
+    return start_v2(None, **LORA)
+
+
+@pytest.fixture(scope="module")
+def engine(start_v2):
+    """It measures costs, and drafts and verifies everything unless a test plants other costs."""
+    engine = start_v2(GSD, **LORA, async_scheduling=True, costs=True, first=(note_adapters_of_timed_runs,))
+    engine.call(plant_costs, None)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompts):
+    """Two equal ones, which fill a block, and two short ones."""
     (long,) = random_prompts(1, 40, 41, seed=31)
-    prompts, params = [long, long, *random_prompts(2, 5, 20, seed=32)], [GREEDY, GREEDY, SEEDED, GREEDY]
+    return [long, long, *random_prompts(2, 5, 20, seed=32)]
+
+
+def ask(engine, prompts, adapters):
+    return engine.call(generate_adapted, prompts, [Params(keys) for keys in PARAMS], adapters)
+
+
+def test_equals_plain_v2(plain, engine, prompts, adapters):
+    """Greedy and seeded, with and without adapters in one batch; then each prompt with another adapter."""
     first = [adapters[0], None, adapters[1], adapters[0]]
     for chosen, cached in ((first, 0), ([adapters[1], adapters[0], None, adapters[1]], 32)):
-        asked = prompts, [Params(keys) for keys in params], chosen
-        answers, expected = engine.call(generate_adapted, *asked), plain.call(generate_adapted, *asked)
+        answers, expected = ask(engine, prompts, chosen), ask(plain, prompts, chosen)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
         # The long prompt has been read with the first adapter and with none, so the second shares nothing.
         assert [answer.num_cached_tokens for answer in answers[:2]] == [0, cached]
     metrics = engine.metrics()
     assert metrics["gsd_nodes_accepted_native"] > 0 and metrics["gsd_kv_rows_moved"] > 0
     assert not any(name.startswith("gsd_fallbacks") for name in metrics)
+
+
+def test_plans_cut_rows_of_mixed_batches(plain, engine, prompts, adapters):
+    """Where rows have a price, requests with different adapters and none verify different numbers of nodes."""
+    chosen, before = [adapters[1], None, adapters[1], adapters[0]], engine.metrics()
+    engine.call(plant_costs, 0.6)
+    try:
+        answers, expected = ask(engine, prompts, chosen), ask(plain, prompts, chosen)
+    finally:
+        engine.call(plant_costs, None)
+    after = engine.metrics()
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    for name in ("gsd_nodes_cut", "gsd_nodes_verified", "gsd_nodes_accepted_native"):
+        assert after[name] > before.get(name, 0)
+
+
+def test_costs_leave_out_what_sets_adapters_up(engine):
+    counts = engine.call(added_in_timed_runs)
+    assert len(counts) >= 2 and not any(counts)

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks with Model Runner V2: the tokens of one, and the same graphs on both."""
+"""Two tensor-parallel ranks with Model Runner V2, in processes or on Ray nodes: the tokens of one, the same graphs."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import interpreter
 import pytest
 from engine_process import run
 from patience import SECONDS
+from ray_cluster import ray_cluster
 from tiny_blocks import build_tiny_block
 from v2_engine import OPTIONS, TRITON
 
@@ -17,8 +18,9 @@ E2E = Path(__file__).parents[1]
 PROGRAM = E2E / "parallel_run.py"
 # A number as budget leaves costs out; ranks that are to plan get planted ones, see ``parallel_run.watch_v2``.
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
-# The long form also has "lm", "dflash2" and "dflash".
+# The long form also has "lm", "dflash2" and "dflash", and all of them over Ray.
 KINDS = os.environ.get("GSD_TEST_KINDS", "eagle3,dspark").split(",")
+OVER_RAY = KINDS if "GSD_TEST_KINDS" in os.environ else ["eagle3"]
 STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 500 take minutes
 SECONDS_A_STEP = 5  # to wait at most
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS + 2 * SECONDS_A_STEP * STEPS)]
@@ -32,32 +34,35 @@ def asked(random_prompts):
     return random_prompts(4, 5, 20, seed=3), params
 
 
+def variables() -> dict[str, str]:
+    """The environment of ranks, which find the interpreter by their path."""
+    path = [E2E / "v2/ranks", E2E / "v2", E2E.parent, TRITON, os.environ.get("PYTHONPATH")]
+    return {
+        **interpreter.SETTINGS,
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join([f"0-{os.cpu_count() - 1}"] * 2),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # there is no driver that it could compile for
+    }
+
+
 @pytest.fixture(scope="module")
 def run_ranks(tiny_pair, asked, tmp_path_factory):
     """Runs them on an engine of two ranks with this draft, which plan what to verify or verify everything."""
     prompts, params = asked
 
-    def run(draft: Path, planned: bool) -> dict:
+    def run(draft: Path, planned: bool, over: str = "mp", **environment: str) -> dict:
         folder = tmp_path_factory.mktemp("run")
         job = {
             "target": str(tiny_pair.target), "config": {**GSD, "model": str(draft)},
             "prompts": prompts, "params": params, "disturb": True, "planned": planned, "steps": STEPS,
-            "engine": {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+            "engine": {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": over},
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        path = [E2E / "v2/ranks", E2E / "v2", E2E.parent, TRITON, os.environ.get("PYTHONPATH")]
-        variables = {
-            **os.environ,
-            **interpreter.SETTINGS,
-            "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder),
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join([f"0-{os.cpu_count() - 1}"] * 2),
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # there is no driver that it could compile for
-        }
         command = [sys.executable, PROGRAM, folder / "job.json", folder / "result.json"]
-        done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=SECONDS + SECONDS_A_STEP * STEPS
-        )
+        environment = {**os.environ, **variables(), **environment}
+        timeout = SECONDS + SECONDS_A_STEP * STEPS
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, done.stderr[-4000:]
         result = json.loads((folder / "result.json").read_text())
         first, second = result["hashes"]
@@ -86,9 +91,19 @@ def drafts(tiny_pair, tiny_eagle3, tmp_path_factory):
     return {"eagle3": tiny_eagle3 / "llama", "lm": tiny_pair.draft, **blocks}
 
 
+def check(two: dict, expected: list[list[int]], kind: str) -> None:
+    assert two["tokens"] == expected
+    assert two["accepted"] > 0 or kind.startswith("dflash")  # blocks are random but for DSpark's bias
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_agree(run_ranks, drafts, expected, kind):
     """The second rank has noise in its draft. It would draft other graphs than the first one's candidates give."""
-    two = run_ranks(drafts[kind], planned=kind == "eagle3")
-    assert two["tokens"] == expected
-    assert two["accepted"] > 0 or kind.startswith("dflash")  # blocks are random but for DSpark's bias
+    check(run_ranks(drafts[kind], planned=kind == "eagle3"), expected, kind)
+
+
+@pytest.mark.parametrize("kind", OVER_RAY)
+def test_ranks_agree_over_ray(run_ranks, drafts, expected, kind):
+    """The same with one rank on each of two nodes."""
+    with ray_cluster(nodes=2, **variables()) as cluster:
+        check(run_ranks(drafts[kind], kind == "eagle3", "ray", **cluster.environment), expected, kind)

@@ -30,7 +30,8 @@ def measure_costs(runner: GraphModelRunner) -> Costs:
     keys and values together.
 
     Args:
-        runner: the V2 model runner; its KV cache is allocated, and its CUDA graphs are captured.
+        runner: the V2 model runner; its KV cache is allocated, its CUDA graphs are captured, and with LoRA it has dummy
+            adapters.
     """
     width, drafting = runner.decode_query_len, runner.speculator.drafting
     assert drafting is not None
@@ -72,9 +73,9 @@ def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
     uniform = num_rows % runner.decode_query_len == 0
     hidden, _ = runner._dummy_run(num_rows, uniform_decode=uniform, randomize_inputs=True, skip_eplb=True)
     assert hidden is not None
-    # With LoRA, logits read the adapter of each row.
+    # With LoRA, logits read the adapter of each row; the dummy run selects those of one row per request.
     rows, lora = np.ones(num_rows, np.int32), runner.lora_config
-    with runner.maybe_dummy_run_with_lora(lora, rows, rows, num_active_loras=lora.max_loras if lora else 0):
+    with runner.maybe_select_dummy_loras(lora, rows, num_active_loras=lora.max_loras if lora else 0):
         runner.model.compute_logits(hidden[:num_rows])
     _wait(runner)
 

@@ -8,12 +8,14 @@ contiguous slots. The speculator then drafts again. No part waits for the device
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.config.lora import LoRAConfig
 from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -49,6 +51,7 @@ class GraphModelRunner(GPUModelRunner):
     step: DeviceStep | None = None  # set from ``prepare_inputs`` to ``sample``
     aux_hidden_states: list[torch.Tensor] | None = None  # set from ``execute_model`` to ``sample``
     moved: torch.Tensor | None = None  # with M-RoPE, int64 [rows], each row's position minus the one in row order
+    has_dummy_loras = False  # while ``maybe_setup_dummy_loras`` is active
 
     @property
     def speculation(self) -> Speculation:
@@ -122,13 +125,27 @@ class GraphModelRunner(GPUModelRunner):
             self.speculator.bind(None)
             self.speculation.release_kv_cache()
 
+    @contextmanager
+    def maybe_setup_dummy_loras(self, lora_config: LoRAConfig | None, remove_lora: bool = True) -> Iterator[None]:
+        """Set dummy adapters up as upstream does, but once only, so that dummy runs inside add and remove none."""
+        if self.has_dummy_loras:
+            yield
+            return
+        self.has_dummy_loras = True
+        try:
+            with super().maybe_setup_dummy_loras(lora_config, remove_lora):
+                yield
+        finally:
+            self.has_dummy_loras = False
+
     def measure(self) -> None:
         """Measure costs by which to plan, once everything is warm and captured."""
         if self.speculation.config.budget == "auto":
             graphs = [] if self.cudagraph_manager is None else self.cudagraph_manager.graphs
             captured = {desc.uniform_token_count - 1 for desc in graphs if desc.uniform_token_count is not None}
             self.speculator.plan.captured = sorted(captured | {0}) if captured else []
-            self.speculation.planner.costs = measure_phases.measure_costs(self)
+            with self.maybe_setup_dummy_loras(self.lora_config):  # not in each run, whose time it would add to
+                self.speculation.planner.costs = measure_phases.measure_costs(self)
 
     # --- one step ---------------------------------------------------------------------------------
 
