@@ -130,7 +130,7 @@ def main(job_path: str, result_path: str) -> None:
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
     while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:
-        left = min(longest, job["steps"] - done)
+        left = min(longest, job["steps"] - done + 2)  # nothing is proposed for the last two tokens of a text
         params = [SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, seed=done + i) for i in range(2)]
         llm.generate(prompts[:2], params, use_tqdm=False)  # no more, as steps count and not tokens
     result["hashes"] = llm.collective_rpc(hashes) if watched else []

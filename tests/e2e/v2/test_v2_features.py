@@ -11,6 +11,7 @@ from request_features import FEATURES, MODES, asked, asked_with_mode, assert_on_
 from v2_engine import V2Engine
 
 LENGTH = 8
+ALONE = 5  # the length of texts that are asked for one by one: every step takes long
 WITHIN = 1e-3  # how far logprobs may lie apart
 GREEDY = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 ENGINE = {
@@ -44,34 +45,32 @@ def four_prompts(random_prompts):
 
 @pytest.fixture(scope="module")
 def every(plain, four_prompts):
-    """Prompts and requests for every feature, greedy and then seeded, and what plain V2 answers."""
+    """``every(seed, length)``: prompts, requests for every feature, greedy without a seed, and plain V2's answers."""
     free = [answer.completions[0] for answer in plain.generate(four_prompts, GREEDY)]
     prompts = [four_prompts[index % 4] for index in range(len(NAMES))]
-    of = {}
-    for kind, seed in (("greedy", None), ("seeded", 50)):
-        params = [asked(name, free[index % 4], LENGTH, seed and seed + index) for index, name in enumerate(NAMES)]
-        of[kind] = prompts, params, plain.generate(prompts, params)
-    return of
+
+    def make(seed: int | None, length: int):
+        params = [asked(name, free[index % 4], length, seed and seed + index) for index, name in enumerate(NAMES)]
+        return prompts, params, plain.generate(prompts, params)
+
+    return make
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_equal_in_batches_of_four(gsd, every, kind):
-    prompts, params, expected = every[kind]
+@pytest.mark.parametrize("seed", [None, 50], ids=["greedy", "seeded"])
+def test_equal_in_batches_of_four(gsd, every, seed):
+    prompts, params, expected = every(seed, LENGTH)
     before = gsd.metrics()
     answers = gsd.generate(prompts, params)
     assert_same(answers, expected, WITHIN)
     assert_on_graph(before, gsd.metrics(), answers)
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_equal_alone(gsd, every, part):
-    """Of every two features one greedily, the other with seeds."""
-    before, answers = gsd.metrics(), []
-    for index in range(part, len(NAMES), 2):
-        prompts, params, expected = every["greedy" if part else "seeded"]
-        (answer,) = gsd.generate(prompts[index : index + 1], params[index])
-        assert_same([answer], expected[index : index + 1], WITHIN)
-        answers.append(answer)
+@pytest.mark.parametrize("seed", [None, 90], ids=["greedy", "seeded"])
+def test_equal_alone(gsd, every, seed):
+    prompts, params, expected = every(seed, ALONE)
+    before = gsd.metrics()
+    answers = [gsd.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    assert_same(answers, expected, WITHIN)
     assert_on_graph(before, gsd.metrics(), answers)
 
 

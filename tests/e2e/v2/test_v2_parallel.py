@@ -15,12 +15,13 @@ from tiny_blocks import build_tiny_block
 from v2_engine import OPTIONS, TRITON
 
 E2E = Path(__file__).parents[1]
-PROGRAM = E2E / "parallel_run.py"
+PROGRAM = [E2E / "forking.py", E2E / "parallel_run.py"]
 # A number as budget leaves costs out; ranks that are to plan get planted ones, see ``parallel_run.watch_v2``.
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
-# The long form also has "lm", "dflash2" and "dflash", and all of them over Ray.
-KINDS = os.environ.get("GSD_TEST_KINDS", "eagle3,dspark").split(",")
-OVER_RAY = KINDS if "GSD_TEST_KINDS" in os.environ else ["eagle3"]
+# Kinds of drafts, by what their ranks run over. The long form has those of the variable over both: "eagle3", "lm",
+# "dspark", "dflash2" or "dflash".
+CHOSEN = os.environ.get("GSD_TEST_KINDS")
+KINDS = {"mp": ["eagle3"], "ray": ["dspark"]} if CHOSEN is None else dict.fromkeys(("mp", "ray"), CHOSEN.split(","))
 STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 500 take minutes
 SECONDS_A_STEP = 5  # to wait at most
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS + 2 * SECONDS_A_STEP * STEPS)]
@@ -59,7 +60,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
             "engine": {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": over},
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, PROGRAM, folder / "job.json", folder / "result.json"]
+        command = [sys.executable, *PROGRAM, folder / "job.json", folder / "result.json"]
         environment = {**os.environ, **variables(), **environment}
         timeout = SECONDS + SECONDS_A_STEP * STEPS
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -85,8 +86,7 @@ def drafts(tiny_pair, tiny_eagle3, tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
     blocks = {
         kind: build_tiny_block(kind, tiny_pair.target, folder / kind, trimmed=kind == "dspark")
-        for kind in KINDS
-        if kind not in ("eagle3", "lm")
+        for kind in {*KINDS["mp"], *KINDS["ray"]} - {"eagle3", "lm"}
     }
     return {"eagle3": tiny_eagle3 / "llama", "lm": tiny_pair.draft, **blocks}
 
@@ -96,13 +96,13 @@ def check(two: dict, expected: list[list[int]], kind: str) -> None:
     assert two["accepted"] > 0 or kind.startswith("dflash")  # blocks are random but for DSpark's bias
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS["mp"])
 def test_ranks_agree(run_ranks, drafts, expected, kind):
     """The second rank has noise in its draft. It would draft other graphs than the first one's candidates give."""
     check(run_ranks(drafts[kind], planned=kind == "eagle3"), expected, kind)
 
 
-@pytest.mark.parametrize("kind", OVER_RAY)
+@pytest.mark.parametrize("kind", KINDS["ray"])
 def test_ranks_agree_over_ray(run_ranks, drafts, expected, kind):
     """The same with one rank on each of two nodes."""
     with ray_cluster(nodes=2, **variables()) as cluster:
