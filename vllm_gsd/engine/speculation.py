@@ -23,7 +23,7 @@ from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
-from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, flat_tree
+from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, Paths, flat_tree
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.host import flatten, graft_all_ngrams, reset_all, tally
 from vllm_gsd.method.constants import (
@@ -220,20 +220,20 @@ class Speculation:
         for request_id in request_ids:
             self.trees.pop(request_id, None)
 
-    def observe(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, emitting: np.ndarray) -> None:
+    def observe(self, request_ids: list[str], step: VerifyStep, paths: Paths) -> None:
         """Learn which nodes of a step's trees the target accepted.
 
         Args:
             request_ids: the requests of the step's batch.
             step: the rows that the step verified.
-            places: int32 [num_requests], the row within its tree where each request's walk ended.
-            emitting: bool [num_requests], whether the request emitted tokens.
+            paths: the accepted paths.
         """
+        emitting = paths.num_tokens > 0
         has_tree = emitting & step.has_tree
-        rows = step.trees.parent, step.trees.starts, places, has_tree, step.depth, step.source, step.survival
+        rows = step.trees.parent, step.trees.starts, paths.last, has_tree, step.depth, step.source, step.survival
         seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
         if self.recorder is not None:
-            self.recorder.verified(request_ids, step, places, has_tree)
+            self.recorder.verified(request_ids, step, paths.last, has_tree)
         counts = self.stats.counts
         total = seen.tolist()
         counts["target_steps"] += int(np.count_nonzero(emitting))
@@ -335,7 +335,8 @@ class Speculation:
         """What sources other than the draft have found: ``found`` and ``left`` of ``choose_drafting``."""
         if found is None:
             return np.zeros(0), 1.0
-        real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
+        place = np.arange(found.value.shape[1])
+        real = (place > 0) & (place <= np.minimum(found.size, self.num_nodes)[:, None])
         chances = found.value[real].astype(np.float64)
         return chances, 1.0 - float(found.value[real & (found.depth == 1)].sum()) / len(requests.index)
 
@@ -377,8 +378,8 @@ class Speculation:
     def _propose(self, proposals: list[FlatTree], requests: GraphRequests, trees: FlatTrees) -> None:
         """Choose the nodes to verify, store them by request and write them to ``proposals``."""
         most = np.minimum(trees.size, self.num_nodes)
-        copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) < most[:, None])
-        sizes = self.planner.choose(trees.value, most, requests.length, (most > 0) & ~copied.any(axis=1))
+        copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) <= most[:, None])
+        sizes = self.planner.choose(trees.value[:, 1:], most, requests.length, (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, index in enumerate(requests.index.tolist()):
             grammar = requests.grammar[row]

@@ -5,7 +5,7 @@ extension exports the values it was built with; ``host`` refuses it if they diff
 """
 
 # Increment this when the extension's operations, or what they take or return, change.
-INTERFACE = 6
+INTERFACE = 7
 
 # --- token graphs -----------------------------------------------------------------------------------
 

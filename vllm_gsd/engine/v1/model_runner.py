@@ -26,6 +26,7 @@ from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v1.plan import plan_step
 from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
+from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.step import VerifyStep, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.host import kv_moves
@@ -227,7 +228,7 @@ class GraphModelRunner(CPUModelRunner):
         assert step is not None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
         with self.drafter.stats.timed("walk_seconds"):
-            output, places = walk(
+            output, paths = walk(
                 self.sampler,
                 logits,
                 self.input_batch.sampling_metadata,
@@ -237,13 +238,14 @@ class GraphModelRunner(CPUModelRunner):
                 stops=(stop_tokens(request.sampling_params) for request in requests),
             )
         with self.drafter.stats.timed("compaction_seconds"):
-            self._compact(step, places)
-        self.drafter.observe(self.input_batch.req_ids, step, places, ~self.discard_request_mask.np[: len(places)])
+            self._compact(step, paths)
+        emitted = np.where(self.discard_request_mask.np[: len(requests)], 0, paths.num_tokens)
+        self.drafter.observe(self.input_batch.req_ids, step, paths._replace(num_tokens=emitted))
         return output
 
-    def _compact(self, step: VerifyStep, places: np.ndarray) -> None:
+    def _compact(self, step: VerifyStep, paths: Paths) -> None:
         """Move the target KV of accepted nodes to the slots that plain decoding would have used."""
-        rows = kv_moves(step.trees.parent, step.trees.starts, places, step.first_rows)
+        rows = kv_moves(step.trees.parent, step.trees.starts, paths.last, step.first_rows)
         if len(rows[0]) == 0:
             return
         slots = self._slot_mapping().numpy()

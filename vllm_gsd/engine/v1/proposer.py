@@ -89,4 +89,4 @@ class GraphProposer(Speculation):
                 block_size=block_table.block_size,
             )
         )
-        return [tree.token.tolist() for tree in trees]
+        return [tree.drafts for tree in trees]

@@ -15,13 +15,12 @@ class Proposals:
 
     Args:
         num_slots: the most concurrent requests.
-        num_places: the most nodes of a graph.
+        num_nodes: the most nodes of a graph.
         device: the target's device.
     """
 
-    def __init__(self, num_slots: int, num_places: int, device: torch.device) -> None:
-        self.trees = empty_trees(num_slots, num_places, device)
-        self.num_places = num_places
+    def __init__(self, num_slots: int, num_nodes: int, device: torch.device) -> None:
+        self.trees = empty_trees(num_slots, num_nodes, device)
         # Whether the graph in a slot was proposed for the request that has the slot now; kept on the host.
         self.fresh = np.zeros(num_slots, np.bool_)
 
@@ -40,9 +39,9 @@ class Proposals:
         self.fresh[slots] = False
 
 
-def empty_trees(count: int, num_places: int, device: torch.device) -> DeviceTrees:
-    """``count`` graphs without nodes, with room for ``num_places`` nodes each."""
-    shape = (count, num_places)
+def empty_trees(count: int, num_nodes: int, device: torch.device) -> DeviceTrees:
+    """``count`` graphs without nodes, with room for ``num_nodes`` nodes each."""
+    shape = (count, 1 + num_nodes)
     whole = torch.zeros(shape, dtype=torch.int64, device=device)
     real = torch.zeros(shape, device=device)
     return DeviceTrees(
@@ -57,19 +56,19 @@ def empty_trees(count: int, num_places: int, device: torch.device) -> DeviceTree
     )
 
 
-def to_device(trees: list[FlatTree], values: list[np.ndarray], num_places: int, device: torch.device) -> DeviceTrees:
-    """Copy graphs that were grown on the host to the device, padded to ``num_places`` nodes.
+def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, device: torch.device) -> DeviceTrees:
+    """Copy graphs that were grown on the host to the device, padded to ``num_nodes`` nodes.
 
     Args:
-        values: for each of the graphs the calibrated probabilities of its nodes, float32 [n].
+        values: for each of the graphs the calibrated probabilities of its places, float32.
     """
-    padded = empty_trees(len(trees), num_places, torch.device("cpu"))
+    padded = empty_trees(len(trees), num_nodes, torch.device("cpu"))
     for row, tree in enumerate(trees):
-        size = len(tree.token)
-        padded.size[row] = size
-        padded.value[row, :size] = torch.from_numpy(values[row])
+        places = len(tree.token)
+        padded.size[row] = tree.num_nodes
+        padded.value[row, :places] = torch.from_numpy(values[row])
         for name in ("token", "parent", "depth", "origin", "via_merge", "survival"):
-            getattr(padded, name)[row, :size] = torch.from_numpy(getattr(tree, name))
+            getattr(padded, name)[row, :places] = torch.from_numpy(getattr(tree, name))
     return DeviceTrees(*(values.to(device, non_blocking=True) for values in padded))
 
 
@@ -77,4 +76,4 @@ def to_host(trees: DeviceTrees) -> list[FlatTree | None]:
     """Convert graphs in CPU tensors to host graphs; None for graphs without nodes."""
     token, parent, depth, origin, via_merge, survival, _, size = (values.numpy() for values in trees)
     kinds = (token, parent.astype(np.int32), depth.astype(np.int32), origin.astype(np.int8), via_merge, survival)
-    return [FlatTree(*(of[row, :count] for of in kinds)) if count else None for row, count in enumerate(size)]
+    return [FlatTree(*(of[row, : 1 + count] for of in kinds)) if count else None for row, count in enumerate(size)]

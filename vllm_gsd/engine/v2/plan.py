@@ -195,5 +195,6 @@ class Plan:
 
 
 def late_graphs(trees: DeviceTrees, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``Plan.arrived`` reads of the proposed graphs in some slots, int64 [num_requests]."""
-    return {f"graph_{name}": getattr(trees, name)[slots] for name in ("size", "value", "origin", "depth", "survival")}
+    """What ``Plan.arrived`` reads of the proposed graphs in some slots, int64 [num_requests]: their nodes."""
+    nodes = {f"graph_{name}": getattr(trees, name)[slots, 1:] for name in ("value", "origin", "depth", "survival")}
+    return {"graph_size": trees.size[slots], **nodes}

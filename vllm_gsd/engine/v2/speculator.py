@@ -29,6 +29,7 @@ from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan, late_graphs
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
+from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.method.constants import OFF_BELOW, SHARED
@@ -240,7 +241,7 @@ class GraphSpeculator(BaseSpeculator):
         if len(host):
             grow_on_host(self, input_batch, host, kinds[host])
         self.clock.proposed(input_batch.req_ids)
-        return self.proposals.trees.token[input_batch.idx_mapping]
+        return self.proposals.trees.token[input_batch.idx_mapping, 1:]
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -430,16 +431,16 @@ class GraphSpeculator(BaseSpeculator):
             wait: whether to wait for the results of all steps.
         """
         for label, tensors in self.late.take(wait):
-            ends, sampled, num_sampled, draft_length, counts = (
-                tensors.pop(name).numpy() for name in ("ends", "sampled", "num_sampled", "draft_length", "counts")
-            )
+            names = ("sampled", "num_sampled", "ends", "draft_length", "counts")
+            *path, draft_length, counts = (tensors.pop(name).numpy() for name in names)
+            paths = Paths(*path)
             self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
             graphs = {name: tensors.pop(name).numpy() for name in [*tensors] if name.startswith("graph_")}
             step = lay_out(to_host(DeviceTrees(**tensors)), label.sizes, label.batch_ends)
-            self.speculation.observe(label.request_ids, step, ends, num_sampled > 0)
+            self.speculation.observe(label.request_ids, step, paths)
             # Another request may have the slot by now.
             present = label.tenants == self.tenants[label.slots]
-            self.texts.append(label.slots[present], sampled[present], num_sampled[present])
+            self.texts.append(label.slots[present], paths.tokens[present], paths.num_tokens[present])
             drafted = np.flatnonzero(present & label.drafted)
             if graphs and len(drafted):
                 proposed = {name: values[drafted] for name, values in graphs.items()}

@@ -221,7 +221,7 @@ class _PathSampler:
         (requests,) = Staging(self.logits.device).send(requests_np)
         drawn: torch.Tensor | None = None
         assert own.step is not None
-        for level in range(own.step.trees.token.shape[1] + 1):
+        for level in range(own.step.trees.token.shape[1]):
             walked = own.walk(whole[:num_rows], self.batch, self.invalid, level)
             active = walked.count[requests] == level + 1
             if own.custom:

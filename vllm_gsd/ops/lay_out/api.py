@@ -39,7 +39,7 @@ def lay_out_rows(
         prefix_lens: int32 ``[>= num_requests]``, receives the positions of the roots.
 
     Returns:
-        The requests' graphs, cut to their rows, with ``most_rows - 1`` places.
+        The requests' graphs, cut to their rows, with ``most_rows`` places.
 
     The call is safe to capture: shapes depend on the arguments' shapes and ``most_rows`` only, nothing is read back.
 
@@ -62,13 +62,11 @@ def lay_out_rows(
     require_triton("lay_out_rows", slots)
     from vllm_gsd.ops.lay_out.triton import lay_out_kernel, triton
 
-    places, width = kept.token.shape[1], most_rows - 1
-    trees = DeviceTrees(
-        *(torch.empty((count, width)[: values.dim()], dtype=values.dtype, device=device) for values in kept)
-    )
+    places, shape = kept.token.shape[1], (count, most_rows)
+    trees = DeviceTrees(*(torch.empty(shape[: values.dim()], dtype=values.dtype, device=device) for values in kept))
     if count:
         lay_out_kernel[(count,)](
-            *trees, *kept, slots, valid, starts, batch_starts, positions, mask, prefix_lens, places, width,
-            WORDS=mask.shape[1], BLOCK=(block := triton.next_power_of_2(1 + places)), num_warps=warps_for(block),
+            *trees, *kept, slots, valid, starts, batch_starts, positions, mask, prefix_lens, places, most_rows,
+            WORDS=mask.shape[1], BLOCK=(block := triton.next_power_of_2(places)), num_warps=warps_for(block),
         )  # fmt: skip
     return trees
