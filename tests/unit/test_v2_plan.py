@@ -9,6 +9,7 @@ import torch
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.copies import Copies
 from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import nodes_that_fit
@@ -44,7 +45,7 @@ def new_speculation(planner: Planner) -> Speculation:
     speculation.trees, speculation.known, speculation.grammar_trees = {}, {}, {}
     speculation.trust, speculation.recorder, speculation.draft_kv = SourceTrust(), None, object()
     speculation.num_nodes, speculation.max_model_len, speculation.most_missed = NODES, 10**6, 100
-    speculation.has_free_sources = True
+    speculation.copies = Copies(CONFIG, NODES)
     speculation.known = {str(slot): (True, False, 10**6) for slot in range(SLOTS)}
     return speculation
 

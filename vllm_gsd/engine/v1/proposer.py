@@ -42,14 +42,14 @@ class GraphProposer(Speculation):
         """Store the responses of finished requests, whose records the runner still has, and drop their state."""
         for request_id in request_ids:
             record = self.runner.requests.get(request_id)
-            if self.shared is not None and record is not None:
-                self.shared.finished(request_id, record.lora_request, record.output_token_ids)
+            if self.copies.shared is not None and record is not None:
+                self.copies.shared.finished(request_id, record.lora_request, record.output_token_ids)
         super().forget(request_ids)
 
     def remember(self, cache_salts: dict[str, str]) -> None:
         """Store the cache salts of new requests."""
-        if self.shared is not None:
-            self.shared.salts.update(cache_salts)
+        if self.copies.shared is not None:
+            self.copies.shared.salts.update(cache_salts)
 
     def propose(  # type: ignore[override]
         self,

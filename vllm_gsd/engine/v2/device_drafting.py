@@ -20,9 +20,9 @@ import torch
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.engine.draft.copies import MIN_NGRAM_MATCH
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
-from vllm_gsd.engine.speculation import MIN_NGRAM_MATCH
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs

@@ -32,7 +32,6 @@ from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
-from vllm_gsd.method.constants import OFF_BELOW, SHARED
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 from vllm_gsd.ops.growth.state import COUNTS
 
@@ -154,7 +153,7 @@ class GraphSpeculator(BaseSpeculator):
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Remove finished requests, before their slots are reused."""
-        shared = self.speculation.shared
+        shared = self.speculation.copies.shared
         if shared is not None and request_ids:
             self.learn()  # the last tokens of responses have arrived, because the scheduler has seen them
         for request_id in request_ids:
@@ -179,8 +178,8 @@ class GraphSpeculator(BaseSpeculator):
 
     def remember(self, cache_salts: dict[str, str]) -> None:
         """Store the cache salts of new requests, by request id."""
-        if self.speculation.shared is not None:
-            self.speculation.shared.salts.update(cache_salts)
+        if self.speculation.copies.shared is not None:
+            self.speculation.copies.shared.salts.update(cache_salts)
 
     def share_of(self, request_id: str) -> int:
         """How many nodes of a request's next graph are verified at most."""
@@ -315,7 +314,6 @@ class GraphSpeculator(BaseSpeculator):
             self.proposals.drop(slots)
             return
         trust, words = speculation.trust.of(batch.request_ids), self.drafting.tree_words
-        looked_up = (kinds != NO_GRAPH) & (trust[:, SHARED] >= OFF_BELOW)
         known_batch = KnownBatch(
             slots=slots,
             wanted=kinds,
@@ -324,7 +322,7 @@ class GraphSpeculator(BaseSpeculator):
             end=self.ends[slots],
             trust=trust,
             factor=speculation.planner.calibration.factor,
-            suggested=None if speculation.shared is None else speculation.shared.packed(batch, looked_up, words),
+            suggested=speculation.copies.packed(batch, kinds != NO_GRAPH, trust, words),
         )
         self.drafting.propose(known_batch, batch.block_table, self.plan.phase.levels)
         self.proposals.fresh[slots] = True

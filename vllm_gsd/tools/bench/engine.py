@@ -167,8 +167,8 @@ def forget_responses(runner: Any) -> None:
         for request_id in list(cache.cached_requests):
             cache.evict_cached_response(request_id)
     ours = getattr(getattr(runner, "speculator", None), "speculation", drafter)  # Model Runner V2, else V1
-    if (shared := getattr(ours, "shared", None)) is not None:
-        shared.clear()
+    if (copies := getattr(ours, "copies", None)) is not None:
+        copies.clear()
 
 
 def planner_of(runner: Any) -> dict[str, Any] | None:
