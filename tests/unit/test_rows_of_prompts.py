@@ -75,8 +75,9 @@ def test_memory_of_a_chunk(trees):
 def test_catching_up_has_no_masks():
     given = []
     model = SimpleNamespace(
-        head=None, to_device=torch.from_numpy, run_level=lambda tokens, tree, slots, features: given.append(tree)
-    )
+        head=None, to_device=torch.from_numpy, tokens=torch.from_numpy,
+        run_rows=lambda tokens, slots, tree, features: given.append(tree),
+    )  # fmt: skip
     drafter = Drafter.__new__(Drafter)
     drafter.model, drafter.masks_chains, drafter.features = model, True, None
     drafter.planner = SimpleNamespace(caught_up=lambda rows: None)
