@@ -31,7 +31,7 @@ def random_separable(block_size: int, head_size: int, seed: int = 0) -> KVLayout
 
 
 def transposed(block_size: int, head_size: int) -> KVLayout:
-    """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values ``[block_size, head_size]``."""
+    """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values as in ``KVLayout.plain``."""
     token, dim = torch.arange(block_size, dtype=torch.int32), torch.arange(head_size, dtype=torch.int32)
     return KVLayout(key_token=token, key_dim=dim * block_size, value_token=token * head_size, value_dim=dim)
 
