@@ -64,7 +64,7 @@ def test_the_bench_drops_what_methods_remember():
         upstreams.add_active_response(request_id, [1, 2, 3, 4, 5])
     upstreams.stop_request("ended")
     forget_responses(SimpleNamespace(drafter=SimpleNamespace(suffix_cache=upstreams)))
-    forget_responses(SimpleNamespace(drafter=SimpleNamespace(copies=shared)))
+    forget_responses(SimpleNamespace(speculation=SimpleNamespace(copies=shared)))
     forget_responses(SimpleNamespace())
     forget_responses(None)
     assert not upstreams.cached_requests
