@@ -24,6 +24,7 @@ def main() -> None:
     pages = [ROOT / name for name in TOP] + sorted((ROOT / "docs").rglob("*.md"))
     problems = [problem for page in pages for problem in check_page(page)]
     problems += [f"docs/support.toml: no test {test}" for test in docs_pages.tests_named() if not _test_exists(test)]
+    problems += [problem for file in sorted((ROOT / "vllm_gsd").rglob("*.py")) for problem in check_code(file)]
     problems += check_navigation((ROOT / "mkdocs.yml").read_text())
     problems += [f"docs/{page}: out of date, run scripts/docs_pages.py" for page in docs_pages.outdated()]
     if problems:
@@ -42,6 +43,12 @@ def check_page(page: Path) -> list[str]:
         if not _exists(path) or (test and not _test_exists(path + test)):
             problems.append(f"{where}: no {path}{test}")
     return problems
+
+
+def check_code(file: Path) -> list[str]:
+    """Pages that comments, docstrings and messages name, but that do not exist."""
+    named = set(re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text()))
+    return [f"{file.relative_to(ROOT)}: no {page}" for page in sorted(named) if not (ROOT / page).exists()]
 
 
 def check_navigation(config: str) -> list[str]:

@@ -105,7 +105,7 @@ def hidden_states_kept(llm, prompt: list[int], max_tokens: int) -> tuple[list[in
             size = batch.block_table[0].block_size
             blocks = batch.block_table[0].block_table.np[0]
             slots = [int(blocks[place // size]) * size + place % size for place in range(length)]
-            states = runner.drafter.features.states[slots].tolist()
+            states = runner.speculation.features.states[slots].tolist()
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
     return tokens, states

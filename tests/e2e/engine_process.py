@@ -283,7 +283,7 @@ def draft_every_level(llm) -> None:
 
     A level of the tiny draft costs what a step of the tiny target costs, so on its own gsd would (rightly) not draft.
     """
-    model_runner(llm).drafter.planner.costs = None
+    model_runner(llm).speculation.planner.costs = None
 
 
 def free_blocks(llm) -> int:
@@ -301,10 +301,10 @@ def gsd_request_state(llm) -> dict[str, int]:
     runner = model_runner(llm)
     return {
         "requests": len(runner.requests),
-        "trees": len(runner.drafter.trees),
-        "known": len(runner.drafter.known),
-        "draft_kv_blocks": len(runner.drafter.draft_kv.blocks),
-        "draft_kv_length": len(runner.drafter.draft_kv.length),
+        "trees": len(runner.speculation.trees),
+        "known": len(runner.speculation.known),
+        "draft_kv_blocks": len(runner.speculation.draft_kv.blocks),
+        "draft_kv_length": len(runner.speculation.draft_kv.length),
     }
 
 

@@ -27,19 +27,20 @@ def watch(worker, disturb: bool):
 
     proposer = worker.model_runner.drafter
     proposer.hashes = []
-    propose, drafter = proposer.propose, proposer.drafter
+    propose, speculation = proposer.propose, proposer.speculation
 
     def recorded(*args, **kwargs):
         if disturb and worker.rank > 0:
             time.sleep(random.uniform(0, 0.003))
         proposals = propose(*args, **kwargs)
-        trees = [[tree.token.tolist(), tree.parent.tolist()] for tree in proposer.trees.values()]
+        trees = [[tree.token.tolist(), tree.parent.tolist()] for tree in speculation.trees.values()]
         proposer.hashes.append(hashlib.sha256(json.dumps([proposals, trees]).encode()).hexdigest())
         return proposals
 
     proposer.propose = recorded
     if disturb:
         torch.set_num_threads(1 + worker.rank)
+        drafter = speculation.drafter
         candidates = drafter.model.candidates
 
         def noisy(hidden, k):

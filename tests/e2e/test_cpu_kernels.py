@@ -25,7 +25,7 @@ def products(llm) -> dict[str, tuple[str, str, int]]:
     runner = model_runner(llm)
     models = {"target": runner.model}
     if hasattr(runner, "drafter"):
-        models["draft"] = runner.drafter.drafter.model.model
+        models["draft"] = runner.speculation.drafter.model.model
     return {
         f"{name} {path}": (module.cpu_linear.__module__, _name(module.cpu_linear), module.weight.dim())
         for name, model in models.items()

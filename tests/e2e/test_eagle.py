@@ -58,7 +58,8 @@ def equals_plain(engine, prompts, short, expected):
 def cache_bytes(llm) -> tuple[int, int]:
     """Of the KV cache, and of the hidden states beside it."""
     runner = model_runner(llm)
-    return sum(layer.size for layer in runner.kv_cache_config.kv_cache_tensors), runner.drafter.features.states.nbytes
+    states = runner.speculation.features.states
+    return sum(layer.size for layer in runner.kv_cache_config.kv_cache_tensors), states.nbytes
 
 
 def test_hidden_states_are_part_of_the_memory_for_the_kv_cache(start_engine, tiny_eagle):

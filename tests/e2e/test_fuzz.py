@@ -92,7 +92,7 @@ def shapes(draw) -> dict:
 
 def draft(llm, shape: dict) -> None:
     """Let the engine's draft propose so."""
-    speculation = model_runner(llm).drafter
+    speculation = model_runner(llm).speculation
     drafter, model = speculation.drafter, speculation.drafter.model
     speculation.config = drafter.config = speculation.config.model_copy(update=shape["limits"])
     speculation.num_nodes = shape["nodes"]

@@ -207,7 +207,7 @@ def test_nothing_is_left_of_a_thousand_requests(gsd, random_prompts):
 
 def one_draft_of_nan(llm) -> None:
     """Let the draft model's next logits have a NaN in their first row."""
-    model = model_runner(llm).drafter.drafter.model.model
+    model = model_runner(llm).speculation.drafter.model.model
     compute = model.compute_logits
 
     def sick(hidden):
@@ -221,7 +221,7 @@ def one_draft_of_nan(llm) -> None:
 
 def what_was_learned(llm) -> list[float]:
     """Numbers that steps leave behind for those that follow."""
-    planner = model_runner(llm).drafter.planner
+    planner = model_runner(llm).speculation.planner
     learned = planner.calibration.factor, planner.calibration.accepted, planner.children, planner.worth, planner.levels
     return [float(number) for numbers in learned for number in numbers.ravel()]
 

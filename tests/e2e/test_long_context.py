@@ -27,12 +27,12 @@ def build(folder):
 
 
 def own_bytes(llm):
-    """Bytes of the arrays that our proposer, its draft and the draft's KV tracker hold, by their attributes' names."""
+    """Bytes of the arrays that speculation, its draft and the draft's KV tracker hold, by their attributes' names."""
     import numpy as np
 
-    proposer = model_runner(llm).drafter
+    ours = model_runner(llm).speculation
     arrays = {}
-    for part in (proposer, proposer.drafter, proposer.draft_kv, proposer.planner):
+    for part in (ours, ours.drafter, ours.draft_kv, ours.planner):
         for name, value in vars(part).items():
             fields = value if isinstance(value, tuple) else [value]
             arrays[name] = sum(array.nbytes for array in fields if isinstance(array, np.ndarray))

@@ -90,7 +90,7 @@ def test_equals_plain_vllm(start_engine, workloads, plain, config, workload):
 def mask_float32(llm):
     """Let our kernel attend for chains, plain rows and prompts too, as it does in bfloat16."""
     runner = model_runner(llm)
-    runner.masks_chains = runner.drafter.drafter.masks_chains = True
+    runner.masks_chains = runner.speculation.drafter.masks_chains = True
 
 
 @pytest.mark.parametrize("workload", ["greedy-1", "seeded-8", "mixed-32"])

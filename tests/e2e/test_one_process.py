@@ -23,7 +23,7 @@ def in_turn(llm, target, configs, prompts):
             options = {**DEFAULTS, "skip_tokenizer_init": True, "speculative_config": config}
             llm = LLM(model=str(target), **options)
         if config is not None:
-            model_runner(llm).drafter.planner.costs = None  # draft whatever it costs
+            model_runner(llm).speculation.planner.costs = None  # draft whatever it costs
         tokens = [answer.tokens for answer in generate(llm, prompts, [Params(REPEATED)] * len(prompts))]
         layers = model_runner(llm).compilation_config.static_forward_context.values()
         counts = metrics(llm)

@@ -24,7 +24,7 @@ def layers_by_kind(llm) -> dict[str, set[bool]]:
     """By model and class of its layers with weights of their own kind for CPUs: whether they are packed."""
     runner = model_runner(llm)
     found: dict[str, set[bool]] = {}
-    for name, model in (("target", runner.model), ("draft", runner.drafter.drafter.model.model)):
+    for name, model in (("target", runner.model), ("draft", runner.speculation.drafter.model.model)):
         for module in model.modules():
             if hasattr(module, "cpu_linear"):
                 ours = "vllm_gsd" in module.cpu_linear.__module__

@@ -104,7 +104,7 @@ def build_looped(folder):
 def mask_all_rows(llm):
     """Let our kernel attend for prompts and chains too, as it does in bfloat16."""
     runner = model_runner(llm)
-    runner.masks_chains = runner.drafter.drafter.masks_chains = True
+    runner.masks_chains = runner.speculation.drafter.masks_chains = True
 
 
 def test_windows_that_only_the_layers_know(tmp_path, random_prompts):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_cases import LAYOUTS, random_separable
+from tree_cases import LAYOUTS, random_separable, transposed
 
 from vllm_gsd.ops.kv_move.cpu import move_kv, move_kv_reference
 from vllm_gsd.ops.kv_move.layout import KVLayout
@@ -49,7 +49,7 @@ def test_equals_gather_and_scatter(layout, dtype, block_size, head_size, layers,
 @pytest.mark.parametrize("op", OPS)
 def test_swap(op):
     """Every read comes before every write."""
-    layout = KVLayout.transposed(16, 32)
+    layout = transposed(16, 32)
     kv_cache = caches(1)[0]
     before = layout.read(kv_cache, torch.tensor([7, 40]))
     op([kv_cache], layout, torch.tensor([7, 40]), torch.tensor([40, 7]))
@@ -60,7 +60,7 @@ def test_swap(op):
 @pytest.mark.parametrize("op", OPS)
 def test_one_layout_per_cache(op):
     """Layers may differ in everything but the slots."""
-    layouts = [KVLayout.transposed(16, 32), random_separable(16, 64), KVLayout.plain(16, 16)]
+    layouts = [transposed(16, 32), random_separable(16, 64), KVLayout.plain(16, 16)]
     cases = list(zip(layouts, (1, 2, 4), strict=True))
     given = [caches(1, head_size=layout.head_size, kv_heads=heads)[0] for layout, heads in cases]
     src, dst = torch.tensor([3, 20]), torch.tensor([70, 3])
@@ -71,7 +71,7 @@ def test_one_layout_per_cache(op):
 
 
 def test_many_layers_in_parallel():
-    layout = KVLayout.transposed(32, 64)
+    layout = transposed(32, 64)
     given = caches(12, 32, 64, torch.bfloat16)
     expected = [kv_cache.clone() for kv_cache in given]
     src, dst = torch.arange(60, 90), torch.arange(50, 80)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tree_cases import check, tree_case
+from tree_cases import check, transposed, tree_case
 
 from vllm_gsd.ops.attention.cpu import tree_attention
 from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
@@ -42,7 +42,7 @@ def test_probed_layout_reads_what_upstream_wrote(upstream, isa, block_size, head
 
 def test_vec_is_transposed(upstream):
     probed = KVLayout.probe(writer(upstream, "vec"), 32, 64, torch.bfloat16)
-    assert torch.equal(probed.tables, KVLayout.transposed(32, 64).tables)
+    assert torch.equal(probed.tables, transposed(32, 64).tables)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -30,6 +30,12 @@ def random_separable(block_size: int, head_size: int, seed: int = 0) -> KVLayout
     )
 
 
+def transposed(block_size: int, head_size: int) -> KVLayout:
+    """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values as in ``KVLayout.plain``."""
+    token, dim = torch.arange(block_size, dtype=torch.int32), torch.arange(head_size, dtype=torch.int32)
+    return KVLayout(key_token=token, key_dim=dim * block_size, value_token=token * head_size, value_dim=dim)
+
+
 def pairs_interleaved(block_size: int, head_size: int) -> KVLayout:
     """As AMX wants 16-bit operands: key dimensions in pairs, value tokens in pairs."""
     token, dim = torch.arange(block_size), torch.arange(head_size)
@@ -43,7 +49,7 @@ def pairs_interleaved(block_size: int, head_size: int) -> KVLayout:
 
 LAYOUTS = {
     "plain": KVLayout.plain,
-    "transposed": KVLayout.transposed,
+    "transposed": transposed,
     "pairs": pairs_interleaved,
     "shuffled": random_separable,
 }
@@ -108,7 +114,7 @@ def tree_case(
     head_size=64,
     block_size=32,
     dtype=torch.float32,
-    layout=KVLayout.transposed,
+    layout=transposed,
     sliding_window=-1,
     softcap=0.0,
     sinks=False,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_graph import Node, can_reach, has_cycle, read_graph, unrolled
 
-from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT
+from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT, ORIGIN_ROOT
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, new_graphs, reset
 from vllm_gsd.method.lay_out import ancestor_masks
@@ -66,14 +66,16 @@ def build(batch):
 
 
 def flattened(trees, row):
-    """The list as (tokens of the path, parent's place, depth, node, via_merge) by place."""
-    paths: list[tuple[int, ...]] = []
+    """The nodes as (tokens of the path, parent's place, depth, node, via_merge), from place 1 on."""
+    root = (trees.token, trees.parent, trees.depth, trees.node, trees.origin, trees.via_merge, trees.survival)
+    assert [of[row, 0].item() for of in root] == [7, NONE, 0, 0, ORIGIN_ROOT, False, 1.0]
+    assert trees.value[row, 0] == 1.0
+    paths: list[tuple[int, ...]] = [()]
     result = []
-    for place in range(trees.size[row]):
+    for place in range(1, 1 + trees.size[row]):
         parent = int(trees.parent[row, place])
-        assert parent == NONE or 0 <= parent < place
-        above = () if parent == NONE else paths[parent]
-        paths.append((*above, int(trees.token[row, place])))
+        assert 0 <= parent < place
+        paths.append((*paths[parent], int(trees.token[row, place])))
         node, crossed = int(trees.node[row, place]), bool(trees.via_merge[row, place])
         result.append((paths[-1], parent, int(trees.depth[row, place]), node, crossed))
     return result
@@ -91,7 +93,7 @@ def test_flattened_lists_are_trees_of_graph_paths(batch):
         places = flattened(trees, row)  # parents come first
         assert len(places) <= num_nodes[row]
         existing = {p.tokens: p for p in unrolled(read_graph(graphs, row)[0], max_depth[row])}
-        for place, (tokens, _, depth, node, crossed) in enumerate(places):
+        for place, (tokens, _, depth, node, crossed) in enumerate(places, 1):
             assert depth == len(tokens) <= max_depth[row]
             assert tokens in existing
             assert node == existing[tokens].node.index
@@ -129,7 +131,7 @@ def test_a_batch_gives_what_each_graph_gives_alone(batch):
         assert trees.size[row] == size
         for field in ("token", "parent", "depth", "node", "origin", "via_merge"):
             together, single = getattr(trees, field), getattr(alone, field)
-            assert np.array_equal(together[row, :size], single[0, :size])
+            assert np.array_equal(together[row, : 1 + size], single[0, : 1 + size])
 
 
 @FEW
@@ -279,8 +281,8 @@ def test_a_chain_graph_is_verified_as_a_chain():
     for token in (5, 1, 5, 2):
         node = add_child(graphs, 0, node, token, np.float32(0.9), ORIGIN_DRAFT)
     trees = flatten(graphs, np.array([8], np.int32), np.array([3], np.int32))
-    assert trees.token[0, : trees.size[0]].tolist() == [5, 1, 5]
-    parent = np.concatenate([[NONE], trees.parent[0, : trees.size[0]] + 1]).astype(np.int32)
+    parent = trees.parent[0, : 1 + trees.size[0]]
+    assert trees.token[0, : len(parent)].tolist() == [3, 5, 1, 5]
     assert is_chain(parent, 0, len(parent))
     masks = np.zeros((len(parent), 1), np.int64)
     ancestor_masks(parent, np.array([0, len(parent)], np.int32), masks)

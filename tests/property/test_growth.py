@@ -89,7 +89,7 @@ def ranked_places(root, limit):
 
 def flattened_paths(graphs, limit):
     trees = flatten(graphs, np.array([limit.num_nodes], np.int32), np.array([limit.max_depth], np.int32))
-    return [tuple(trees.path_tokens(0, place)) for place in range(trees.size[0])]
+    return [tuple(trees.path_tokens(0, place)) for place in range(1, 1 + trees.size[0])]
 
 
 @MANY

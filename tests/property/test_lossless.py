@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from reference_graph import Limits, grow, random_draft
 
-from vllm_gsd.method.constants import NONE
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.lay_out import ancestor_masks
 from vllm_gsd.method.ngram import graft_ngrams
@@ -103,12 +102,12 @@ class Rows:
     """The rows that a step verifies: the root, then the flattened list or a cut of it."""
 
     def __init__(self, trees, context, cut=None):
-        size = int(trees.size[0]) if cut is None else cut
+        rows = 1 + (int(trees.size[0]) if cut is None else cut)
         self.context = context
-        self.token = np.concatenate([[context[-1]], trees.token[0, :size]])
-        self.parent = np.concatenate([[NONE], trees.parent[0, :size] + 1]).astype(np.int32)
-        self.starts = np.array([0, size + 1], np.int32)
-        self.masks = np.zeros((size + 1, 1), np.int64)
+        self.token, self.parent = trees.token[0, :rows], trees.parent[0, :rows]
+        assert self.token[0] == context[-1]
+        self.starts = np.array([0, rows], np.int32)
+        self.masks = np.zeros((rows, 1), np.int64)
         ancestor_masks(self.parent, self.starts, self.masks)
 
     def seen_from(self, place):
@@ -225,7 +224,7 @@ def test_the_cases_have_merged_edges_and_accept_across_them():
     for seed in SEEDS:
         case = Case(seed)
         trees, _ = case.propose(case.context)
-        paths = {tuple(trees.path_tokens(0, place)): place for place in range(trees.size[0])}
+        paths = {tuple(trees.path_tokens(0, place)): place for place in range(1, 1 + trees.size[0])}
         across = {path for path, place in paths.items() if trees.via_merge[0, place]}
         with_merge += bool(across)
         prefixes = {text[:end] for text in step_outcomes(case, case.context) for end in range(1, len(text))}
@@ -245,7 +244,7 @@ def test_control_a_shared_node_verified_once_is_not_lossless():
         rows = Rows(trees, case.context)
 
         def seen_once(place, case=case, trees=trees, graphs=graphs):
-            path, node = (), int(trees.node[0, place - 1]) if place else 0
+            path, node = (), int(trees.node[0, place])
             while node != 0:
                 path = (int(graphs.token[0, node]), *path)
                 node = int(graphs.parent[0, node])

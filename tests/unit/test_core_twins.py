@@ -123,9 +123,9 @@ def grow(core, random):
         matches, least = int(random.integers(1, 6)), int(random.integers(1, 3))
         core.graft_all_ngrams(graphs, texts, lines, length, chosen, matches, deepest.astype(np.int32), least)
         for row in range(count):
-            size = int(random.integers(0, 7))
-            parents = np.array([random.integers(-1, i) for i in range(size)], np.int32)
-            shares = random.uniform(0.05, 1, size).astype(np.float32)
+            size = int(random.integers(1, 8))
+            parents = np.array([-1, *(random.integers(0, i) for i in range(1, size))], np.int32)
+            shares = np.append(np.float32(1), random.uniform(0.05, 1, size - 1).astype(np.float32))
             tree = random.integers(0, vocab, size), parents, shares, int(random.integers(2, 20))
             core.graft_tree(graphs, row, *tree, ORIGIN_SHARED)
         told.append(copies(*graphs))

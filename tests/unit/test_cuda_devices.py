@@ -95,7 +95,7 @@ def test_draft_forwards(level):
     slots = slots_of(table, np.array([0, 0, 1]), np.array([3, 4, 17]), 16)
     if level:
         tree = SimpleNamespace(positions=torch.zeros(3, dtype=torch.int64, device=GPU))
-        draft.run_level(np.arange(3), tree, slots)
+        draft.run_rows(draft.tokens(np.arange(3)), slots, tree)
     else:
         starts, lengths = np.array([0, 2, 3], np.int32), np.array([5, 18], np.int32)
         draft.run_causal(np.arange(3), np.array([3, 4, 17]), slots, starts, lengths, table)

@@ -14,10 +14,9 @@ from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import NO_NODES
-from vllm_gsd.method.constants import NONE
 
 CPU = torch.device("cpu")
-TREES = [tree_of([NONE, NONE, 0]), NO_NODES, tree_of([NONE, 0]), NO_NODES, tree_of([NONE, NONE, 0, 1])]
+TREES = [tree_of([0, 0, 1]), NO_NODES, tree_of([0, 1]), NO_NODES, tree_of([0, 0, 1, 2])]
 SLOTS = np.array([4, 0, 7, 2, 5])
 
 
@@ -43,7 +42,7 @@ def test_trees_come_back_as_they_went():
     assert torch.equal(kept.trees.value, kept.trees.survival / 2)
     trees = to_host(type(kept.trees)(*(values[SLOTS] for values in kept.trees)))
     for got, given in zip(trees, TREES, strict=True):
-        assert (got is None) == (len(given.token) == 0)
+        assert (got is None) == (given.num_nodes == 0)
         for name in ("token", "parent", "depth", "origin", "via_merge", "survival"):
             if got is not None:
                 assert np.array_equal(getattr(got, name), getattr(given, name))

@@ -56,6 +56,15 @@ def test_what_is_right_is_not(check_docs, tmp_path):
     assert check_docs.check_page(page) == []
 
 
+def test_code_names_pages_that_exist(check_docs, tmp_path, monkeypatch):
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/there.md").touch()
+    file = tmp_path / "code.py"
+    file.write_text('# See docs/there.md.\nERROR = "docs/gone.md says why"\n')
+    assert check_docs.check_code(file) == ["code.py: no docs/gone.md"]
+
+
 def test_pages_and_navigation_are_compared(check_docs):
     config = (SCRIPTS.parent / "mkdocs.yml").read_text()
     assert check_docs.check_navigation(config) == []

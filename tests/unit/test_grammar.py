@@ -14,27 +14,26 @@ from vllm_gsd.engine.schedule.grammar import (
     allowed_nodes,
     judged_tree,
     tree_bitmask,
-    tree_fits,
 )
 from vllm_gsd.method.constants import NONE
 
 
 def test_forbidden_nodes_go_with_all_below_them_and_others_move_up():
-    tree = ProposedTree([1, 5, 3, 2, 6, 4], [NONE, NONE, 1, NONE, 3, 0], budget=3)
+    tree = ProposedTree([0, 1, 5, 3, 2, 6, 4], [NONE, 0, 0, 2, 0, 4, 1], budget=3)
     kept = allowed_nodes(Manager(), toy_request(), tree)
-    assert kept.places == [0, 3, 4]  # 5 is forbidden, 3 hangs below it; 4 is one too many
-    assert kept.paths == [[1], [2], [2, 6]]
-    assert kept.tokens == [1, 2, 6]
+    assert kept.places == [0, 1, 4, 5]  # 5 is forbidden, 3 hangs below it; 4 is one too many
+    assert kept.paths == [[], [1], [2], [2, 6]]
+    assert kept.tokens == [0, 1, 2, 6]
 
 
 def test_nothing_comes_after_the_end():
-    tree = ProposedTree([2, 5, 12, 1], [NONE, 0, 1, 2], budget=8)
-    assert allowed_nodes(Manager(), toy_request(), tree).paths == [[2], [2, 5], [2, 5, 12]]
+    tree = ProposedTree([0, 2, 5, 12, 1], [NONE, 0, 1, 2, 3], budget=8)
+    assert allowed_nodes(Manager(), toy_request(), tree).paths == [[], [2], [2, 5], [2, 5, 12]]
 
 
 def distinct_tree(nodes):
-    """Tokens and parents; as in every flattened graph, siblings differ."""
-    tree = []
+    """Tokens and parents, the root's first; as in every flattened graph, siblings differ."""
+    tree = [(0, NONE)]
     for token, parent in nodes:
         node = (token, min(parent, len(tree) - 1))
         if node not in tree:
@@ -42,7 +41,7 @@ def distinct_tree(nodes):
     return [token for token, _ in tree], [parent for _, parent in tree]
 
 
-random_trees = st.lists(st.tuples(st.integers(0, 12), st.integers(-1, 30)), max_size=24).map(distinct_tree)
+random_trees = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 31)), max_size=24).map(distinct_tree)
 
 
 @given(random_trees, st.integers(0, 9), st.sampled_from([None, 7]))
@@ -54,21 +53,22 @@ def test_kept_nodes_are_the_best_allowed_ones_and_masks_follow_their_paths(tree,
     assert grammar.text == [0]
 
     def path_to(place):
-        return [] if place == NONE else [*path_to(parents[place]), tokens[place]]
+        return [] if place == 0 else [*path_to(parents[place]), tokens[place]]
 
     def allowed(path):
         if reasoning_end is not None:
             path = path[path.index(reasoning_end) + 1 :] if reasoning_end in path else []
         return ToyGrammar().validate_tokens(path) == path
 
-    expected = [place for place in range(len(tokens)) if allowed(path_to(place))][:budget]
+    nodes = [place for place in range(1, len(tokens)) if allowed(path_to(place))]
+    expected = [0, *nodes[:budget]]
     assert kept.places == expected
     assert kept.paths == [path_to(place) for place in expected]
 
-    masks = tree_bitmask(manager, {"r": request}, ["r"], {"r": kept.tokens}, {"r": kept})
+    masks = tree_bitmask(manager, {"r": request}, ["r"], {"r": kept.tokens[1:]}, {"r": kept})
     assert grammar.text == [0]
-    assert masks.shape == (1 + len(expected), 1)
-    for mask, path in zip(masks[:, 0].tolist(), [[], *kept.paths], strict=True):
+    assert masks.shape == (len(expected), 1)
+    for mask, path in zip(masks[:, 0].tolist(), kept.paths, strict=True):
         if reasoning_end is not None and reasoning_end not in path:
             assert mask == -1
             continue
@@ -79,7 +79,7 @@ def test_kept_nodes_are_the_best_allowed_ones_and_masks_follow_their_paths(tree,
 
 def test_a_list_that_is_not_ours_constrains_its_root_only():
     manager, request = Manager(), toy_request()
-    kept = allowed_nodes(manager, request, ProposedTree([1], [NONE], 4))
+    kept = allowed_nodes(manager, request, ProposedTree([0, 1], [NONE, 0], 4))
     root = (1 << 1) | (1 << 2)
     masks = tree_bitmask(manager, {"r": request}, ["r"], {"r": [9, 9]}, {"r": kept})
     np.testing.assert_array_equal(masks[:, 0], [root, -1, -1])
@@ -99,26 +99,26 @@ def test_forced_tokens_come_first_and_choices_last():
     def choices(request, path):
         return {(): [1], (1,): [3], (2,): [5, 6]}.get(tuple(path), [])
 
-    tree = ProposedTree([2, 1, 4], [NONE, NONE, 1], budget=8, max_depth=4)
+    tree = ProposedTree([0, 2, 1, 4], [NONE, 0, 0, 2], budget=8, max_depth=4)
     kept = allowed_nodes(Manager(), toy_request(), tree, choices)
-    assert kept.paths == [[1], [1, 3], [2], [1, 4], [2, 5], [2, 6]]
-    assert kept.places == [1, NONE, 0, 2, NONE, NONE]
-    assert kept.tokens == [1, 3, 2, 4, 5, 6]
+    assert kept.paths == [[], [1], [1, 3], [2], [1, 4], [2, 5], [2, 6]]
+    assert kept.places == [0, 2, NONE, 1, 3, NONE, NONE]
+    assert kept.tokens == [0, 1, 3, 2, 4, 5, 6]
     for budget in range(6):
         cut = allowed_nodes(Manager(), toy_request(), tree._replace(budget=budget), choices)
-        assert cut.paths == kept.paths[:budget]
+        assert cut.paths == kept.paths[: 1 + budget]
     # What is forced costs no budget where there is room.
     forced = allowed_nodes(Manager(), toy_request(), tree._replace(budget=0, room=8), choices)
-    assert forced.paths == [[1], [1, 3]]
+    assert forced.paths == [[], [1], [1, 3]]
     more = allowed_nodes(Manager(), toy_request(), tree._replace(budget=2, room=8), choices)
-    assert more.paths == [[1], [1, 3], [2], [1, 4]]
+    assert more.paths == [[], [1], [1, 3], [2], [1, 4]]
     tight = allowed_nodes(Manager(), toy_request(), tree._replace(budget=2, room=3), choices)
-    assert tight.paths == [[1], [1, 3], [2]]
-    nothing = allowed_nodes(Manager(), toy_request(), ProposedTree([], [], 0, max_depth=4, room=1), choices)
-    assert nothing.paths == [[1]]
-    assert nothing.places == [NONE]
+    assert tight.paths == [[], [1], [1, 3], [2]]
+    nothing = allowed_nodes(Manager(), toy_request(), ProposedTree([0], [NONE], 0, max_depth=4, room=1), choices)
+    assert nothing.paths == [[], [1]]
+    assert nothing.places == [0, NONE]
     shallow = allowed_nodes(Manager(), toy_request(), tree._replace(max_depth=1), choices)
-    assert shallow.paths == [[1], [2], [1, 4]]
+    assert shallow.paths == [[], [1], [2], [1, 4]]
 
 
 def test_choices_are_the_allowed_tokens_that_go_furthest():
@@ -140,10 +140,10 @@ def test_choices_are_the_allowed_tokens_that_go_furthest():
 def test_nodes_with_rows_are_judged_where_they_are():
     """Children of the root: 1 (allowed), 9 (not); below them 3, 5 (not) and 3; two rows have no node."""
     request, manager = toy_request(), Manager()
-    tokens, parents = [1, 9, 3, 5, 3, 0, 0], [NONE, NONE, 0, 0, 1]
+    tokens, parents = [1, 9, 3, 5, 3, 0, 0], [NONE, 0, 0, 1, 1, 2]
     tree = judged_tree(manager, request, tokens, parents)
-    assert tree.paths == [[1], None, [1, 3], None, None, None, None]
-    assert tree_fits(tree, tokens) and tree_fits(tree, tokens[:2]) and not tree_fits(tree, [1, 2])
+    assert tree.paths == [[], [1], None, [1, 3], None, None, None, None]
+    assert tree.fits(tokens) and tree.fits(tokens[:2]) and not tree.fits([1, 2])
     masks = tree_bitmask(manager, {"toy": request}, ["toy"], {"toy": tokens[:4]}, {"toy": tree})[:, 0].tolist()
     after = {path: sum(1 << (2 * path + i) % 13 for i in (1, 2)) for path in (0, 1, 3)}
     assert masks == [after[0], after[1], -1, after[3], -1]

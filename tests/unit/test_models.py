@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_gsd.config.draft_kind import is_eagle
+from vllm_gsd.config.draft_kind import EAGLE, LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools import models
 from vllm_gsd.tools.models import (
     DRAFT,
@@ -319,7 +319,7 @@ def test_real_configs(pair):
     assert {key: target[key] for key in expected} == expected
     assert draft["vocab_size"] == draft_model["vocab_size"] == target["vocab_size"]
     assert draft["hidden_size"] == target["hidden_size"]
-    assert is_eagle(pair.draft) and not is_eagle(pair.draft_model)
+    assert (kind_of(pair.draft), kind_of(pair.draft_model)) == (EAGLE, LANGUAGE_MODEL)
     tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (pair.target, pair.draft_model)]
     assert tokenizers[0] == tokenizers[1]
     assert (pair.draft, pair.draft_model) == (DRAFT, DRAFT_MODEL)

@@ -218,7 +218,7 @@ def test_acceptance_of_a_trace(tmp_path):
     """Two graphs: one accepted two levels deep, one not at all; and a line that is being written."""
     deep = {"parent": [-1, -1, 0, 1], "accepted": [False, True, False, True]}
     steps = [deep, {"parent": [-1], "accepted": [False]}, {"parent": [], "accepted": []}]
-    lines = [json.dumps({"event": "request", "request": "a"})]
+    lines = [json.dumps({"event": "request", "version": 1, "request": "a"})]
     lines += [json.dumps({"event": "step", "request": "a", "verified": step}) for step in steps]
     (tmp_path / "trace.jsonl").write_text("\n".join([*lines, '{"event": "st']))
     assert observed(tmp_path / "trace.jsonl") == ([0.5, 0.5], 2.5)

@@ -455,5 +455,5 @@ class TestSourceTrust:
         trust[1, NGRAM] = 0.5
         both = np.full(2, 2, np.int32)
         trees = flatten(graphs, both, both, trust=trust)
-        assert trees.token.tolist() == [[6, 5], [5, 6]]
-        np.testing.assert_allclose(trees.value, [[0.6, 0.5], [0.5, 0.3]], rtol=1e-6)
+        assert trees.token.tolist() == [[1, 6, 5], [1, 5, 6]]
+        np.testing.assert_allclose(trees.value[:, 1:], [[0.6, 0.5], [0.5, 0.3]], rtol=1e-6)

@@ -42,10 +42,10 @@ def verified(graphs, num_nodes: int, place: int, select=None) -> Step:
     factor, trust = np.ones((NUM_SOURCES, NUM_DEPTHS, NUM_BINS), np.float32), np.ones((1, NUM_SOURCES), np.float32)
     trees = flatten(graphs, np.array([8], np.int32), np.array([4], np.int32), factor, trust)
     step = Step()
-    step.drafted(graphs, 0, trees.node[0, : trees.size[0]])
+    step.drafted(graphs, 0, trees.node[0, 1 : 1 + trees.size[0]])
     tree: FlatTree = flat_tree(trees, 0, num_nodes)
     tree = tree if select is None else tree.select(select)
-    rows = len(tree.token) + 1
+    rows = len(tree.token)
     step.verified(lay_out([tree], np.array([rows]), np.array([rows])), 0, place)
     return step
 
@@ -102,7 +102,7 @@ def test_nodes_that_a_grammar_added():
     from vllm_gsd.engine.schedule.grammar import GrammarTree
 
     graphs = grown([(0, 31, 0.9, ORIGIN_DRAFT)])
-    kept = GrammarTree([31, 32], [[31], [31, 32]], [0, -1])
+    kept = GrammarTree([7, 31, 32], [[], [31], [31, 32]], [0, 1, -1])
     record = verified(graphs, 1, 2, kept).record([31, 32, 33], ["", "", ""], text)
     assert record["tokens"]["source"] == ["native", "grammar", "target"]
     assert record["graph"]["origin"] == ["root", "draft", "grammar"]

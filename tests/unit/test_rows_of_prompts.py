@@ -19,11 +19,11 @@ NODES = 5
 
 def branching():
     """A graph with two branches."""
-    places = np.zeros(NODES, np.int64)
-    parent, depth = np.array([-1, -1, 0, 0, 1], np.int32), np.array([1, 1, 2, 2, 2], np.int32)
+    places = np.zeros(1 + NODES, np.int64)
+    parent, depth = np.array([-1, 0, 0, 1, 1, 2], np.int32), np.array([0, 1, 1, 2, 2, 2], np.int32)
     return FlatTree(
         token=places + 7, parent=parent, depth=depth, origin=places.astype(np.int8),
-        via_merge=places.astype(np.bool_), survival=np.ones(NODES, np.float32),
+        via_merge=places.astype(np.bool_), survival=np.ones(1 + NODES, np.float32),
     )  # fmt: skip
 
 
@@ -75,8 +75,9 @@ def test_memory_of_a_chunk(trees):
 def test_catching_up_has_no_masks():
     given = []
     model = SimpleNamespace(
-        head=None, to_device=torch.from_numpy, run_level=lambda tokens, tree, slots, features: given.append(tree)
-    )
+        head=None, to_device=torch.from_numpy, tokens=torch.from_numpy,
+        run_rows=lambda tokens, slots, tree, features: given.append(tree),
+    )  # fmt: skip
     drafter = Drafter.__new__(Drafter)
     drafter.model, drafter.masks_chains, drafter.features = model, True, None
     drafter.planner = SimpleNamespace(caught_up=lambda rows: None)

@@ -64,7 +64,7 @@ def test_the_bench_drops_what_methods_remember():
         upstreams.add_active_response(request_id, [1, 2, 3, 4, 5])
     upstreams.stop_request("ended")
     forget_responses(SimpleNamespace(drafter=SimpleNamespace(suffix_cache=upstreams)))
-    forget_responses(SimpleNamespace(drafter=SimpleNamespace(shared=shared)))
+    forget_responses(SimpleNamespace(speculation=SimpleNamespace(copies=shared)))
     forget_responses(SimpleNamespace())
     forget_responses(None)
     assert not upstreams.cached_requests
@@ -120,8 +120,8 @@ def test_the_oldest_leave_first_over_all_readers():
 def test_a_full_graph_takes_what_fits():
     graphs = new_graphs(1, 3)
     reset(graphs, 0, np.array([1], np.int64))
-    tokens, parents = np.array([2, 3, 4, 5], np.int64), np.array([-1, 0, 1, -1], np.int32)
-    graft_tree(graphs, 0, tokens, parents, np.full(4, 0.5, np.float32), 2, ORIGIN_SHARED)
+    tokens, parents = np.array([1, 2, 3, 4, 5], np.int64), np.array([-1, 0, 1, 2, 0], np.int32)
+    graft_tree(graphs, 0, tokens, parents, np.array([1.0, 0.5, 0.5, 0.5, 0.5], np.float32), 2, ORIGIN_SHARED)
     assert set(paths(graphs)) == {(2,), (2, 3)}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.copies import Copies
 from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import nodes_that_fit
@@ -44,7 +45,7 @@ def new_speculation(planner: Planner) -> Speculation:
     speculation.trees, speculation.known, speculation.grammar_trees = {}, {}, {}
     speculation.trust, speculation.recorder, speculation.draft_kv = SourceTrust(), None, object()
     speculation.num_nodes, speculation.max_model_len, speculation.most_missed = NODES, 10**6, 100
-    speculation.has_free_sources = True
+    speculation.copies = Copies(CONFIG, NODES)
     speculation.known = {str(slot): (True, False, 10**6) for slot in range(SLOTS)}
     return speculation
 
@@ -64,10 +65,11 @@ def made_up(rng, count: int) -> Callable[..., FlatTrees]:
         order = np.argsort(-values, axis=1, kind="stable")
         inside = width < real.sum(1)[:, None]
         origin = np.where(is_copied, ORIGIN_NGRAM, ORIGIN_DRAFT).astype(np.int8)
-        fields = {name: np.zeros((count, NODES), np.int64) for name in FlatTrees._fields}
-        fields |= {"size": real.sum(1).astype(np.int32), "parent": np.full((count, NODES), NONE)}
+        fields = {name: np.zeros((count, 1 + NODES), np.int64) for name in FlatTrees._fields}
+        fields |= {"size": real.sum(1).astype(np.int32), "parent": np.full((count, 1 + NODES), NONE)}
         for name, of in (("value", values), ("survival", values), ("depth", depth), ("origin", origin)):
-            fields[name] = np.where(inside, np.take_along_axis(of, order, 1), 0).astype(of.dtype)
+            nodes = np.where(inside, np.take_along_axis(of, order, 1), 0).astype(of.dtype)
+            fields[name] = np.pad(nodes, ((0, 0), (1, 0)))  # the root is place 0
         return FlatTrees(**fields)
 
     return trees
@@ -75,8 +77,8 @@ def made_up(rng, count: int) -> Callable[..., FlatTrees]:
 
 def below_root(trees: FlatTrees, rows: np.ndarray) -> np.ndarray:
     """Survivals of the root's children in some graphs, best first, float32 [len(rows), NODES]."""
-    inside = (np.arange(NODES) < trees.size[:, None]) & (trees.depth == 1)
-    return -np.sort(-np.where(inside, trees.survival, 0.0).astype(np.float32), axis=1)[rows]
+    inside = (np.arange(1 + NODES) <= trees.size[:, None]) & (trees.depth == 1)
+    return -np.sort(-np.where(inside, trees.survival, 0.0).astype(np.float32), axis=1)[rows, :NODES]
 
 
 def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[np.ndarray, np.ndarray, int]:
@@ -95,13 +97,13 @@ def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[
             return copies if copies.size.any() else None
         assert np.array_equal(requests.index, rows)
         whole = graphs(drafted, LEVELS)
-        found = (np.arange(NODES) < whole.size[:, None]) & (whole.origin == ORIGIN_DRAFT)
+        found = (np.arange(1 + NODES) <= whole.size[:, None]) & (whole.origin == ORIGIN_DRAFT)
         while levels < LEVELS and (levels == 0 or planner.level_size(whole.value[found & (whole.depth == levels)])):
             # The children of which it learns: V2 sees those of roots.
             planner.drafted(np.tile(planner.children, (int(drafted.sum()), 1)))
             levels += 1
         trees = graphs(drafted, levels)
-        copied = ((trees.origin == ORIGIN_NGRAM) & (np.arange(NODES) < trees.size[:, None])).any(axis=1)
+        copied = ((trees.origin == ORIGIN_NGRAM) & (np.arange(1 + NODES) <= trees.size[:, None])).any(axis=1)
         if len(pure := np.flatnonzero(drafted & (trees.size > 0) & ~copied)):
             planner.learn_children(below_root(trees, pure))
         return trees
@@ -109,11 +111,12 @@ def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[
     speculation._grow = grow
     speculation.drafter = SimpleNamespace(missed=lambda *_: missed, catch_up=catch_up)
     trees = speculation.propose(batch)
-    return np.array([len(tree.token) for tree in trees]), chosen, levels
+    return np.array([tree.num_nodes for tree in trees]), chosen, levels
 
 
 def graphs_of(trees: FlatTrees) -> dict[str, np.ndarray]:
-    return {f"graph_{name}": getattr(trees, name) for name in ("size", "value", "origin", "depth", "survival")}
+    nodes = {f"graph_{name}": getattr(trees, name)[:, 1:] for name in ("value", "origin", "depth", "survival")}
+    return {"graph_size": trees.size, **nodes}
 
 
 def on_v2(plan: Plan, batch: DraftBatch, missed, known: FlatTrees, kinds) -> tuple[np.ndarray, np.ndarray, int]:

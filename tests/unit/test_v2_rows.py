@@ -19,6 +19,7 @@ from vllm_gsd.method.constants import (
     ORIGIN_DRAFT,
     ORIGIN_GRAMMAR,
     ORIGIN_NGRAM,
+    ORIGIN_ROOT,
     ORIGIN_SHARED,
     SHARED,
 )
@@ -26,23 +27,23 @@ from vllm_gsd.upstream.wire import tree_rows_of
 
 
 def tree_of(parent):
-    """A tree of these nodes; tokens count from 100."""
-    depth = np.zeros(len(parent), np.int32)
-    for place, above in enumerate(parent):
-        depth[place] = 1 if above == NONE else depth[above] + 1
-    count = len(parent)
+    """A tree of the root and nodes with these parents; tokens count from 99."""
+    parent = [NONE, *parent]
+    count, depth = len(parent), np.zeros(len(parent), np.int32)
+    for place, above in enumerate(parent[1:], 1):
+        depth[place] = depth[above] + 1
     return FlatTree(
-        np.arange(100, 100 + count),
+        np.arange(99, 99 + count),
         np.array(parent, np.int32),
         depth,
-        np.ones(count, np.int8),
+        np.array([ORIGIN_ROOT, *[ORIGIN_DRAFT] * (count - 1)], np.int8),
         np.zeros(count, np.bool_),
         np.ones(count, np.float32),
     )
 
 
 def test_rows_without_a_node_belong_to_no_tree():
-    trees = [tree_of([NONE, NONE, 0]), None, tree_of([NONE, 0]), NO_NODES, tree_of([NONE, NONE, 0, 1])]
+    trees = [tree_of([0, 0, 1]), None, tree_of([0, 1]), NO_NODES, tree_of([0, 0, 1, 2])]
     sizes = np.array([6, 4, 5, 3, 3])
     step = lay_out(trees, sizes, np.cumsum(sizes) + np.array([0, 7, 7, 7, 7]))  # a prompt's rows before the second's
     parents = [step.trees.parent[a:b].tolist() for a, b in zip(step.trees.starts, step.trees.starts[1:], strict=False)]
@@ -59,24 +60,24 @@ def test_rows_without_a_node_belong_to_no_tree():
 
 
 def test_rows_know_who_proposed_them():
-    origins = [ORIGIN_DRAFT, ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]
-    crossed = [False, True, True, False, True, False]
+    origins = [ORIGIN_ROOT, ORIGIN_DRAFT, ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED, ORIGIN_GRAMMAR]
+    crossed = [False, False, True, True, False, True, False]
     tree = replace(
-        tree_of([NONE, 0, 1, 2, 3, 4]),
+        tree_of([0, 1, 2, 3, 4, 5]),
         origin=np.array(origins, np.int8),
         via_merge=np.array(crossed),
-        survival=np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], np.float32),
+        survival=np.array([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], np.float32),
     )
     step = lay_out([None, tree, tree], np.array([2, 8, 3]), np.array([2, 10, 13]))
-    whole = [NATIVE, MERGED, NGRAM, SHARED, AGREED, NONE]
-    assert step.source.tolist() == [NONE, NONE, NONE, *whole, NONE, NONE, *whole[:2]]
+    whole = [NONE, NATIVE, MERGED, NGRAM, SHARED, AGREED, NONE]
+    assert step.source.tolist() == [NONE, NONE, *whole, NONE, *whole[:3]]
     assert step.depth.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2]
-    assert step.survival.tolist() == [0, 0, 0, *tree.survival.tolist(), 0, 0, *tree.survival[:2].tolist()]
-    assert step.trees.token.tolist() == [0, 0, 0, *range(100, 106), 0, 0, 100, 101]
+    assert step.survival.tolist() == [0, 0, *tree.survival.tolist(), 0, *tree.survival[:3].tolist()]
+    assert step.trees.token.tolist() == [0, 0, *range(99, 106), 0, 99, 100, 101]
 
 
 def test_positions_by_depth_start_from_the_device_positions():
-    step = lay_out([tree_of([NONE, NONE, 0]), tree_of([NONE, 0])], np.array([5, 3]), np.array([5, 8]))
+    step = lay_out([tree_of([0, 0, 1]), tree_of([0, 1])], np.array([5, 3]), np.array([5, 8]))
     positions = torch.tensor([40, 41, 42, 43, 44, 9, 10, 11])
     step.set_positions(positions)
     assert positions.tolist() == [40, 41, 41, 42, 40, 9, 10, 11]  # the row without a node stays at the root
@@ -84,7 +85,7 @@ def test_positions_by_depth_start_from_the_device_positions():
 
 def test_a_whole_batch_can_attend_by_the_mask():
     """A prompt's three rows, one lone row, a graph, a prompt's end with a graph behind it."""
-    trees = [None, None, tree_of([NONE, NONE]), tree_of([NONE, 0])]
+    trees = [None, None, tree_of([0, 0]), tree_of([0, 1])]
     step = lay_out(trees, np.array([1, 1, 4, 3]), np.array([3, 4, 8, 13]))
     assert step.tree_requests.tolist() == [2] and step.chains.tolist() == [False, False, False, True]
     step.mask_all(np.array([0, 3, 4, 8, 13], np.int32))

@@ -199,15 +199,14 @@ def with_grammars(model, requests, seed):
         tree = random_tree(random, model, request, "tree")
         name = str(request.number)
         if name in grammars:
-            parents = [parent - 1 if parent else NONE for parent, _ in tree.rows]
-            proposed = ProposedTree([token for _, token in tree.rows], parents, budget=8)
-            kept[name] = allowed_nodes(manager, grammars[name], proposed)
-            paths = [[], *kept[name].paths]
-            tree = Tree([(paths.index(path[:-1]), path[-1]) for path in kept[name].paths])
+            tokens, parents = [0, *(token for _, token in tree.rows)], [NONE, *(parent for parent, _ in tree.rows)]
+            kept[name] = allowed_nodes(manager, grammars[name], ProposedTree(tokens, parents, budget=8))
+            paths = kept[name].paths
+            tree = Tree([(paths.index(path[:-1]), path[-1]) for path in paths[1:]])
         trees.append(tree)
-    scheduled = {name: tree.tokens for name, tree in kept.items()}
+    scheduled = {name: tree.tokens[1:] for name, tree in kept.items()}
     bits = iter(tree_bitmask(manager, grammars, list(grammars), scheduled, kept)[:, 0].tolist())
-    masks = {int(name): {tuple(path): next(bits) for path in [[], *kept[name].paths]} for name in grammars}
+    masks = {int(name): {tuple(path): next(bits) for path in kept[name].paths} for name in grammars}
     return Masked(model, masks), requests, trees
 
 

@@ -117,8 +117,8 @@ def walked(sampler, model, requests, trees, kind, stops=()):
     metadata = with_processor(metadata_of(requests, [request.generator() for request in requests]), processor)
     stateful = any(request.min_tokens or request.min_p or request.bias for request in requests)
     outputs = [request.output for request in requests]
-    output, places = walk(sampler, logits, metadata, rows, outputs, stateful, stops)
-    return [[t for t in line if t != PLACEHOLDER] for line in output.sampled_token_ids.tolist()], places, processor
+    output, paths = walk(sampler, logits, metadata, rows, outputs, stateful, stops)
+    return [[t for t in line if t != PLACEHOLDER] for line in output.sampled_token_ids.tolist()], paths.last, processor
 
 
 @pytest.mark.parametrize("what", ["sampling", "everything"])
@@ -175,9 +175,9 @@ def test_a_processor_that_nobody_asked_for_changes_nothing(sampler):
     emitted, places, _ = walked(sampler, model, requests, trees, Unused)
     logits, rows = lay_out(model, requests, trees)
     outputs = [request.output for request in requests]
-    output, expected = walk(sampler, logits, metadata_of(requests, [None] * len(requests)), rows, outputs, False)
+    output, paths = walk(sampler, logits, metadata_of(requests, [None] * len(requests)), rows, outputs, False)
     assert [[t for t in line if t != PLACEHOLDER] for line in output.sampled_token_ids.tolist()] == emitted
-    assert np.array_equal(places, expected)
+    assert np.array_equal(places, paths.last)
 
 
 def test_whole_batch_processors_are_told_of(monkeypatch):

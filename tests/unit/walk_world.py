@@ -198,7 +198,7 @@ def run(sampler, model, requests, trees, num_logprobs=None):
     logits, rows = lay_out(model, requests, trees)
     before = copy.deepcopy([request.output for request in requests])
     metadata = metadata_of(requests, generators, num_logprobs)
-    output, places = walk(
+    output, paths = walk(
         sampler,
         logits,
         metadata,
@@ -213,8 +213,10 @@ def run(sampler, model, requests, trees, num_logprobs=None):
         count = row.index(PLACEHOLDER) if PLACEHOLDER in row else len(row)
         assert row[count:] == [PLACEHOLDER] * (len(row) - count)
         emitted.append(row[:count])
+    assert paths.num_tokens.tolist() == list(map(len, emitted))
+    assert paths.tokens.tolist() == output.sampled_token_ids.tolist()
     assert output.sampled_token_ids.shape[1] == max(map(len, emitted))
-    return output, emitted, places.tolist(), generators
+    return output, emitted, paths.last.tolist(), generators
 
 
 def check_path(tree, tokens, place):

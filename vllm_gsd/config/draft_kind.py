@@ -38,8 +38,3 @@ def kind_of(folder: Path) -> str:
         return kind_of_config(json.loads((folder / "config.json").read_text("utf-8")))
     except (OSError, ValueError, AttributeError, RecursionError):
         return LANGUAGE_MODEL
-
-
-def is_eagle(folder: Path) -> bool:
-    """Whether a folder holds an EAGLE head of the first kind, which reads the target's last hidden states."""
-    return kind_of(folder) == EAGLE

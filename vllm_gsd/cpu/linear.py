@@ -66,12 +66,6 @@ def _panels_of_group(panels: int, isa: int, threads: int) -> int:
     return min((width for width in _WIDTHS[isa] if not panels % width), key=longest)
 
 
-def unpack_weight(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`pack_weight`: ``[columns, size]``."""
-    groups, pairs, width, panel, _ = packed.shape
-    return packed.permute(0, 2, 3, 1, 4).reshape(groups * width * panel, 2 * pairs)
-
-
 def read_columns(packed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Read the weights ``[..., size]`` of some output columns, int64 ``[...]``."""
     _, pairs, width, _, _ = packed.shape
@@ -104,13 +98,6 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
         ValueError: a shape or dtype differs from these.
     """
     return torch.ops.vllm_gsd.linear(x, packed, bias)
-
-
-def linear_reference(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`linear` in plain PyTorch, rounded once at the end."""
-    weight = unpack_weight(packed).to(torch.promote_types(packed.dtype, torch.float32))
-    product = torch.nn.functional.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
-    return product.to(x.dtype)
 
 
 if HAVE_EXTENSION:

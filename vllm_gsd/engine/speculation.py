@@ -14,18 +14,18 @@ from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layer
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.context_kv import ContextKV
+from vllm_gsd.engine.draft.copies import COPIED, Copies
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import MOST_MISSED, within_reach
-from vllm_gsd.engine.draft.shared_suffixes import SharedSuffixes
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
-from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, flat_tree
+from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, Paths, flat_tree
 from vllm_gsd.engine.verify.step import VerifyStep
-from vllm_gsd.host import flatten, graft_all_ngrams, reset_all, tally
+from vllm_gsd.host import flatten, reset_all, tally
 from vllm_gsd.method.constants import (
     ACCEPTED,
     AGREED,
@@ -34,11 +34,6 @@ from vllm_gsd.method.constants import (
     MOVED,
     NATIVE,
     NGRAM,
-    NUM_ORIGINS,
-    OFF_BELOW,
-    ORIGIN_AGREED,
-    ORIGIN_NGRAM,
-    ORIGIN_SHARED,
     SHARED,
     VERIFIED,
 )
@@ -54,13 +49,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.utils import AttentionGroup
 
-# Shortest suffix whose earlier occurrence counts as an n-gram match.
-MIN_NGRAM_MATCH = 2
 # A grammar may forbid most draft tokens, so it chooses among GRAMMAR_CHOICE times as many nodes as are verified.
 GRAMMAR_CHOICE = 4
-# For each origin, whether its nodes are copied from a text.
-COPIED = np.zeros(NUM_ORIGINS, np.bool_)
-COPIED[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED]] = True
 # Counters of accepted nodes by source, and their index in the totals of ``tally``.
 ACCEPTED_COUNTERS = {
     "nodes_accepted_native": ACCEPTED + NATIVE,
@@ -97,9 +87,7 @@ class Speculation:
         self.first_graphs: dict[int, GraphBatch] = {}  # views of the first n graphs, by n
         self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
         self.trust = SourceTrust()
-        # Whether a source of draft tokens needs no draft model.
-        self.has_free_sources = not {"ngram", "shared"}.isdisjoint(self.config.sources)
-        self.shared = SharedSuffixes(self.config.shared_responses) if "shared" in self.config.sources else None
+        self.copies = Copies(self.config, self.num_nodes)
         self.most_missed = 1 + max(MOST_MISSED, vllm_config.scheduler_config.max_num_batched_tokens)
         self.drafter: Drafter | BlockDrafter | None = None
         if self.config.model is not None:
@@ -160,8 +148,7 @@ class Speculation:
         self.planner.forget()
         self.trust = SourceTrust()
         self.trees, self.grammar_trees, self.known = {}, {}, {}
-        if self.shared is not None:
-            self.shared.clear()
+        self.copies.clear()
         if self.draft_kv is not None:
             self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.shift)
 
@@ -220,20 +207,20 @@ class Speculation:
         for request_id in request_ids:
             self.trees.pop(request_id, None)
 
-    def observe(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, emitting: np.ndarray) -> None:
+    def observe(self, request_ids: list[str], step: VerifyStep, paths: Paths) -> None:
         """Learn which nodes of a step's trees the target accepted.
 
         Args:
             request_ids: the requests of the step's batch.
             step: the rows that the step verified.
-            places: int32 [num_requests], the row within its tree where each request's walk ended.
-            emitting: bool [num_requests], whether the request emitted tokens.
+            paths: the accepted paths.
         """
+        emitting = paths.num_tokens > 0
         has_tree = emitting & step.has_tree
-        rows = step.trees.parent, step.trees.starts, places, has_tree, step.depth, step.source, step.survival
+        rows = step.trees.parent, step.trees.starts, paths.last, has_tree, step.depth, step.source, step.survival
         seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
         if self.recorder is not None:
-            self.recorder.verified(request_ids, step, places, has_tree)
+            self.recorder.verified(request_ids, step, paths.last, has_tree)
         counts = self.stats.counts
         total = seen.tolist()
         counts["target_steps"] += int(np.count_nonzero(emitting))
@@ -255,11 +242,9 @@ class Speculation:
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
-        tables: list[Sized] = [self.trees, self.grammar_trees, self.known, self.trust.seen]
+        tables: list[Sized] = [self.trees, self.grammar_trees, self.known, self.trust.seen, *self.copies.tables()]
         if self.draft_kv is not None:
             tables += [self.draft_kv.blocks, self.draft_kv.length]
-        if self.shared is not None:
-            tables.append(self.shared.salts)
         if self.recorder is not None:
             tables.append(self.recorder.traced)
         return tables
@@ -293,7 +278,7 @@ class Speculation:
         wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
-        trees = self._grow(requests) if self.has_free_sources else None
+        trees = self._grow(requests) if self.copies else None
         if self.drafter is not None:
             assert self.draft_kv is not None
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
@@ -335,7 +320,8 @@ class Speculation:
         """What sources other than the draft have found: ``found`` and ``left`` of ``choose_drafting``."""
         if found is None:
             return np.zeros(0), 1.0
-        real = np.arange(found.value.shape[1]) < np.minimum(found.size, self.num_nodes)[:, None]
+        place = np.arange(found.value.shape[1])
+        real = (place > 0) & (place <= np.minimum(found.size, self.num_nodes)[:, None])
         chances = found.value[real].astype(np.float64)
         return chances, 1.0 - float(found.value[real & (found.depth == 1)].sum()) / len(requests.index)
 
@@ -377,8 +363,8 @@ class Speculation:
     def _propose(self, proposals: list[FlatTree], requests: GraphRequests, trees: FlatTrees) -> None:
         """Choose the nodes to verify, store them by request and write them to ``proposals``."""
         most = np.minimum(trees.size, self.num_nodes)
-        copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) < most[:, None])
-        sizes = self.planner.choose(trees.value, most, requests.length, (most > 0) & ~copied.any(axis=1))
+        copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) <= most[:, None])
+        sizes = self.planner.choose(trees.value[:, 1:], most, requests.length, (most > 0) & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, index in enumerate(requests.index.tolist()):
             grammar = requests.grammar[row]
@@ -414,30 +400,20 @@ class Speculation:
         Returns:
             the flattened trees; None if ``drafted`` is None and no source added a node.
         """
-        batch, length, trust = requests.batch, requests.length, requests.trust
-        count = len(length)
+        count = len(requests.length)
         if (graphs := self.first_graphs.get(count)) is None:
             graphs = self.first_graphs[count] = GraphBatch(*[array[:count] for array in self.graphs])
-        token_rows = batch.token_rows[requests.index]
-        reset_all(graphs, batch.token_ids, token_rows, length)
+        batch = requests.batch
+        reset_all(graphs, batch.token_ids, batch.token_rows[requests.index], requests.length)
         if self.recorder is not None:
             self.recorder.grows(requests)
         if self.drafter is not None and drafted is not None:
             assert hidden is not None
             self.drafter.grow(graphs, drafted, hidden, requests)
-        if "ngram" in self.config.sources:
-            chosen = trust[:, NGRAM] >= OFF_BELOW
-            deepest = np.minimum(requests.max_depth, self.num_nodes)  # grammars cannot roll back further
-            limits = self.config.top_k, deepest, MIN_NGRAM_MATCH
-            graft_all_ngrams(graphs, batch.token_ids, token_rows, length, chosen, *limits)
-        if self.shared is not None:
-            for row in np.flatnonzero(trust[:, SHARED] >= OFF_BELOW):
-                index, tokens = requests.index[row], batch.token_ids[token_rows[row], : length[row]]
-                owner = batch.request_ids[index], batch.requests[index].lora_request
-                self.shared.graft(graphs, row, *owner, tokens, self.num_nodes)
+        self.copies.graft(graphs, requests)
         if drafted is None and (graphs.size <= 1).all():
             return None
-        trees = flatten(graphs, requests.num_nodes, requests.max_depth, self.planner.calibration.factor, trust)
+        trees = flatten(graphs, requests.num_nodes, requests.max_depth, self.planner.calibration.factor, requests.trust)
         if self.recorder is not None:
             self.recorder.drafted(graphs, trees, self.num_nodes)
         return trees

@@ -5,7 +5,7 @@ extension exports the values it was built with; ``host`` refuses it if they diff
 """
 
 # Increment this when the extension's operations, or what they take or return, change.
-INTERFACE = 6
+INTERFACE = 7
 
 # --- token graphs -----------------------------------------------------------------------------------
 
@@ -28,8 +28,9 @@ MAX_CONTEXT = 16
 # Length of the longest suffix that is compared; longer matches count as equally sure.
 MAX_MATCH = 16
 # Probability that a copied token is right, by the number of tokens that matched before it; the last entry covers all
-# longer matches. Measured on answers of SmolLM2-135M (docs/LOG.md). Only the ranking of hypotheses depends on it, never
-# which tokens are accepted.
+# longer matches. Measured on answers of SmolLM2-135M
+# (docs/experiments/2026-11-22-07-more-varied-answers-for-the-draft-wider.md). Only the ranking of hypotheses depends on
+# it, never which tokens are accepted.
 MATCH_PROB = (
     *(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84),
     *(0.87, 0.88, 0.89, 0.9, 0.91, 0.92, 0.93, 0.97),

@@ -31,25 +31,25 @@ from vllm_gsd.method.graph import GraphBatch, beyond, children
 
 
 class FlatTrees(NamedTuple):
-    """Flattened graphs of a batch; the root has no place, and place 0 is the first node below it.
+    """Flattened graphs of a batch. As in the graphs, place 0 is the root; the nodes follow, best first.
 
-    Shapes: ``[num_graphs, max_nodes]``; ``size`` is int32 [num_graphs].
+    Shapes: ``[num_graphs, 1 + max_nodes]``; ``size`` is int32 [num_graphs].
     """
 
     token: np.ndarray  # int64
-    parent: np.ndarray  # int32, place of the parent in the list, NONE for children of the root
-    depth: np.ndarray  # int32, children of the root are 1
+    parent: np.ndarray  # int32, place of the parent, NONE for the root
+    depth: np.ndarray  # int32, root is 0
     node: np.ndarray  # int32, the graph's node
     origin: np.ndarray  # int8, ORIGIN_* of the node
     via_merge: np.ndarray  # bool, whether the path to this place uses a merged edge
     survival: np.ndarray  # float32, product of conditional probabilities along the path
     value: np.ndarray  # float32, calibrated survival, never above the parent's
-    size: np.ndarray
+    size: np.ndarray  # nodes without the root, so the last one has this place
 
     def path_tokens(self, row: int, place: int) -> list[int]:
         """Tokens of the path from the root, exclusive, to ``place``."""
         path: list[int] = []
-        while place != NONE:
+        while place != 0:
             path.append(int(self.token[row, place]))
             place = int(self.parent[row, place])
         return path[::-1]
@@ -73,9 +73,9 @@ _SOURCE_OF_COPIES = {ORIGIN_NGRAM: NGRAM, ORIGIN_SHARED: SHARED, ORIGIN_AGREED: 
 def best_first(
     graphs: GraphBatch, row: int, num_nodes: int, max_depth: int, factor: np.ndarray, trust: np.ndarray
 ) -> Iterator[_Place]:
-    """Yield the places of one graph's flattened tree in order; arguments as for ``flatten``, for that graph."""
+    """Yield the places of one graph's flattened tree, the root first; arguments as for ``flatten``, for that graph."""
     order = count(1)
-    waiting: list[_Place] = []
+    waiting = [_Place(np.float32(-1.0), 0, 0, NONE, 0, False, np.float32(1.0))]
 
     def discover(above: _Place, place: int) -> None:
         """Add the children of ``above``, which is laid out at ``place``, to the waiting places."""
@@ -88,9 +88,7 @@ def best_first(
             value = min(-above.minus_value, own)
             heapq.heappush(waiting, _Place(-value, next(order), child, place, above.depth + 1, crossed, survival))
 
-    if max_depth > 0:
-        discover(_Place(np.float32(-1.0), 0, 0, NONE, 0, False, np.float32(1.0)), NONE)
-    for place in range(num_nodes):
+    for place in range(1 + num_nodes):
         if not waiting:
             return
         best = heapq.heappop(waiting)
@@ -115,7 +113,7 @@ def flatten(
         factor: factors of a ``Calibration``, float32 [sources, depths, bins]; None for no calibration.
         trust: result of ``SourceTrust.of``, float32 [num_graphs, sources]; None for equal trust in all sources.
     """
-    shape = (len(num_nodes), max(1, max(num_nodes.tolist(), default=1)))
+    shape = (len(num_nodes), 1 + max(num_nodes.tolist(), default=0))
     if factor is None:
         factor = np.ones((NUM_SOURCES, NUM_DEPTHS, NUM_BINS), np.float32)
     if trust is None:
@@ -141,5 +139,5 @@ def flatten(
             trees.via_merge[row, place] = best.crossed or graphs.merged[row, best.node] != NONE
             trees.survival[row, place] = best.survival
             trees.value[row, place] = -best.minus_value
-            trees.size[row] = place + 1
+            trees.size[row] = place
     return trees

@@ -17,19 +17,19 @@ def lay_tree(
     count: int,
     rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
-    """Write the rows of a flattened graph's nodes after its root's row.
+    """Write the rows of a flattened graph, the root's first.
 
     Args:
         token, parent, depth, origin, via_merge, survival: [nodes], one row of ``FlatTrees``.
         sources: int8 [2, NUM_ORIGINS], a node's source by whether its path crosses a merged edge, and by its origin.
-        first, count: row of the first node, and number of nodes to write.
-        rows: outputs [num_rows]: token int64, parent int32 (place in the tree; the root has place 0), depth int32,
-            source int8 and survival float32.
+        first, count: row of the root, and number of rows to write.
+        rows: outputs [num_rows]: token int64, parent int32 (place in the tree), depth int32, source int8 and survival
+            float32.
     """
     all_tokens, all_parents, all_depths, all_sources, all_survival = rows
     written = slice(first, first + count)
     all_tokens[written] = token[:count]
-    all_parents[written] = parent[:count] + 1
+    all_parents[written] = parent[:count]
     all_depths[written] = depth[:count]
     all_sources[written] = sources[via_merge[:count].astype(np.int64), origin[:count]]
     all_survival[written] = survival[:count]

@@ -100,9 +100,10 @@ def graft_tree(
 
     Args:
         graphs, row: GraphBatch and the graph in it.
-        tokens, parents: int64 and int32 [n], token of each node and place of its parent in the list, NONE for children
-            of the root; parents come first.
-        shares: float32 [n], share of the suffix's occurrences that continue along the node's whole path.
+        tokens, parents: int64 and int32 [places], token of each node and place of its parent. Place 0 is the root, with
+            any token and the parent NONE; parents come first.
+        shares: float32 [places], share of the suffix's occurrences that continue along the node's whole path; 1 for the
+            root.
         matched: number of tokens that matched; a continuation is as sure as that of an n-gram in the request's own
             text.
         origin: ORIGIN_* of the nodes.
@@ -126,7 +127,7 @@ def graft_late_tree(
         since: these tokens. What continues the node that they lead to is inserted, and nothing if they leave the tree.
         graphs, row, tokens, parents, shares, matched, origin: as for ``graft_tree``, at the time of the look-up.
     """
-    reached = NONE
+    reached = 0
     for token in since:
         found = np.flatnonzero((parents == reached) & (tokens == token))
         if not len(found):
@@ -136,8 +137,8 @@ def graft_late_tree(
     for place, (token, parent, share) in enumerate(zip(tokens, parents, shares, strict=True)):
         if parent not in nodes:  # elsewhere, or the graph is full
             continue
-        above, before = nodes[parent], _ONE if parent == NONE else shares[parent]
-        prob = match_prob(matched + len(since) + graphs.depth[row, above]) * share / before
+        above = nodes[parent]
+        prob = match_prob(matched + len(since) + graphs.depth[row, above]) * share / shares[parent]
         if (node := insert_copy(graphs, row, above, token, prob, prob, origin)) != NONE:
             nodes[place] = node
 

@@ -30,8 +30,6 @@ _WORKER_V2_GPU = "vllm_gsd.engine.v2.gpu_worker.GraphGPUWorker"
 _WORKER_KERNELS = "vllm_gsd.engine.kernels_only.KernelsCPUWorker"  # either runner, no speculation
 _SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphScheduler"
 _ASYNC_SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphAsyncScheduler"
-CPU_ATTENTION = "vllm_gsd.engine.attention.cpu.TreeCPUAttentionBackend"
-CAUSAL_CPU_ATTENTION = "vllm_gsd.engine.attention.cpu_causal.CausalCPUAttentionBackend"
 
 # The speculative config that stands for gsd with each of vLLM's model runners. ``model`` identifies the config as ours;
 # vLLM itself reads it with V1 only. V2 rejects "custom_class". Of the methods that V2 accepts, only "ngram_gpu" loads

@@ -23,27 +23,25 @@ struct Place {
   }
 };
 
-// Lists the places of one graph after the other, best first.
+// Lists the places of one graph after the other: the root, then the nodes, best first.
 class Flattener {
  public:
   Flattener(const Factor& factor) : factor_(factor) {}
 
-  // Writes at most ``most`` places no deeper than ``deepest`` to ``write(place number, place)``; returns how many.
+  // Writes the root and at most ``most`` nodes no deeper than ``deepest`` to ``write(place number, place)``; returns how
+  // many nodes.
   template <typename Write>
   int64_t run(const Graph& graph, int64_t most, int64_t deepest, const float* trust, Write&& write) {
     heap_.clear();
     order_ = 0;
     Place from{1.0f, 1.0f, 0, 0, NONE, 0, false};
-    int32_t place = NONE;
-    int64_t count = 0;
-    while (true) {
+    for (int32_t place = 0;; ++place) {
+      write(place, from);
       if (from.depth < deepest) discover(graph, from, place, trust);
-      if (count >= most || heap_.empty()) return count;
+      if (place >= most || heap_.empty()) return place;
       std::pop_heap(heap_.begin(), heap_.end());
       from = heap_.back();
       heap_.pop_back();
-      place = static_cast<int32_t>(count++);
-      write(place, from);
     }
   }
 
@@ -100,7 +98,7 @@ py::tuple flatten(py::handle graphs, py::handle num_nodes, py::handle max_depth,
   check_size(deepest.size(), most.size(), "max_depth");
   const int64_t count = most.size();
   int64_t width = 1;
-  for (int64_t row = 0; row < count; ++row) width = std::max(width, most[row]);
+  for (int64_t row = 0; row < count; ++row) width = std::max(width, 1 + most[row]);
   const Output<int64_t> token(count, width);
   const Output<int32_t> parent(count, width, NONE), depth(count, width), node(count, width);
   const Output<int8_t> origin(count, width);

@@ -27,13 +27,13 @@ void lay_tree(py::handle token, py::handle parent, py::handle depth, py::handle 
                        all_survival.size()}),
              first + count, "rows");
   check_size(source_of.size(), 2, "sources");
-  for (int64_t node = 0; node < count; ++node) {
-    const int64_t line = first + node;
-    all_tokens[line] = tokens[node];
-    all_parents[line] = static_cast<int32_t>(parents[node] + 1);
-    all_depths[line] = static_cast<int32_t>(depths[node]);
-    all_sources[line] = source_of.row(crossed[node])[placed(origins[node], source_of.shape[1], "origin")];
-    all_survival[line] = likely[node];
+  for (int64_t place = 0; place < count; ++place) {
+    const int64_t line = first + place;
+    all_tokens[line] = tokens[place];
+    all_parents[line] = static_cast<int32_t>(parents[place]);
+    all_depths[line] = static_cast<int32_t>(depths[place]);
+    all_sources[line] = source_of.row(crossed[place])[placed(origins[place], source_of.shape[1], "origin")];
+    all_survival[line] = likely[place];
   }
 }
 

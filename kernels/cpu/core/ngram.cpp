@@ -108,17 +108,14 @@ void graft_tree(py::handle graphs, int64_t row, py::handle tokens, py::handle pa
   const int64_t count = token.size();
   check_size(parent.size(), count, "parents");
   check_size(share.size(), count, "shares");
+  check_size(count, 1, "tokens");
   std::vector<int32_t> nodes(count, NONE);
-  for (int64_t i = 0; i < count; ++i) {
-    int32_t above = 0;
-    float before = 1.0f;
-    if (parent[i] != NONE) {
-      const int64_t place = placed(parent[i], count, "parents");
-      above = nodes[place];
-      before = share[place];
-    }
+  nodes[0] = 0;
+  for (int64_t i = 1; i < count; ++i) {
+    const int64_t place = placed(parent[i], count, "parents");
+    const int32_t above = nodes[place];
     if (above == NONE) continue;  // the graph is full
-    const float prob = divided(match_prob(matched + graph.depth[above]) * share[i], before);
+    const float prob = divided(match_prob(matched + graph.depth[above]) * share[i], share[place]);
     int32_t child = graph.find_child(above, token[i]);
     if (child == NONE) child = graph.add_child(above, token[i], prob, origin);
     else graph.agree(child, prob);

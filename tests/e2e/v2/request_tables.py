@@ -42,7 +42,7 @@ def tables(llm) -> dict[str, int]:
         "slots": len(speculator.slots),
         "parents": len(speculator.parents),
         "late": len(speculator.late.queue),
-        "salts": 0 if speculation.shared is None else len(speculation.shared.salts),
+        "salts": sum(map(len, speculation.copies.tables())),
         "trees": len(speculation.trees),
         "known": len(speculation.known),
         "trust": len(speculation.trust.seen),

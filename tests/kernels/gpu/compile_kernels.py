@@ -176,7 +176,7 @@ class Engine:
         self.ranks, self.match_probs = ngram.new_matches(MOST_REQUESTS, top_k, device)
         self.suffix_trees = torch.zeros((MOST_REQUESTS, ngram.tree_words(1 + 2 * nodes)), dtype=torch.int32)
         self.trees = flatten.DeviceTrees(*(
-            torch.zeros((MOST_REQUESTS, nodes)[: 1 if name == "size" else 2], dtype=dtype)
+            torch.zeros((MOST_REQUESTS, 1 + nodes)[: 1 if name == "size" else 2], dtype=dtype)
             for name, dtype in zip(flatten.DeviceTrees._fields, DTYPES, strict=True)
         ))  # fmt: skip
         self.cache = torch.empty((4, BLOCK_SIZE, kv_heads, 2 * head_size), dtype=torch.bfloat16)

@@ -146,7 +146,7 @@ class Pair:
                     assert [j for j in bits if self.host.merged[row, j] == NONE] == reaching
 
 
-def empty_trees(count, places, device):
-    whole = torch.full((count, places), 7, dtype=torch.int64, device=device)
+def empty_trees(count, num_nodes, device):
+    whole = torch.full((count, 1 + num_nodes), 7, dtype=torch.int64, device=device)
     parts = [whole.clone() for _ in range(4)] + [whole.bool(), whole.float(), whole.float()]
     return DeviceTrees(*parts, size=whole[:, 0].clone())

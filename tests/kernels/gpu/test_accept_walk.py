@@ -46,10 +46,9 @@ def test_walk_equals_the_host(device, seed):
     start, drawn = starts.numpy(force=True), sampled.numpy(force=True)
     token, parent = numpy.full(len(drawn), -1), numpy.full(len(drawn), -2, numpy.int32)
     for tree, size in enumerate(trees.size.tolist()):
-        first = start[tree]
-        parent[first] = -1
-        token[first + 1 : first + 1 + size] = trees.token[tree, :size].numpy(force=True)
-        parent[first + 1 : first + 1 + size] = trees.parent[tree, :size].numpy(force=True) + 1
+        rows = slice(start[tree], start[tree] + 1 + size)
+        token[rows] = trees.token[tree, : 1 + size].numpy(force=True)
+        parent[rows] = trees.parent[tree, : 1 + size].numpy(force=True)
     count = len(start) - 1
     places, active = numpy.zeros(count, numpy.int32), numpy.ones(count, numpy.bool_)
     emitted = [[] for _ in range(count)]
@@ -65,13 +64,13 @@ def test_walk_equals_the_host(device, seed):
 
 
 def test_walk_by_hand(device):
-    """The root has children 0 (token 5) and 1 (token 6); 1 has child 2 (token 7). A prompt's two rows come first."""
+    """The root has children 1 (token 5) and 2 (token 6); 2 has child 3 (token 7). A prompt's two rows come first."""
 
     def row(*values, dtype=torch.int64):
         return torch.tensor(values, dtype=dtype, device=device)
 
-    unread = row(0, 0, 0)[None]
-    trees = DeviceTrees(row(5, 6, 7)[None], row(-1, -1, 1)[None], *[unread] * 5, size=row(3))
+    unread = row(0, 0, 0, 0)[None]
+    trees = DeviceTrees(row(4, 5, 6, 7)[None], row(-1, 0, 0, 2)[None], *[unread] * 5, size=row(3))
     starts, batch_starts = row(0, 4, dtype=torch.int32), row(0, 6, dtype=torch.int32)
     accepted = accept_walk(trees, row(6, 0, 7, 8), starts, batch_starts, row(98, 99, 100, 101, 102, 103))
     assert accepted.tokens.tolist() == [[6, 7, 8, 0]] and accepted.rows.tolist() == [[0, 2, 3, 3]]

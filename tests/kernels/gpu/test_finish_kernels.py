@@ -65,9 +65,9 @@ def test_suffix_trees_are_the_specifications(device, seed):
     pair.grow(vocab, random.integers(0, 4))
     words = np.zeros((pair.count, tree_words(most)), np.int32)
     for row, length in enumerate(pair.length):
-        size, known = int(random.integers(0, most + 1)), length - int(random.integers(0, min(3, length)))
-        parents = np.array([random.integers(-1, i) for i in range(size)], np.int32)
-        shares = random.uniform(0.05, 1, size).astype(np.float32)
+        size, known = int(random.integers(1, most + 2)), length - int(random.integers(0, min(3, length)))
+        parents = np.array([-1, *(random.integers(0, i) for i in range(1, size))], np.int32)
+        shares = np.append(np.float32(1), random.uniform(0.05, 1, size - 1).astype(np.float32))
         tree = random.integers(0, vocab, size), parents, shares, int(random.integers(2, 20))
         pack_tree(words[row], *tree, known)
         graft_late_tree(pair.host, row, *tree, pair.texts[row, known:length], ORIGIN_SHARED)
@@ -137,8 +137,9 @@ def test_lists_are_the_specifications(device, seed):
     assert np.array_equal(got.size, expected.size)
     for row, size in enumerate(expected.size):
         for name in ("token", "parent", "depth", "origin", "via_merge", "survival", "value"):
-            assert np.array_equal(getattr(got, name)[row, :size], getattr(expected, name)[row, :size]), name
-            assert (getattr(got, name)[row, size:] == (NONE if name == "parent" else 0)).all()
+            ours, theirs = getattr(got, name)[row], getattr(expected, name)[row]
+            assert np.array_equal(ours[: 1 + size], theirs[: 1 + size]), name
+            assert (ours[1 + size :] == (NONE if name == "parent" else 0)).all()
 
 
 def test_padding_is_written_nowhere(device):
@@ -169,4 +170,4 @@ def test_bins_begin_where_the_specification_has_them(device):
     pair.graphs.chances[:, :, 1] = tensor(probs, device)[:, None]
     trees = empty_trees(len(probs), 1, device)
     flatten_graphs(pair.graphs, trees, tensor(factor, device), tensor(pair.trust, device))
-    assert trees.value[:, 0].tolist() == [calibrated(factor, 0, 1, prob) for prob in probs]
+    assert trees.value[:, 1].tolist() == [calibrated(factor, 0, 1, prob) for prob in probs]

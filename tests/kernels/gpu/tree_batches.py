@@ -23,22 +23,21 @@ class TreeBatch(NamedTuple):
         return int(self.batch_starts[-1])
 
 
-def tree_batch(seed: int, device: torch.device, places: int = 16, vocabulary: int = 3) -> TreeBatch:
-    """Some requests with random graphs; few tokens, so that siblings carry the same one and walks go deep."""
+def tree_batch(seed: int, device: torch.device, most: int = 16, vocabulary: int = 3) -> TreeBatch:
+    """Some requests with random graphs of up to ``most`` nodes, and few tokens, so that walks go deep."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(high, shape, generator=random)
 
     count, num_slots = 1 + seed % 5, 8
-    parent = torch.full((num_slots, places), -1)
-    depth, size = torch.zeros_like(parent), draw(places + 1, num_slots)
+    shape = (num_slots, 1 + most)
+    parent = torch.full(shape, -1)
+    depth, size = torch.zeros_like(parent), draw(1 + most, num_slots)
     for slot, nodes in enumerate(size.tolist()):
-        for place, above in enumerate(random_parents(1 + nodes, random)[1:]):
-            parent[slot, place] = above - 1
-            depth[slot, place] = 1 + (depth[slot, above - 1] if above else 0)
-    real = torch.arange(places) < size[:, None]
-    shape = (num_slots, places)
+        for place, above in enumerate(random_parents(1 + nodes, random)[1:], 1):
+            parent[slot, place], depth[slot, place] = above, 1 + depth[slot, above]
+    real = torch.arange(1 + most) <= size[:, None]
     kept = DeviceTrees(
         token=draw(vocabulary, *shape) * real,
         parent=parent,
@@ -49,7 +48,7 @@ def tree_batch(seed: int, device: torch.device, places: int = 16, vocabulary: in
         value=torch.rand(shape, generator=random) * real,
         size=size,
     )
-    rows = 1 + draw(places + 1, count)
+    rows = 1 + draw(1 + most, count)
     others = draw(3, count) * 4  # rows of a prompt before those that are verified
     starts, batch_starts = (
         torch.cat([torch.zeros(1, dtype=torch.int64), values.cumsum(0)]) for values in (rows, rows + others)

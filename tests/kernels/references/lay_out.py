@@ -26,15 +26,14 @@ def lay_out_rows_reference(
         root = int(batch_starts[request + 1]) - (end - first)
         size = min(int(kept.size[slot]), end - first - 1) if valid[request] else 0
         for values, of in zip(trees[:-1], kept[:-1], strict=True):
-            values[request, :size] = of[slot, :size]
+            values[request, : 1 + size] = of[slot, : 1 + size]
         trees.size[request] = size
         prefix_lens[request] = positions[root]
-        positions[root + 1 : root + end - first] = positions[root]
-        positions[root + 1 : root + 1 + size] += trees.depth[request, :size]
+        positions[root : root + end - first] = positions[root].clone()
+        positions[root : root + 1 + size] += trees.depth[request, : 1 + size]
         # Rows without a node are children of the root.
         parent = np.zeros(end - first, np.int32)
-        parent[0] = NONE
-        parent[1 : 1 + size] = trees.parent[request, :size].numpy(force=True) + 1
+        parent[: 1 + size] = trees.parent[request, : 1 + size].numpy(force=True)
         masks = np.zeros((end - first, mask.shape[1]), np.int64)
         ancestor_masks(parent, np.array([0, end - first], np.int32), masks)
         mask[first:end] = torch.from_numpy(masks).to(mask.device)

@@ -1,6 +1,7 @@
 """vLLM's CPU attention backend, with our kernel for the rows that attend along a graph.
 
-In bfloat16 all rows go to our kernel. In other types plain decodes, prompts and chains go to upstream's, untouched.
+In bfloat16 all rows go to our kernel. In other types, and on processors with AMX, plain decodes, prompts and chains go
+to upstream's, untouched.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from vllm_gsd.ops.kv_move.layout import KVLayout
 from vllm_gsd.upstream import wire
 
 # What takes the place of upstream's while the layers are built.
-BACKENDS = {AttentionBackendEnum.CPU_ATTN: wire.CPU_ATTENTION}
+BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.TreeCPUAttentionBackend"}
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):

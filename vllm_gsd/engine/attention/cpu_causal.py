@@ -12,7 +12,7 @@ from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly, causal_r
 from vllm_gsd.upstream import wire
 
 # Replaces upstream's backend while the layers are built.
-BACKENDS = {AttentionBackendEnum.CPU_ATTN: wire.CAUSAL_CPU_ATTENTION}
+BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.CausalCPUAttentionBackend"}
 
 
 class CausalCPUAttentionBackend(TreeCPUAttentionBackend):

@@ -153,7 +153,7 @@ class BlockDrafter:
         self.planner.caught_up(count * rows)
         self.stats.counts["draft_rows"] += count * rows
         self.stats.counts["draft_forwards"] += 1
-        hidden = self.model.run_level(tokens.ravel(), tree, slots)
+        hidden = self.model.run_rows(self.model.tokens(tokens.ravel()), slots, tree)
         return drafted, hidden.view(count, rows, -1)[:, self.first_row :]
 
     def _roots(self, batch: DraftBatch, chosen: np.ndarray) -> np.ndarray:

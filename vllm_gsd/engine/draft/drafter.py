@@ -168,7 +168,7 @@ class Drafter:
         if not self.masks_chains:
             return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
         tree = causal_rows(to_device(starts), to_device(lengths), block_table, to_device(positions))
-        return self.model.run_level(tokens, tree, slots, features)
+        return self.model.run_rows(self.model.tokens(tokens), slots, tree, features)
 
     def _features_before(self, batch: DraftBatch, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
         """The target's hidden states of the preceding tokens; None if the draft reads none."""
@@ -300,7 +300,7 @@ class Drafter:
         self.stats.counts["draft_nodes"] += num_rows
         self.stats.counts["draft_forwards"] += 1
         flat_slots = slots_of(block_table, request_of_row, base + slot, block_size)
-        return self.model.run_level(token, tree, flat_slots, features)
+        return self.model.run_rows(self.model.tokens(token), flat_slots, tree, features)
 
 
 def starts_of(counts: np.ndarray) -> np.ndarray:

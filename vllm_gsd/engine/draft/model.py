@@ -222,17 +222,21 @@ class DraftModel:
         by_layer: dict[str, Any] = {}
         for builder, names in self.builders:
             by_layer |= dict.fromkeys(names, builder.build(0, common))
-        return self._run(tokens, device_positions, slots, by_layer, features)
+        return self._forward(self.tokens(tokens), device_positions, slots, by_layer, features)
 
-    def run_level(
-        self, tokens: np.ndarray, tree: TreeRows, slots: torch.Tensor, features: torch.Tensor | None = None
+    def tokens(self, tokens: np.ndarray) -> torch.Tensor:
+        """Tokens, int64 [n] on the host, as the model reads them."""
+        return self.to_device(tokens.astype(np.int32))
+
+    def run_rows(
+        self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the draft over one level of nodes. Each row attends along its own path of the token graph.
+        """Run the draft over rows of which each attends along its own path of the token graph.
 
         Args:
-            tokens: int64 numpy [n].
+            tokens: int32 [n].
+            slots: KV slots, int64 [n]. The key and value of a row with slot -1 are not stored.
             tree: how the rows attend, and their positions.
-            slots: KV slots, int64 tensor [n].
             features: for EAGLE drafts, the draft's own hidden states [n, hidden] of the rows' parents.
 
         Returns:
@@ -240,35 +244,7 @@ class DraftModel:
         """
         metadata = TreeRowsOnly()
         wire.attach_tree_rows(metadata, tree)
-        return self._run(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
-
-    def run_rows(
-        self, tokens: torch.Tensor, slots: torch.Tensor, tree: TreeRows, features: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run the draft over rows whose tokens are already on the device.
-
-        Args:
-            tokens: int32 [n].
-            slots: KV slots, int64 [n]. The key and value of a row with slot -1 are not stored.
-            tree: how the rows attend, and their positions.
-            features: as in ``run_level``.
-
-        Returns:
-            hidden states [n, hidden].
-        """
-        metadata = TreeRowsOnly()
-        wire.attach_tree_rows(metadata, tree)
         return self._forward(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
-
-    def _run(
-        self,
-        tokens: np.ndarray,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        by_layer: dict[str, Any],
-        features: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self._forward(self.to_device(tokens.astype(np.int32)), positions, slots, by_layer, features)
 
     @contextmanager
     def without_kv_cache(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_gsd.host import graft_tree
-from vllm_gsd.method.constants import ORIGIN_SHARED
+from vllm_gsd.method.constants import NONE, ORIGIN_SHARED
 from vllm_gsd.ops.ngram.api import pack_tree
 
 if TYPE_CHECKING:
@@ -119,10 +119,11 @@ class SharedSuffixes:
             return None
         latest = np.ascontiguousarray(text[-(TREE_DEPTH // 2) :], np.int32)
         found = cache.speculate(READER, latest, num_nodes, REACH, 0.0, LEAST_SHARE, use_tree_spec=True)
+        # In arctic-inference's lists, place 0 is the first node below the root.
         return SuffixTree(
-            np.array(found.token_ids, np.int64),
-            np.array(found.parents, np.int32),
-            np.array(found.probs, np.float32),
+            np.array([NONE, *found.token_ids], np.int64),
+            np.array([NONE, *(1 + parent for parent in found.parents)], np.int32),
+            np.array([1.0, *found.probs], np.float32),
             # Of equally good matches, arctic-inference reports the shortest.
             max(LEAST_MATCH, found.match_len),
         )
@@ -142,7 +143,7 @@ class SharedSuffixes:
         for place in np.flatnonzero(wanted):
             length, lora_request = int(batch.length[place]), batch.requests[place].lora_request
             text = batch.token_ids[batch.token_rows[place], :length]
-            found = self.find(batch.request_ids[place], lora_request, text, words // 3 - 1)
+            found = self.find(batch.request_ids[place], lora_request, text, words // 3 - 2)
             if found is not None:
                 pack_tree(trees[place], *found, length)
         return trees

@@ -44,7 +44,7 @@ def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | No
         runner: the V1 model runner; its KV cache is allocated.
         drafter: None without a draft model.
     """
-    most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.drafter.num_nodes + 1)))
+    most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.speculation.num_nodes + 1)))
     rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
     levels = [] if drafter is None else [partial(_draft_levels, drafter)]
     rows, (target, *drafts) = time_by_rows(rows, partial(_target_forward, runner), *levels)
@@ -85,9 +85,9 @@ def _draft_levels(drafter: Drafter | BlockDrafter, num_rows: int) -> None:
 def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
     """Run the target as a step does: the idle run lacks attention, which is added here."""
     runner.run_idle(num_rows)
-    attend = _attention(runner, min(num_rows, runner.drafter.num_nodes + 1), CONTEXTS[0])
+    attend = _attention(runner, min(num_rows, runner.speculation.num_nodes + 1), CONTEXTS[0])
     # The requests of a batch attend separately, so their times add up.
-    for _ in range(len(runner.target_kv.layers) * -(-num_rows // (runner.drafter.num_nodes + 1))):
+    for _ in range(len(runner.target_kv.layers) * -(-num_rows // (runner.speculation.num_nodes + 1))):
         attend()
 
 

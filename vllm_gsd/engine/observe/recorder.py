@@ -139,7 +139,7 @@ class Recorder:
     def drafted(self, graphs: GraphBatch, trees: FlatTrees, most: int) -> None:
         """Copy the graphs that have grown, of which at most ``most`` nodes each will be verified."""
         for row, traced in self.growing:
-            traced.step.drafted(graphs, row, trees.node[row, : min(most, int(trees.size[row]))])
+            traced.step.drafted(graphs, row, trees.node[row, 1 : 1 + min(most, int(trees.size[row]))])
 
     def proposed(self, planner: Planner, drafts: bool) -> None:
         """Note the numbers of drafting; ``drafts`` is whether there is a draft model."""
@@ -158,7 +158,7 @@ class Recorder:
             traced.step.numbers = dict(numbers)
 
     def verified(self, request_ids: list[str], step: VerifyStep, places: np.ndarray, has_tree: np.ndarray) -> None:
-        """Copy what the target verified; arguments as for ``Speculation.observe``, and bool [num_requests]."""
+        """Copy what the target verified, and where each walk ended; ``has_tree`` is bool [num_requests]."""
         if not self.traced:
             return
         counts = self.stats.counts

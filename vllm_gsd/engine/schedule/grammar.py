@@ -29,25 +29,29 @@ Choices = Callable[["Request", list[int]], list[int]]
 
 
 class ProposedTree(NamedTuple):
-    """A flattened graph, best node first, with more nodes than will be verified, for the grammar to choose from."""
+    """A flattened graph with more nodes than will be verified, for the grammar to choose from. Place 0 is the root."""
 
     tokens: list[int]
-    parents: list[int]  # places in the list; NONE for children of the root
+    parents: list[int]  # places; NONE for the root
     budget: int  # maximum number of nodes to verify, not counting forced ones
     max_depth: int = 0  # maximum depth of nodes that the grammar adds
     room: int = 0  # maximum number of nodes to verify, including forced ones
 
     def left_out(self, chosen: GrammarTree) -> int:
         """How many nodes of the budget the grammar has not chosen or replaced."""
-        return max(0, min(self.budget, len(self.tokens)) - len(chosen.places))
+        return max(0, min(1 + self.budget, len(self.tokens)) - len(chosen.places))
 
 
 class GrammarTree(NamedTuple):
-    """The scheduled nodes of a request, with the paths that its grammar allows."""
+    """The scheduled rows of a request, the root first, with the paths that its grammar allows."""
 
-    tokens: list[int]  # the draft token of each scheduled row below the root
+    tokens: list[int]  # the token of each row; nothing reads that of the root
     paths: list[list[int] | None]  # tokens from below the root to each row; None where the grammar forbids the node
     places: list[int]  # each row's place in the proposed tree; NONE for nodes that the grammar added
+
+    def fits(self, drafts: list[int]) -> bool:
+        """Whether scheduled draft tokens are the first nodes of the tree."""
+        return self.tokens[1 : 1 + len(drafts)] == drafts
 
 
 class GrammarTokens:
@@ -110,7 +114,7 @@ def allowed_nodes(
     """
     nodes = _Nodes(request, tree, choices)
     nodes.add_forced(())
-    paths: dict[int, Path] = {NONE: ()}
+    paths: dict[int, Path] = {0: ()}
     for place, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if parent not in paths:
             continue
@@ -124,8 +128,8 @@ def allowed_nodes(
             continue
         paths[place] = path
     nodes.add_choices()
-    tokens = [path[-1] for path in nodes.places]
-    return GrammarTree(tokens, [list(path) for path in nodes.places], list(nodes.places.values()))
+    tokens = [tree.tokens[0], *(path[-1] for path in nodes.places)]
+    return GrammarTree(tokens, [[], *map(list, nodes.places)], [0, *nodes.places.values()])
 
 
 class _Nodes:
@@ -175,30 +179,26 @@ class _Nodes:
 
 
 def judged_tree(
-    manager: StructuredOutputManager, request: Request, tokens: list[int], parents: list[int]
+    manager: StructuredOutputManager, request: Request, drafts: list[int], parents: list[int]
 ) -> GrammarTree:
     """Find the nodes that the request's grammar allows, for a tree whose rows are already assigned.
 
     Args:
         manager: vLLM's manager of structured output.
         request: the scheduler's record of the request.
-        tokens: tokens of the request's rows. There are more rows than nodes if some rows have no node, and fewer if the
-            scheduler cut the list.
-        parents: places of the nodes' parents; NONE for children of the root.
+        drafts: tokens of the request's rows below the root. There are more than nodes if some rows have no node, and
+            fewer if the scheduler cut the list.
+        parents: the parent of each place of the tree, NONE for the root.
     """
-    paths: dict[int, list[int] | None] = {NONE: []}
-    for place, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
+    tokens = [NONE, *drafts]
+    paths: list[list[int] | None] = [None] * len(tokens)
+    paths[0] = []
+    for place, parent in enumerate(parents[1 : len(tokens)], 1):
         above = paths[parent]
-        path = None if above is None else [*above, token]
+        path = None if above is None else [*above, tokens[place]]
         allowed = path is not None and len(manager.validate_tokens(request, path)) == len(path)
         paths[place] = path if allowed else None
-    places = list(range(len(tokens)))
-    return GrammarTree(tokens, [paths.get(place) for place in places], places)
-
-
-def tree_fits(tree: GrammarTree | None, tokens: list[int]) -> bool:
-    """Whether the scheduled tokens are a prefix of the tree's tokens; False without a tree."""
-    return tree is not None and tree.tokens[: len(tokens)] == tokens
+    return GrammarTree(tokens, paths, list(range(len(tokens))))
 
 
 def tree_bitmask(
@@ -227,10 +227,10 @@ def tree_bitmask(
         first = row
         request = requests[request_id]
         grammar = request.structured_output_request.grammar
-        tokens = scheduled.get(request_id, [])
+        drafts = scheduled.get(request_id, [])
         tree = trees.get(request_id)
-        paths = tree.paths if tree is not None and tree_fits(tree, tokens) else []
-        for path in [[], *paths[: len(tokens)], *[None] * (len(tokens) - len(paths))]:
+        paths = [[], *[None] * len(drafts)] if tree is None or not tree.fits(drafts) else tree.paths[: 1 + len(drafts)]
+        for path in paths:
             if path is None:
                 structured.allow_all(manager, row)
                 row += 1

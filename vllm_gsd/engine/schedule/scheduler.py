@@ -18,7 +18,6 @@ from vllm_gsd.engine.schedule.grammar import (
     allowed_nodes,
     judged_tree,
     tree_bitmask,
-    tree_fits,
 )
 from vllm_gsd.upstream import structured, wire
 from vllm_gsd.upstream.instances import count_draft_tokens
@@ -65,7 +64,7 @@ class GraphScheduling(Scheduler):
                 self.structured_output_manager, request, tree, self.grammar_tokens.after
             )
             self.nodes_invalid += tree.left_out(kept)
-            structured.set_drafts(request, kept.tokens)
+            structured.set_drafts(request, kept.tokens[1:])
         drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
         for request_id, parents in wire.parents_of(draft_token_ids).items():
             request = self.requests.get(request_id)
@@ -120,10 +119,9 @@ class GraphScheduling(Scheduler):
             return None
         bitmask = tree_bitmask(self.structured_output_manager, self.requests, request_ids, scheduled, self.kept)
         # Draft tokens that no grammar has checked are not verified.
-        judged = [
-            scheduled.get(i, []) if tree_fits(self.kept.get(i), scheduled.get(i, [])) else [] for i in request_ids
-        ]
-        return GrammarOutput(request_ids, bitmask, [len(tokens) for tokens in judged])
+        drafts = [(self.kept.get(request_id), scheduled.get(request_id, [])) for request_id in request_ids]
+        judged = [len(tokens) if tree is not None and tree.fits(tokens) else 0 for tree, tokens in drafts]
+        return GrammarOutput(request_ids, bitmask, judged)
 
     # --- statistics -------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v1.plan import plan_step
 from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
+from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.step import VerifyStep, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.host import kv_moves
@@ -53,7 +54,7 @@ class GraphModelRunner(CPUModelRunner):
         self.step: VerifyStep | None = None
         self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
         self.drafter.bind(self)
-        self.use_aux_hidden_state_outputs = self.drafter.reads_aux
+        self.use_aux_hidden_state_outputs = self.speculation.reads_aux
         self.all_rows = torch.arange(self.max_num_tokens)
         self.idle_runs = itertools.count()
         tell_of_processors(self.input_batch.logitsprocs)
@@ -61,19 +62,19 @@ class GraphModelRunner(CPUModelRunner):
     @property
     def speculation(self) -> Speculation:
         """The part of speculation that both runners share."""
-        return self.drafter
+        return self.drafter.speculation
 
     # --- start-up ---------------------------------------------------------------------------------
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         # Upstream reads them from the speculative config, which has no draft model here.
-        return self.drafter.aux_layers
+        return self.speculation.aux_layers
 
     def warming_up_model(self) -> None:
         """Compile the draft model together with the target."""
         super().warming_up_model()
         with _set_global_compilation_settings(self.vllm_config):
-            self.drafter.warm_up(min(64, self.max_num_tokens))
+            self.speculation.warm_up(min(64, self.max_num_tokens))
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """KV cache specs that keep all tokens; see ``without_windows``."""
@@ -85,7 +86,7 @@ class GraphModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         group = self.kv_cache_config.kv_cache_groups[0]
         layers = self.compilation_config.static_forward_context
-        self.target_kv = target_kv_of(layers, group.layer_names, self.drafter.layer_names)
+        self.target_kv = target_kv_of(layers, group.layer_names, self.speculation.layer_names)
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
@@ -109,8 +110,8 @@ class GraphModelRunner(CPUModelRunner):
     # --- one step ---------------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable | None:
-        assert self.drafter.draft_kv is not None
-        self.drafter.draft_kv.update(scheduler_output)
+        assert self.speculation.draft_kv is not None
+        self.speculation.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
         self.drafter.remember(wire.salts_of(scheduler_output))
         return super()._update_states(scheduler_output)
@@ -119,7 +120,7 @@ class GraphModelRunner(CPUModelRunner):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None]:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.step = plan_step(self, scheduler_output, self.drafter.trees)
+        self.step = plan_step(self, scheduler_output, self.speculation.trees)
         if self.step is not None:
             listed = self.positions.clone() if self.uses_mrope else None
             self.step.set_positions(self.positions)
@@ -156,18 +157,18 @@ class GraphModelRunner(CPUModelRunner):
         with no_rows_left(self.step is not None and self.step.batch is not None):
             attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
-            draft_layers = set(self.drafter.layer_names)
+            draft_layers = set(self.speculation.layer_names)
             self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
             check_attached(self.target_kv.names, attn_metadata)
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run and time the target. A step without tokens returns its output here, with our statistics."""
-        with self.drafter.stats.timed("verify_seconds"):
+        with self.speculation.stats.timed("verify_seconds"):
             output = super().execute_model(*args, **kwargs)
         if isinstance(output, ModelRunnerOutput):
             output = copy.copy(output)  # vLLM shares one object among all such steps
-            wire.attach_stats(output, self.drafter.take_stats())
+            wire.attach_stats(output, self.speculation.take_stats())
         return output
 
     @torch.inference_mode()
@@ -176,13 +177,13 @@ class GraphModelRunner(CPUModelRunner):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors:
         """Sample as upstream does. Store hidden states for the draft before, and attach the step's statistics after."""
         state = self.execute_model_state
-        if state is not None and self.drafter.features is not None:
+        if state is not None and self.speculation.features is not None:
             count = state.scheduler_output.total_num_scheduled_tokens
             slots = self._slot_mapping()[:count].long()
-            self.drafter.keep_features(slots, self.positions, state.hidden_states, state.aux_hidden_states)
+            self.speculation.keep_features(slots, self.positions, state.hidden_states, state.aux_hidden_states)
         with self._generators_of_unfinished_prompts_set_aside():
             output = super().sample_tokens(grammar_output)
-        wire.attach_stats(output, self.drafter.take_stats())
+        wire.attach_stats(output, self.speculation.take_stats())
         return output
 
     @contextmanager
@@ -206,7 +207,7 @@ class GraphModelRunner(CPUModelRunner):
         """Propose draft tokens as upstream does, and time it."""
         request_ids, clock = self.input_batch.req_ids, self.drafter.clock
         clock.proposing(request_ids, scheduler_output.total_num_scheduled_tokens)
-        with self.drafter.stats.timed("draft_seconds"):
+        with self.speculation.stats.timed("draft_seconds"):
             drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
         clock.proposed(request_ids)
         return drafts
@@ -214,7 +215,7 @@ class GraphModelRunner(CPUModelRunner):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return the draft tokens, with the trees of requests with structured output attached."""
         drafts = super().take_draft_token_ids()
-        trees = self.drafter.take_grammar_trees()
+        trees = self.speculation.take_grammar_trees()
         if trees:
             drafts = drafts or DraftTokenIds([], [])
             wire.attach_proposed(drafts, trees)
@@ -226,8 +227,8 @@ class GraphModelRunner(CPUModelRunner):
             return super()._sample(logits, spec_decode_metadata)
         assert step is not None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
-        with self.drafter.stats.timed("walk_seconds"):
-            output, places = walk(
+        with self.speculation.stats.timed("walk_seconds"):
+            output, paths = walk(
                 self.sampler,
                 logits,
                 self.input_batch.sampling_metadata,
@@ -236,21 +237,22 @@ class GraphModelRunner(CPUModelRunner):
                 stateful=any(map(_has_processor, requests)),
                 stops=(stop_tokens(request.sampling_params) for request in requests),
             )
-        with self.drafter.stats.timed("compaction_seconds"):
-            self._compact(step, places)
-        self.drafter.observe(self.input_batch.req_ids, step, places, ~self.discard_request_mask.np[: len(places)])
+        with self.speculation.stats.timed("compaction_seconds"):
+            self._compact(step, paths)
+        emitted = np.where(self.discard_request_mask.np[: len(requests)], 0, paths.num_tokens)
+        self.speculation.observe(self.input_batch.req_ids, step, paths._replace(num_tokens=emitted))
         return output
 
-    def _compact(self, step: VerifyStep, places: np.ndarray) -> None:
+    def _compact(self, step: VerifyStep, paths: Paths) -> None:
         """Move the target KV of accepted nodes to the slots that plain decoding would have used."""
-        rows = kv_moves(step.trees.parent, step.trees.starts, places, step.first_rows)
+        rows = kv_moves(step.trees.parent, step.trees.starts, paths.last, step.first_rows)
         if len(rows[0]) == 0:
             return
         slots = self._slot_mapping().numpy()
         sources, destinations = (torch.from_numpy(slots[those].astype(np.int64)) for those in rows)
         self.target_kv.move(sources, destinations)
-        if self.drafter.features is not None:
-            self.drafter.features.move(sources, destinations)
+        if self.speculation.features is not None:
+            self.speculation.features.move(sources, destinations)
 
     def _slot_mapping(self) -> torch.Tensor:
         """The KV slots of the step's rows, int64 [>= num_rows].

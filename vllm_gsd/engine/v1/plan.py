@@ -37,7 +37,7 @@ def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, propo
         tree = proposed.get(request_id)
         if tree is not None and request_id in kept:
             tree = tree.select(kept[request_id])
-        if tree is not None and tree.token[: len(tokens)].tolist() == tokens:
+        if tree is not None and tree.drafts[: len(tokens)] == tokens:
             matched[index] = tree
         else:
             has_placeholders = has_placeholders or min(tokens) < 0

@@ -13,19 +13,24 @@ from vllm_gsd.engine.observe.step_clock import StepClock
 from vllm_gsd.engine.speculation import Speculation
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
     from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 
 
-class GraphProposer(Speculation):
-    """The proposer that vLLM's V1 runner creates for ``method="custom_class"``."""
+class GraphProposer:
+    """The proposer that vLLM's V1 runner creates for ``method="custom_class"``. It gives its batches to speculation."""
 
     runner: GraphModelRunner
 
     def __init__(self, vllm_config: VllmConfig):
-        super().__init__(vllm_config)
-        self.clock = StepClock(self.planner)
+        self.speculation = Speculation(vllm_config)
+        self.clock = StepClock(self.speculation.planner)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load the draft model."""
+        self.speculation.load_model(target_model)
 
     def bind(self, runner: GraphModelRunner) -> None:
         """Set the runner whose batch the proposer drafts for."""
@@ -33,25 +38,27 @@ class GraphProposer(Speculation):
 
     def initialize_attention(self) -> None:
         """Set up drafting and measure costs, once the KV cache and the attention groups exist."""
-        self.prepare(self.runner.kv_cache_config, self.runner.attn_groups)
-        if self.config.budget == "auto":
+        ours = self.speculation
+        ours.prepare(self.runner.kv_cache_config, self.runner.attn_groups)
+        if ours.config.budget == "auto":
             with self.runner.maybe_setup_dummy_loras(self.runner.lora_config):
-                self.planner.costs = measure_costs(self.runner, self.drafter)
+                ours.planner.costs = measure_costs(self.runner, ours.drafter)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Store the responses of finished requests, whose records the runner still has, and drop their state."""
+        shared = self.speculation.copies.shared
         for request_id in request_ids:
             record = self.runner.requests.get(request_id)
-            if self.shared is not None and record is not None:
-                self.shared.finished(request_id, record.lora_request, record.output_token_ids)
-        super().forget(request_ids)
+            if shared is not None and record is not None:
+                shared.finished(request_id, record.lora_request, record.output_token_ids)
+        self.speculation.forget(request_ids)
 
     def remember(self, cache_salts: dict[str, str]) -> None:
         """Store the cache salts of new requests."""
-        if self.shared is not None:
-            self.shared.salts.update(cache_salts)
+        if (shared := self.speculation.copies.shared) is not None:
+            shared.salts.update(cache_salts)
 
-    def propose(  # type: ignore[override]
+    def propose(
         self,
         sampled_token_ids: list[list[int]],
         num_tokens_no_spec: np.ndarray,
@@ -75,7 +82,7 @@ class GraphProposer(Speculation):
         sampled = np.array([len(tokens) > 0 for tokens in sampled_token_ids])
         computed = self.runner.optimistic_seq_lens_cpu[:count].numpy()
         block_table = batch.block_table[0]
-        trees = super().propose(
+        trees = self.speculation.propose(
             DraftBatch(
                 request_ids=batch.req_ids[:count],
                 requests=requests,
@@ -89,4 +96,4 @@ class GraphProposer(Speculation):
                 block_size=block_table.block_size,
             )
         )
-        return [tree.token.tolist() for tree in trees]
+        return [tree.drafts for tree in trees]

@@ -18,7 +18,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.engine.v1.processors import CustomProcessors
-from vllm_gsd.engine.verify.draft_tree import WalkTrees
+from vllm_gsd.engine.verify.draft_tree import Paths, WalkTrees
 from vllm_gsd.host import follow, step_into
 from vllm_gsd.ops.topk.api import argmax_of_walks
 from vllm_gsd.upstream.instances import count_thinking_as_without_speculation
@@ -39,7 +39,7 @@ def walk(
     outputs: list[list[int]],
     stateful: bool,
     stops: Iterable[set[int]] = (),
-) -> tuple[SamplerOutput, np.ndarray]:
+) -> tuple[SamplerOutput, Paths]:
     """Sample every request's accepted path and bonus token.
 
     Args:
@@ -53,8 +53,7 @@ def walk(
         stops: the stop tokens of each request. Custom logits processors are not called for positions after them.
 
     Returns:
-        SamplerOutput with int32 ``sampled_token_ids`` [num_requests, deepest walk + 1], padded with -1, and the place
-        within its tree where each walk ended, int32 [num_requests].
+        vLLM's record of the sampled tokens, int32 [num_requests, deepest walk + 1] padded with -1, and ours.
     """
     thinking = metadata.thinking_budget_state_holder
     if thinking is not None and thinking.has_tracked_requests():
@@ -72,7 +71,13 @@ def walk(
     return walked
 
 
-def _walk_greedily(logits: torch.Tensor, trees: WalkTrees) -> tuple[SamplerOutput, np.ndarray]:
+def _records(tokens: np.ndarray, places: np.ndarray, logprobs: LogprobsTensors | None) -> tuple[SamplerOutput, Paths]:
+    """The results of ``walk`` from int32 tokens, padded with -1, and the places at which the walks ended."""
+    paths = Paths(tokens, (tokens != PLACEHOLDER).sum(axis=1), places)
+    return SamplerOutput(torch.from_numpy(tokens), logprobs), paths
+
+
+def _walk_greedily(logits: torch.Tensor, trees: WalkTrees) -> tuple[SamplerOutput, Paths]:
     """Walk along the argmax of each row; arguments and results as in ``walk``."""
     num_requests = len(trees.starts) - 1
     rows = (torch.from_numpy(part) for part in trees)
@@ -80,7 +85,7 @@ def _walk_greedily(logits: torch.Tensor, trees: WalkTrees) -> tuple[SamplerOutpu
     path = np.full((num_requests, int((trees.starts[1:] - trees.starts[:-1]).max())), PLACEHOLDER, np.int32)
     places = np.zeros(num_requests, np.int32)
     longest = follow(*trees, best, places, path)
-    return SamplerOutput(torch.from_numpy(path[:, :longest].copy()), None), places
+    return _records(path[:, :longest].copy(), places, None)
 
 
 def _walk_by_depth(
@@ -92,7 +97,7 @@ def _walk_by_depth(
     stateful: bool,
     custom: CustomProcessors,
     stops: Iterable[set[int]],
-) -> tuple[SamplerOutput, np.ndarray]:
+) -> tuple[SamplerOutput, Paths]:
     """Sample one token per active walk at each depth; arguments and results as in ``walk``. Extends ``outputs``."""
     num_requests = len(trees.starts) - 1
     starts = trees.starts[:-1]
@@ -131,8 +136,8 @@ def _walk_by_depth(
         if stateful:
             for processor in metadata.logitsprocs.all:
                 processor.update_state(None)
-    token_ids = torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
-    return SamplerOutput(token_ids, _stack_logprobs(logprobs, num_requests, len(columns))), places
+    tokens = np.stack(columns, axis=1).astype(np.int32)
+    return _records(tokens, places, _stack_logprobs(logprobs, num_requests, len(columns)))
 
 
 def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarray, active: np.ndarray) -> None:

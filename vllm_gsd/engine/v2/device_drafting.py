@@ -20,9 +20,9 @@ import torch
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.engine.draft.copies import MIN_NGRAM_MATCH
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
-from vllm_gsd.engine.speculation import MIN_NGRAM_MATCH
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
@@ -111,7 +111,7 @@ class DeviceDrafting:
         self.device = device
         # Returns the CUDA graphs, or None. The speculator owns them.
         self.cuda_graphs: Callable[[], DraftGraphs | None] = lambda: None
-        slots, num_places = trees.token.shape
+        slots, num_nodes = trees.token.shape[0], trees.token.shape[1] - 1
         block = drafter if isinstance(drafter, BlockDrafter) else None
         # The most draft levels. A block counts as one, and so do copies without a draft model.
         self.num_levels = config.max_depth if drafter is not None and block is None else 1
@@ -119,7 +119,7 @@ class DeviceDrafting:
         few = {1, (1 + self.num_levels) // 2} if config.budget == "auto" else set()
         self.variants = sorted(few | {self.num_levels})
         # Of the first forward, for each request: a step's tokens, or a block.
-        self.width = 1 + num_places if block is None else block.num_rows
+        self.width = 1 + num_nodes if block is None else block.num_rows
         # Drafted for at once. The draft's forward is over no more rows than the target's largest.
         self.most = slots if drafter is None else max(1, min(slots, drafter.max_rows // self.width))
         # The number of leading tokens with draft KV, by slot.
@@ -137,15 +137,15 @@ class DeviceDrafting:
             causal=block is None or block.causal,
         )
         merge_ngram = 0 if drafter is None or block else config.merge_ngram
-        self.graphs = new_graphs(self.most, capacity, num_places, merge_ngram, self.limits.max_slots, device)
+        self.graphs = new_graphs(self.most, capacity, num_nodes, merge_ngram, self.limits.max_slots, device)
         # Of a suffix tree: along a path that was accepted since the look-up, and below it.
-        self.tree_words = tree_words(1 + 2 * num_places) if "shared" in config.sources else 0
+        self.tree_words = tree_words(1 + 2 * num_nodes) if "shared" in config.sources else 0
         # Factors, the requests' trust in float32, their limits and suffix trees, so that one copy brings all.
         words = _FACTORS + self.most * (NUM_SOURCES + _LIMITS + self.tree_words)
         self.known = torch.zeros(words, dtype=torch.int32, device=device)
         self.last = torch.zeros(self.most, dtype=torch.int64, device=device)
         self.text_rows = new_rows(self.most, self.width, -(-self.width // 64), device)
-        self.node_rows = new_rows(self.most, num_places, self.graphs.slots.shape[1], device)
+        self.node_rows = new_rows(self.most, num_nodes, self.graphs.slots.shape[1], device)
         self.ranks, self.match_probs = new_matches(self.most, config.top_k, device)
         self.unbind()
 
@@ -219,9 +219,9 @@ class DeviceDrafting:
     def bucket(self, count: int) -> Bucket:
         """The buffers for ``count`` requests, at most ``most``."""
         if count not in self.buckets:
-            num_places = self.graphs.num_nodes
+            num_nodes = self.graphs.num_nodes
             # A level has at most as many nodes as the level before has candidates.
-            widths = [min(num_places, self.config.top_k**level) for level in range(1, self.num_levels)]
+            widths = [min(num_nodes, self.config.top_k**level) for level in range(1, self.num_levels)]
             rows = [(self.width, self.text_rows), *((width, self.node_rows) for width in widths)]
             floats = self.known[: _FACTORS + count * NUM_SOURCES].view(torch.float32)
             limits, suggested, _ = self.known[len(floats) :].tensor_split(

@@ -16,13 +16,12 @@ class Proposals:
 
     Args:
         num_slots: the most concurrent requests.
-        num_places: the most nodes of a graph.
+        num_nodes: the most nodes of a graph.
         device: the target's device.
     """
 
-    def __init__(self, num_slots: int, num_places: int, device: torch.device) -> None:
-        self.trees = empty_trees(num_slots, num_places, device)
-        self.num_places = num_places
+    def __init__(self, num_slots: int, num_nodes: int, device: torch.device) -> None:
+        self.trees = empty_trees(num_slots, num_nodes, device)
         # Whether the graph in a slot was proposed for the request that has the slot now; kept on the host.
         self.fresh = np.zeros(num_slots, np.bool_)
 
@@ -41,9 +40,9 @@ class Proposals:
         self.fresh[slots] = False
 
 
-def empty_trees(count: int, num_places: int, device: torch.device) -> DeviceTrees:
-    """``count`` graphs without nodes, with room for ``num_places`` nodes each."""
-    shape = (count, num_places)
+def empty_trees(count: int, num_nodes: int, device: torch.device) -> DeviceTrees:
+    """``count`` graphs without nodes, with room for ``num_nodes`` nodes each."""
+    shape = (count, 1 + num_nodes)
     whole = torch.zeros(shape, dtype=torch.int64, device=device)
     real = torch.zeros(shape, device=device)
     return DeviceTrees(
@@ -58,20 +57,20 @@ def empty_trees(count: int, num_places: int, device: torch.device) -> DeviceTree
     )
 
 
-def to_device(trees: list[FlatTree], values: list[np.ndarray], num_places: int, device: torch.device) -> DeviceTrees:
-    """Copy graphs that were grown on the host to the device, padded to ``num_places`` nodes.
+def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, device: torch.device) -> DeviceTrees:
+    """Copy graphs that were grown on the host to the device, padded to ``num_nodes`` nodes.
 
     Args:
-        values: for each of the graphs the calibrated probabilities of its nodes, float32 [n].
+        values: for each of the graphs the calibrated probabilities of its places, float32.
     """
-    whole = np.zeros((5, len(trees), num_places), np.int64)  # token, parent, depth, origin, via_merge
-    real = np.zeros((2, len(trees), num_places), np.float32)  # survival, value
+    whole = np.zeros((5, len(trees), 1 + num_nodes), np.int64)  # token, parent, depth, origin, via_merge
+    real = np.zeros((2, len(trees), 1 + num_nodes), np.float32)  # survival, value
     whole[1] = NONE
     for row, (tree, value) in enumerate(zip(trees, values, strict=True)):
-        size = len(tree.token)
-        whole[:, row, :size] = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge
-        real[:, row, :size] = tree.survival, value
-    staging, sizes = Staging(device), np.array([len(tree.token) for tree in trees], np.int64)
+        places = len(tree.token)
+        whole[:, row, :places] = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge
+        real[:, row, :places] = tree.survival, value
+    staging, sizes = Staging(device), np.array([tree.num_nodes for tree in trees], np.int64)
     *integers, via_merge, size = staging.send(*whole, sizes)
     return DeviceTrees(*integers, via_merge.bool(), *staging.send(*real), size)
 
@@ -80,4 +79,4 @@ def to_host(trees: DeviceTrees) -> list[FlatTree | None]:
     """Convert graphs in CPU tensors to host graphs; None for graphs without nodes."""
     token, parent, depth, origin, via_merge, survival, _, size = (values.numpy() for values in trees)
     kinds = (token, parent.astype(np.int32), depth.astype(np.int32), origin.astype(np.int8), via_merge, survival)
-    return [FlatTree(*(of[row, :count] for of in kinds)) if count else None for row, count in enumerate(size)]
+    return [FlatTree(*(of[row, : 1 + count] for of in kinds)) if count else None for row, count in enumerate(size)]

@@ -51,7 +51,7 @@ def _grow(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, le
             trees[index] = _chosen(ours, request_id, offered._replace(budget=min(offered.budget, share)))
     # Full CUDA graphs hold batches whose requests have equally many rows.
     least = ours.plan.shares[batch.token_rows] if ours.plan.captured else 0
-    ours.plan.shares[batch.token_rows] = np.maximum(least, [len(tree.token) for tree in trees])
+    ours.plan.shares[batch.token_rows] = np.maximum(least, [tree.num_nodes for tree in trees])
     for request, tree in zip(batch.requests, trees, strict=True):
         if has_grammar(request):
             ours.parents[request.req_id] = tree.parent.tolist()
@@ -76,7 +76,7 @@ def _chosen(ours: GraphSpeculator, request_id: str, proposed: ProposedTree) -> F
 
 
 def _values(speculation: Speculation, request_ids: Sequence[str], trees: Sequence[FlatTree]) -> list[np.ndarray]:
-    """Probabilities that the nodes of each tree are accepted, float32 [n]; 1 for nodes that a grammar added."""
+    """Probabilities that each tree's places are accepted, float32; 1 for the root and nodes that a grammar added."""
     values = []
     for tree, trust in zip(trees, speculation.trust.of(list(request_ids)), strict=True):
         source = SOURCE_OF[tree.via_merge.astype(np.int8), tree.origin]

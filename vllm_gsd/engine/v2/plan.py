@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.draft.batch import DraftBatch
-from vllm_gsd.engine.speculation import COPIED, Speculation
+from vllm_gsd.engine.draft.copies import COPIED
+from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.method.constants import ORIGIN_AGREED, ORIGIN_DRAFT
 from vllm_gsd.ops.flatten.api import DeviceTrees
 
@@ -98,7 +99,7 @@ class Plan:
         else:
             index = wanted.nonzero()[0]
             drafting = self.speculation.choose_drafting(index, *self._found(slots[index]), missed)
-            copies = COPIES_ONLY if {"ngram", "shared"} & set(self.speculation.config.sources) else NO_GRAPH
+            copies = COPIES_ONLY if self.speculation.copies else NO_GRAPH
             kinds, planner = np.where(drafting, DRAFTED, wanted * copies), self.speculation.planner
             if count := int(drafting.sum()):
                 levels = planner.num_levels(len(slots), count, self._frontiers(slots[drafting]), self.levels)
@@ -195,5 +196,6 @@ class Plan:
 
 
 def late_graphs(trees: DeviceTrees, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``Plan.arrived`` reads of the proposed graphs in some slots, int64 [num_requests]."""
-    return {f"graph_{name}": getattr(trees, name)[slots] for name in ("size", "value", "origin", "depth", "survival")}
+    """What ``Plan.arrived`` reads of the proposed graphs in some slots, int64 [num_requests]: their nodes."""
+    nodes = {f"graph_{name}": getattr(trees, name)[slots, 1:] for name in ("value", "origin", "depth", "survival")}
+    return {"graph_size": trees.size[slots], **nodes}

@@ -29,9 +29,9 @@ from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan, late_graphs
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
+from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
-from vllm_gsd.method.constants import OFF_BELOW, SHARED
 from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
 from vllm_gsd.ops.growth.state import COUNTS
 
@@ -153,7 +153,7 @@ class GraphSpeculator(BaseSpeculator):
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Remove finished requests, before their slots are reused."""
-        shared = self.speculation.shared
+        shared = self.speculation.copies.shared
         if shared is not None and request_ids:
             self.learn()  # the last tokens of responses have arrived, because the scheduler has seen them
         for request_id in request_ids:
@@ -178,8 +178,8 @@ class GraphSpeculator(BaseSpeculator):
 
     def remember(self, cache_salts: dict[str, str]) -> None:
         """Store the cache salts of new requests, by request id."""
-        if self.speculation.shared is not None:
-            self.speculation.shared.salts.update(cache_salts)
+        if self.speculation.copies.shared is not None:
+            self.speculation.copies.shared.salts.update(cache_salts)
 
     def share_of(self, request_id: str) -> int:
         """How many nodes of a request's next graph are verified at most."""
@@ -240,7 +240,7 @@ class GraphSpeculator(BaseSpeculator):
         if len(host):
             grow_on_host(self, input_batch, host, kinds[host])
         self.clock.proposed(input_batch.req_ids)
-        return self.proposals.trees.token[input_batch.idx_mapping]
+        return self.proposals.trees.token[input_batch.idx_mapping, 1:]
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -314,7 +314,6 @@ class GraphSpeculator(BaseSpeculator):
             self.proposals.drop(slots)
             return
         trust, words = speculation.trust.of(batch.request_ids), self.drafting.tree_words
-        looked_up = (kinds != NO_GRAPH) & (trust[:, SHARED] >= OFF_BELOW)
         known_batch = KnownBatch(
             slots=slots,
             wanted=kinds,
@@ -323,7 +322,7 @@ class GraphSpeculator(BaseSpeculator):
             end=self.ends[slots],
             trust=trust,
             factor=speculation.planner.calibration.factor,
-            suggested=None if speculation.shared is None else speculation.shared.packed(batch, looked_up, words),
+            suggested=speculation.copies.packed(batch, kinds != NO_GRAPH, trust, words),
         )
         self.drafting.propose(known_batch, batch.block_table, self.plan.phase.levels)
         self.proposals.fresh[slots] = True
@@ -430,16 +429,16 @@ class GraphSpeculator(BaseSpeculator):
             wait: whether to wait for the results of all steps.
         """
         for label, tensors in self.late.take(wait):
-            ends, sampled, num_sampled, draft_length, counts = (
-                tensors.pop(name).numpy() for name in ("ends", "sampled", "num_sampled", "draft_length", "counts")
-            )
+            names = ("sampled", "num_sampled", "ends", "draft_length", "counts")
+            *path, draft_length, counts = (tensors.pop(name).numpy() for name in names)
+            paths = Paths(*path)
             self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
             graphs = {name: tensors.pop(name).numpy() for name in [*tensors] if name.startswith("graph_")}
             step = lay_out(to_host(DeviceTrees(**tensors)), label.sizes, label.batch_ends)
-            self.speculation.observe(label.request_ids, step, ends, num_sampled > 0)
+            self.speculation.observe(label.request_ids, step, paths)
             # Another request may have the slot by now.
             present = label.tenants == self.tenants[label.slots]
-            self.texts.append(label.slots[present], sampled[present], num_sampled[present])
+            self.texts.append(label.slots[present], paths.tokens[present], paths.num_tokens[present])
             drafted = np.flatnonzero(present & label.drafted)
             if graphs and len(drafted):
                 proposed = {name: values[drafted] for name, values in graphs.items()}

@@ -278,11 +278,11 @@ def lay_out(matched: list[FlatTree | None], sizes: np.ndarray, batch_ends: np.nd
         if tree is None:
             continue
         root = int(starts[index])
-        count = min(int(sizes[index]) - 1, len(tree.token))
-        nodes = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge, tree.survival
-        lay_tree(*nodes, SOURCE_OF, root + 1, count, (token, parent, depth, source, survival))
+        count = min(int(sizes[index]), len(tree.token))
+        places = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge, tree.survival
+        lay_tree(*places, SOURCE_OF, root, count, (token, parent, depth, source, survival))
         has_tree[index] = True
-        chains[index] = is_chain(parent, root, root + 1 + count)
+        chains[index] = is_chain(parent, root, root + count)
     return VerifyStep(
         trees=WalkTrees(token, parent, starts),
         depth=depth,

@@ -12,20 +12,19 @@ from vllm_gsd.ops.growth.state import DeviceGraphs
 
 
 class DeviceTrees(NamedTuple):
-    """Flattened graphs of a batch; place 0 is the first node below the root.
+    """Flattened graphs of a batch, as ``method.flatten.FlatTrees``: place 0 is the root.
 
-    Shapes: ``[num_graphs, num_places]`` unless stated otherwise. Places from ``size`` on hold zeros, and NONE as
-    parent.
+    Shapes: ``[num_graphs, num_places]`` unless stated otherwise. Places beyond ``size`` hold zeros, and NONE as parent.
     """
 
     token: torch.Tensor  # int64
-    parent: torch.Tensor  # int64, place of the parent, NONE for children of the root
-    depth: torch.Tensor  # int64, children of the root are 1
+    parent: torch.Tensor  # int64, place of the parent, NONE for the root
+    depth: torch.Tensor  # int64, root is 0
     origin: torch.Tensor  # int64, ORIGIN_*
     via_merge: torch.Tensor  # bool, whether the path uses a merged edge
     survival: torch.Tensor  # float32, product of conditional probabilities along the path
     value: torch.Tensor  # float32, calibrated survival, never above the parent's
-    size: torch.Tensor  # int64 [num_graphs]
+    size: torch.Tensor  # int64 [num_graphs], nodes without the root
 
 
 def flatten_graphs(graphs: DeviceGraphs, trees: DeviceTrees, factor: torch.Tensor, trust: torch.Tensor) -> None:
@@ -51,6 +50,6 @@ def flatten_graphs(graphs: DeviceGraphs, trees: DeviceTrees, factor: torch.Tenso
     require_triton("flatten_graphs", trust)
     flatten_kernel[(count,)](
         *trees, graphs.nodes, graphs.chances, graphs.state, factor, trust, num_places, graphs.capacity,
-        PLACES=triton.next_power_of_2(1 + num_places), BLOCK=(block := triton.next_power_of_2(graphs.capacity)),
+        PLACES=triton.next_power_of_2(num_places), BLOCK=(block := triton.next_power_of_2(graphs.capacity)),
         num_warps=warps_for(block),
     )  # fmt: skip

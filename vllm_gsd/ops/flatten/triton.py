@@ -75,13 +75,13 @@ def _store(
     token, parent, depth, origin, via_merge, survival, value, out, place, size, num_places, nodes, capacity, node,
     above, level, over, likely, chance,
 ):  # fmt: skip
-    """Write the places after the root's; those that are not in use get zeros, and NONE as parent."""
-    inside, real = (place > 0) & (place <= num_places), place <= size
-    line = out * num_places + place - 1
+    """Write all places; those that are not in use get zeros, and NONE as parent."""
+    inside, real = place < num_places, place <= size
+    line = out * num_places + place
     chosen = inside & real
     known = tl.load(nodes + TOKEN * capacity + node, mask=chosen, other=0)
     tl.store(token + line, known.to(tl.int64), mask=inside)
-    tl.store(parent + line, tl.where(real, above - 1, -1).to(tl.int64), mask=inside)
+    tl.store(parent + line, tl.where(real, above, -1).to(tl.int64), mask=inside)
     tl.store(depth + line, tl.where(real, level, 0).to(tl.int64), mask=inside)
     known = tl.load(nodes + ORIGIN * capacity + node, mask=chosen, other=0)
     tl.store(origin + line, known.to(tl.int64), mask=inside)
@@ -105,10 +105,10 @@ def flatten_kernel(
     probs = tl.load(chances + lane, mask=real, other=0.0)
     targets = tl.load(nodes + TARGET * capacity + lane, mask=real, other=-1)
     kinds = _kinds(tl.load(nodes + ORIGIN * capacity + lane, mask=real, other=0))
-    most, deepest = tl.minimum(tl.load(state + NUM_NODES), num_places), tl.load(state + MAX_DEPTH)
+    most, deepest = tl.minimum(tl.load(state + NUM_NODES), num_places - 1), tl.load(state + MAX_DEPTH)
     # One entry per place, the root's first: its node, parent, depth, whether the path crosses a merged edge, survival,
     # value, and the best child that is not taken with its value.
-    node, above, depth = tl.full([PLACES], 0, tl.int32), tl.full([PLACES], 0, tl.int32), tl.full([PLACES], 0, tl.int32)
+    node, above, depth = tl.full([PLACES], 0, tl.int32), tl.full([PLACES], -1, tl.int32), tl.full([PLACES], 0, tl.int32)
     over, heir = tl.full([PLACES], 0, tl.int32), tl.full([PLACES], 0, tl.int32)
     likely, chance = tl.full([PLACES], 1.0, tl.float32), tl.full([PLACES], 1.0, tl.float32)
     best = tl.full([PLACES], float("-inf"), tl.float32)

@@ -61,16 +61,6 @@ class KVLayout:
         return cls(token, dim, token, dim)
 
     @classmethod
-    def transposed(cls, block_size: int, head_size: int) -> KVLayout:
-        """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values as in ``plain``."""
-        return cls(
-            key_token=_steps(block_size, 1),
-            key_dim=_steps(head_size, block_size),
-            value_token=_steps(block_size, head_size),
-            value_dim=_steps(head_size, 1),
-        )
-
-    @classmethod
     def probe(cls, write: WriteRows, block_size: int, head_size: int, dtype: torch.dtype) -> KVLayout:
         """Find the layout: write token and dimension numbers into a cache and see where they end up.
 

@@ -55,10 +55,10 @@ def lay_out_rows(
     check_tensor("mask", mask, device, 2, torch.int64)
     check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=count)
     places = kept.token.shape[1]
-    if places >= _MOST_ROWS:
-        raise ValueError(f"a graph may have {places} nodes, but fewer than {_MOST_ROWS} are possible")
-    if mask.shape[1] * 64 <= places:
-        raise ValueError(f"masks of {mask.shape[1]} words have no bits for {places + 1} rows")
+    if places > _MOST_ROWS:
+        raise ValueError(f"a graph may have {places - 1} nodes, but fewer than {_MOST_ROWS} are possible")
+    if mask.shape[1] * 64 < places:
+        raise ValueError(f"masks of {mask.shape[1]} words have no bits for {places} rows")
     require_triton("lay_out_rows", slots)
     from vllm_gsd.ops.lay_out.triton import lay_out_kernel, triton
 
@@ -66,6 +66,6 @@ def lay_out_rows(
     if count:
         lay_out_kernel[(count,)](
             *trees, *kept, slots, valid, starts, batch_starts, positions, mask, prefix_lens, places,
-            WORDS=mask.shape[1], BLOCK=(block := triton.next_power_of_2(1 + places)), num_warps=warps_for(block),
+            WORDS=mask.shape[1], BLOCK=(block := triton.next_power_of_2(places)), num_warps=warps_for(block),
         )  # fmt: skip
     return trees

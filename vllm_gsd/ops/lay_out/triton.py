@@ -10,7 +10,7 @@ def lay_out_kernel(
     kept_via_merge, kept_survival, kept_value, kept_size, slots, valid, starts, batch_starts, positions, mask,
     prefix_lens, places, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests). Place p of the graph is row p + 1; all rows climb to the root in parallel."""
+    """Grid (requests). All rows climb to the root in parallel."""
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
     first = tl.load(starts + request).to(tl.int64)
@@ -21,7 +21,7 @@ def lay_out_kernel(
     tl.store(size + request, nodes.to(tl.int64))
 
     line = tl.arange(0, BLOCK)
-    real = line < nodes
+    real = line <= nodes
     inside = line < places
     source = slot * places + line
     target = request * places + line
@@ -36,7 +36,7 @@ def lay_out_kernel(
 
     position = tl.load(positions + root)
     tl.store(prefix_lens + request, position.to(tl.int32))
-    tl.store(positions + root + 1 + line, position + deep, mask=line < num_rows - 1)
+    tl.store(positions + root + line, position + deep, mask=line < num_rows)
     deepest = tl.max(deep, 0).to(tl.int32)
     one = tl.full([BLOCK], 1, tl.int64)
     for word in tl.static_range(WORDS):
@@ -47,6 +47,5 @@ def lay_out_kernel(
         for _ in range(0, tl.maximum(deepest, 1) + 1):
             bits = bits | tl.where(climbs & (at // 64 == word), one << (at % 64).to(tl.int64), 0)
             climbs = climbs & (at > 0)
-            above = tl.load(kept_parent + slot * places + at - 1, mask=climbs & (at <= nodes), other=-1)
-            at = (above + 1).to(tl.int32)
+            at = tl.load(kept_parent + slot * places + at, mask=climbs & (at <= nodes), other=0).to(tl.int32)
         tl.store(mask + (first + line) * WORDS + word, bits, mask=line < num_rows)

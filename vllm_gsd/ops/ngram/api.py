@@ -56,9 +56,9 @@ def graft_ngrams(
     )  # fmt: skip
 
 
-def tree_words(num_tokens: int) -> int:
-    """Words of a packed suffix tree of at most ``num_tokens`` tokens."""
-    return 3 + 3 * num_tokens
+def tree_words(num_nodes: int) -> int:
+    """Words of a packed suffix tree of a root and at most ``num_nodes`` nodes."""
+    return 3 + 3 * (1 + num_nodes)
 
 
 def pack_tree(
@@ -68,7 +68,7 @@ def pack_tree(
 
     Args:
         words: int32 [tree_words(most)], overwritten.
-        tokens, parents, shares, matched: as for ``method.ngram.graft_tree``, with at most ``most`` tokens.
+        tokens, parents, shares, matched: as for ``method.ngram.graft_tree``, with at most ``most`` nodes.
         length: length of the text at the look-up.
     """
     count, most = len(tokens), len(words) // 3 - 1

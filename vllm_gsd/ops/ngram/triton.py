@@ -174,7 +174,7 @@ def graft_tree_kernel(
     above = tl.load(parent_of + place, mask=place < count, other=PLACES)
     text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
     length = tl.where(count > 0, tl.load(state + LENGTH), known)
-    reached, at = count * 0 - 1, known
+    reached, at = count * 0, known
     while at < length:
         found = tl.min(tl.where((above == reached) & (copied == tl.load(text + at)), place, PLACES), 0)
         at = tl.where(found < PLACES, at + 1, length)
@@ -183,15 +183,15 @@ def graft_tree_kernel(
     size = old
     tokens, parents, depths, origins, _, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     held = tl.full([PLACES], -1, tl.int32)  # the graph's node for each place of the tree
-    for number in range(0, count):
+    for number in range(1, count):
         parent = tl.load(parent_of + number)
         node = tl.where(parent == reached, 0, tl.max(tl.where(place == parent, held, -1), 0))
         if node >= 0:
             share = tl.load(share_of + number).to(tl.float32, bitcast=True)
-            before = tl.load(share_of + tl.maximum(parent, 0)).to(tl.float32, bitcast=True)
+            before = tl.load(share_of + parent).to(tl.float32, bitcast=True)
             level = tl.sum(tl.where(lane == node, depths, 0), 0)
             sure = tl.load(match_probs + tl.minimum(matched + length - known + level, MAX_MATCH))
-            chance = tl.div_rn(sure * share, tl.where(parent == -1, 1.0, before))
+            chance = tl.div_rn(sure * share, before)
             child, size, tokens, parents, depths, probs, survivals, origins = _copy_token(
                 node, tl.load(listed + number), chance, lane, size, capacity, tokens, parents, depths,
                 probs, survivals, origins, BLOCK, SHARED,

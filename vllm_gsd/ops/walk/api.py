@@ -18,7 +18,7 @@ _MOST_ROWS = 4096
 
 
 class Accepted(NamedTuple):
-    """The accepted paths; L is the levels of the walk, one more than the places of the trees."""
+    """The accepted paths; L is the levels of the walk, as many as the trees have places."""
 
     tokens: torch.Tensor  # int64 [num_trees, L], accepted tokens, the bonus token, then zeros
     rows: torch.Tensor  # int64 [num_trees, L], the verified row of each of these tokens, then the last one's again
@@ -49,13 +49,13 @@ def accept_walk(
     """Walk all trees of a batch.
 
     Args:
-        trees: the graphs as ``lay_out_rows`` gives them; place p of a tree is its row p + 1.
+        trees: the graphs as ``lay_out_rows`` gives them; place p of a tree is its row p.
         sampled: int64 ``[num_rows]``, the token sampled at each verified row (for greedy, the argmax of its logits).
         starts: int32 ``[num_trees + 1]``; tree t has the verified rows ``[starts[t], starts[t + 1])``.
         batch_starts: int32 ``[>= num_trees + 1]``, each request's first row of the batch; its last rows are verified.
         slot_mapping: int64 ``[>= rows of the batch]``, KV slot of every row of the batch.
         invalid: bool ``[num_rows]``, rows that no walk may step into; None if there are none.
-        max_steps: bound on the accepted nodes of a path; None for the places of the trees.
+        max_steps: bound on the accepted nodes of a path; None for no bound.
 
     The call is safe to capture: shapes depend on the arguments' shapes only, and nothing is read back.
 
@@ -70,7 +70,7 @@ def accept_walk(
     from vllm_gsd.ops.walk.triton import accept_walk_kernel, triton
 
     count = len(trees.size)
-    accepted = Accepted.empty(count, places + 1, sampled.device)
+    accepted = Accepted.empty(count, places, sampled.device)
     if count:
         accept_walk_kernel[(count,)](
             *accepted, trees.token, trees.parent, trees.size, sampled, invalid, starts, batch_starts, slot_mapping,
@@ -99,6 +99,6 @@ def check_walk(
     if invalid is not None:
         check_tensor("invalid", invalid, device, 1, torch.bool, rows=len(sampled))
     places = trees.token.shape[1]
-    if places >= _MOST_ROWS:
-        raise ValueError(f"a tree may have {places} nodes, but fewer than {_MOST_ROWS} are possible")
+    if places > _MOST_ROWS:
+        raise ValueError(f"a tree may have {places} rows, but at most {_MOST_ROWS} are possible")
     return places

@@ -14,23 +14,23 @@ def accept_walk_kernel(
     first = tl.load(starts + tree).to(tl.int64)
     root = tl.load(batch_starts + tree + 1) - (tl.load(starts + tree + 1) - first)
     line = tl.arange(0, BLOCK)
-    real = line < tl.load(size + tree)
+    real = line <= tl.load(size + tree)
     if INVALID:
-        real = real & (tl.load(invalid + first + 1 + line, mask=real, other=1) == 0)
+        real = real & (tl.load(invalid + first + line, mask=real, other=1) == 0)
     token = tl.load(node_token + tree * places + line, mask=real, other=-1)
-    above = tl.load(node_parent + tree * places + line, mask=real, other=-2) + 1
+    above = tl.load(node_parent + tree * places + line, mask=real, other=-1)
     active = root >= 0
     row = 0
     steps = 0
-    for depth in range(0, places + 1):
+    for depth in range(0, places):
         drawn = tl.load(sampled + first + row, mask=active, other=0)
-        tl.store(tokens + tree * (places + 1) + depth, drawn)
-        tl.store(rows + tree * (places + 1) + depth, first + row)
-        if depth < places:
-            child = tl.min(tl.where(real & (above == row) & (token == drawn), line, BLOCK), 0) + 1
-            active = active & (child <= BLOCK) & (depth < max_steps)
+        tl.store(tokens + tree * places + depth, drawn)
+        tl.store(rows + tree * places + depth, first + row)
+        if depth + 1 < places:
+            child = tl.min(tl.where(real & (above == row) & (token == drawn), line, BLOCK), 0)
+            active = active & (child < BLOCK) & (depth < max_steps)
             moves = active & (child != depth + 1)
-            at = tree * places + depth
+            at = tree * (places - 1) + depth
             tl.store(src_slots + at, tl.load(slot_mapping + root + child, mask=moves, other=-1))
             tl.store(dst_slots + at, tl.load(slot_mapping + root + depth + 1, mask=moves, other=-1))
             row = tl.where(active, child, row)

@@ -162,19 +162,17 @@ class TimedRun:
 
 def forget_responses(runner: Any) -> None:
     """Drop the finished responses that methods copy from. Otherwise repeated prompts would copy their own answers."""
-    drafter = getattr(runner, "drafter", None)
-    if (cache := getattr(drafter, "suffix_cache", None)) is not None:  # vLLM's suffix method
+    if (cache := getattr(getattr(runner, "drafter", None), "suffix_cache", None)) is not None:  # vLLM's suffix method
         for request_id in list(cache.cached_requests):
             cache.evict_cached_response(request_id)
-    ours = getattr(getattr(runner, "speculator", None), "speculation", drafter)  # Model Runner V2, else V1
-    if (shared := getattr(ours, "shared", None)) is not None:
-        shared.clear()
+    if (ours := getattr(runner, "speculation", None)) is not None:
+        ours.copies.clear()
 
 
 def planner_of(runner: Any) -> dict[str, Any] | None:
     """What our planner has measured and learned, in its own names, as ``vllm-gsd plan`` reads it; None without one."""
-    planner: Any = getattr(getattr(runner, "drafter", None), "planner", None)
-    if getattr(planner, "costs", None) is None:
+    planner: Any = getattr(getattr(runner, "speculation", None), "planner", None)
+    if getattr(planner, "costs", None) is None or planner.costs.by_level:  # the latter are those of Model Runner V2
         return None
     costs, overhead, calibration = planner.costs, planner.overhead, planner.calibration
     return {

@@ -60,7 +60,7 @@ class FormSwitch:
     def __init__(self, runner: Any):
         if runner is None:
             raise ValueError("--forms needs the engine's worker in the engine's process (one rank)")
-        self.speculation = runner.drafter
+        self.speculation, self.clock = runner.speculation, runner.drafter.clock
         self.config = self.speculation.config
         self.planners: dict[str, Any] = {}
         self.form: str | None = None
@@ -79,7 +79,7 @@ class FormSwitch:
         for part in (mine, mine.drafter):
             if part is not None:
                 part.config = config
-        for part in (mine, mine.drafter, mine.clock):
+        for part in (mine, mine.drafter, self.clock):
             if part is not None:
                 part.planner = self.planners[form]
 

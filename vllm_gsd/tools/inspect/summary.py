@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from vllm_gsd.tools.inspect.trace import depths
+
 # What the page calls the source of a token.
 KINDS = {
     "target": "target",
@@ -33,12 +35,9 @@ def summarise(steps: list[dict[str, Any]]) -> dict[str, Any]:
     for step in steps:
         nodes.update(state for state in step["graph"]["state"][1:] if state != "pruned")
         nodes["pruned"] += step["pruned"]
-        depths: list[int] = []
-        for parent, source, accepted in zip(
-            *(step["verified"][name] for name in ("parent", "source", "accepted")), strict=True
-        ):
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-            cell = cells.setdefault((depths[-1], source), [0, 0])
+        verified = step["verified"]
+        for depth, source, accepted in zip(depths(verified), verified["source"], verified["accepted"], strict=True):
+            cell = cells.setdefault((depth, source), [0, 0])
             cell[0] += 1
             cell[1] += accepted
     total = sum(kinds.values())

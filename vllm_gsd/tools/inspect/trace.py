@@ -61,6 +61,14 @@ def choose(traces: dict[str, Trace], request: str | None, path: Path) -> Trace:
     return found[-1]
 
 
+def depths(verified: dict[str, list]) -> list[int]:
+    """The depth of each verified row of a step's record; children of the root have 1."""
+    found: list[int] = []
+    for parent in verified["parent"]:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found
+
+
 def _record(line: bytes, name: str) -> dict[str, Any]:
     try:
         record = json.loads(line)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
+from vllm_gsd.tools.inspect.trace import TraceError, depths, read_traces
 from vllm_gsd.tools.plan.machine import PlanError
 
 # Share of the verified graphs with an accepted node at depth 1, 2, ..., and mean number of their nodes.
@@ -20,21 +21,15 @@ def observed(path: Path) -> Observed:
     """
     accepted: Counter[int] = Counter()
     graphs = rows = 0
-    try:
-        for line in path.read_bytes().split(b"\n")[:-1]:  # an engine may be writing the last line
-            record = json.loads(line)
-            verified = record["verified"] if record["event"] == "step" else {"parent": [], "accepted": []}
-            graphs += bool(verified["parent"])
-            rows += len(verified["parent"])
-            depths: list[int] = []
-            for parent, taken in zip(verified["parent"], verified["accepted"], strict=True):
-                depths.append(0 if parent < 0 else depths[parent] + 1)
-                accepted[depths[-1]] += bool(taken)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise PlanError(f"{path} cannot be read as a trace ({error!r}).") from error
+    for step in _steps(path):
+        verified = step["verified"]
+        graphs += bool(verified["parent"])
+        rows += len(verified["parent"])
+        for depth, taken in zip(depths(verified), verified["accepted"], strict=True):
+            accepted[depth] += bool(taken)
     if not +accepted:
         raise PlanError(f"The trace {path} has no accepted node, so nothing tells what a graph would gain.")
-    return [accepted[depth] / graphs for depth in range(max(+accepted) + 1)], rows / graphs
+    return [accepted[depth] / graphs for depth in range(1, max(+accepted) + 1)], rows / graphs
 
 
 def children(path: Path) -> list[float]:
@@ -45,18 +40,20 @@ def children(path: Path) -> list[float]:
     """
     totals: dict[int, float] = defaultdict(float)
     counts: Counter[int] = Counter()
-    try:
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            record = json.loads(line)
-            below: dict[int, list[float]] = {}
-            graph = record["graph"] if record["event"] == "step" else {"parent": [], "prob": []}
-            for parent, prob in zip(graph["parent"], graph["prob"], strict=True):
-                below.setdefault(parent, []).append(prob)
-            for parent, probs in below.items():
-                for place, prob in enumerate(sorted(probs, reverse=True) if parent >= 0 else ()):
-                    totals[place] += prob
-                    counts[place] += 1
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{path} cannot be read as a trace ({error!r}).") from error
+    for step in _steps(path):
+        below: dict[int, list[float]] = defaultdict(list)
+        for parent, prob in zip(step["graph"]["parent"], step["graph"]["prob"], strict=True):
+            below[parent].append(prob)
+        for parent, probs in below.items():
+            for place, prob in enumerate(sorted(probs, reverse=True) if parent >= 0 else ()):
+                totals[place] += prob
+                counts[place] += 1
     # A node has fewer children than asked for where the draft gave them too little; these count as 0.
     return [totals[place] / max(1, counts[0]) for place in range(len(counts))]
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [step for trace in read_traces(path).values() for step in trace.steps]
+    except TraceError as error:
+        raise PlanError(str(error)) from error

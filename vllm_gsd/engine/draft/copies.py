@@ -1,0 +1,78 @@
+"""Hypotheses that are copied from texts: the request's own (``"ngram"``) and other requests' responses (``"shared"``).
+
+A further source of this kind is added here, for both model runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+import numpy as np
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
+from vllm_gsd.engine.draft.shared_suffixes import SharedSuffixes
+from vllm_gsd.host import graft_all_ngrams
+from vllm_gsd.method.constants import (
+    NGRAM,
+    NUM_ORIGINS,
+    OFF_BELOW,
+    ORIGIN_AGREED,
+    ORIGIN_NGRAM,
+    ORIGIN_SHARED,
+    SHARED,
+)
+from vllm_gsd.method.graph import GraphBatch
+
+# Shortest suffix whose earlier occurrence counts as an n-gram match.
+MIN_NGRAM_MATCH = 2
+# For each origin, whether its nodes are copied from a text.
+COPIED = np.zeros(NUM_ORIGINS, np.bool_)
+COPIED[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED]] = True
+
+
+class Copies:
+    """The sources that need no draft model.
+
+    Args:
+        config: gsd's configuration.
+        num_nodes: maximum number of nodes that are verified of a graph.
+    """
+
+    def __init__(self, config: GSDConfig, num_nodes: int):
+        self.num_nodes, self.top_k = num_nodes, config.top_k
+        self.has_ngrams = "ngram" in config.sources
+        self.shared = SharedSuffixes(config.shared_responses) if "shared" in config.sources else None
+
+    def __bool__(self) -> bool:
+        """Whether there is any such source."""
+        return self.has_ngrams or self.shared is not None
+
+    def graft(self, graphs: GraphBatch, requests: GraphRequests) -> None:
+        """Add hypotheses to the graphs of all requests that accept enough of them."""
+        batch, trust = requests.batch, requests.trust
+        token_rows = batch.token_rows[requests.index]
+        if self.has_ngrams:
+            deepest = np.minimum(requests.max_depth, self.num_nodes)  # grammars cannot roll back further
+            limits = trust[:, NGRAM] >= OFF_BELOW, self.top_k, deepest, MIN_NGRAM_MATCH
+            graft_all_ngrams(graphs, batch.token_ids, token_rows, requests.length, *limits)
+        if self.shared is not None:
+            for row in np.flatnonzero(trust[:, SHARED] >= OFF_BELOW):
+                index, text = requests.index[row], batch.token_ids[token_rows[row], : requests.length[row]]
+                owner = batch.request_ids[index], batch.requests[index].lora_request
+                self.shared.graft(graphs, row, *owner, text, self.num_nodes)
+
+    def packed(self, batch: DraftBatch, wanted: np.ndarray, trust: np.ndarray, words: int) -> np.ndarray | None:
+        """What the host looks up for graphs that grow on the device; see ``SharedSuffixes.packed``."""
+        return (
+            None if self.shared is None else self.shared.packed(batch, wanted & (trust[:, SHARED] >= OFF_BELOW), words)
+        )
+
+    def clear(self) -> None:
+        """Forget all responses."""
+        if self.shared is not None:
+            self.shared.clear()
+
+    def tables(self) -> list[Sized]:
+        """Tables keyed by request."""
+        return [] if self.shared is None else [self.shared.salts]
