@@ -50,8 +50,8 @@ def extensions():
     # It computes what its specification in Python computes, to the last bit, so nothing is contracted.
     core = Extension(
         "vllm_gsd._core",
-        sorted(glob("kernels/cpu/core/*.cpp")),
-        depends=sorted(glob("kernels/cpu/core/*.h")),
+        ["kernels/cpu/core/all.cpp"],
+        depends=sorted(glob("kernels/cpu/core/*")),
         include_dirs=[pybind11.get_include()],
         extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off"],
         language="c++",

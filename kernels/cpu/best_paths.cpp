@@ -1,4 +1,6 @@
 // vllm_gsd::best_paths chooses a depth's candidates of a drafted block. Python side: vllm_gsd/ops/lattice/api.py.
+#include <ATen/Dispatch.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -67,8 +69,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> best_paths(const at::Tensor& scor
   TORCH_CHECK_VALUE(best.sizes() == at::IntArrayRef({count, before}) && best.scalar_type() == at::kFloat &&
                         best.is_contiguous() && (rows == 1 || rows == before) && (before == 1 || before == k),
                     "best must be a contiguous float32 [", count, ", 1 or k]");
-  at::Tensor places = at::empty({count, k}, ids.options()), probs = at::empty({count, k, k}, best.options());
-  at::Tensor paths = at::empty({count, k}, best.options());
+  at::Tensor places = ids.new_empty({count, k}), probs = best.new_empty({count, k, k});
+  at::Tensor paths = best.new_empty({count, k});
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, scores.scalar_type(), "best_paths", [&] {
     for (int64_t b = 0; b < count; ++b) {
       Depth<scalar_t> depth{scores.const_data_ptr<scalar_t>() + b * scores.stride(0), scores.stride(1), rows, k,

@@ -90,7 +90,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   TORCH_CHECK_VALUE(weight.size(2) <= most, "weight must be packed in groups of at most ", most, " panels here");
   auto shape = x.sizes().vec();
   shape.back() = columns;
-  at::Tensor out = at::empty(shape, x.options());
+  at::Tensor out = x.new_empty(shape);
 #if GSD_X86
   at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, size});
   if (rows.stride(1) != 1) rows = rows.contiguous();

@@ -1,7 +1,7 @@
 // The operators of torch.ops.vllm_gsd; ops.cpp registers them, vllm_gsd/ops documents them.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <tuple>

@@ -1,7 +1,7 @@
 // A layer's KV cache and the order of the elements inside its pages (vllm_gsd/ops/kv_move/layout.py).
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cstdint>

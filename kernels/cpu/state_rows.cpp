@@ -46,7 +46,7 @@ at::Tensor read_rows(const at::Tensor& states, const at::Tensor& rows, const std
                     "cleared must be a contiguous bool [", count, "]");
   const bool* clear = cleared ? cleared->const_data_ptr<bool>() : nullptr;
   const States from(states);
-  at::Tensor read = at::empty({count, states.size(1)}, states.options());
+  at::Tensor read = states.new_empty({count, states.size(1)});
   const States to(read);
   for (int64_t i = 0; i < count; ++i) {
     if ((clear && clear[i]) || index[i] < 0) std::memset(to.row(i), 0, to.bytes);

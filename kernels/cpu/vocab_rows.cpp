@@ -159,8 +159,8 @@ std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_
   const at::Tensor in = check_rows(logits);
   TORCH_CHECK_VALUE(k >= 1 && k <= in.size(1), "k must be from 1 to the vocabulary's ", in.size(1), ", not ",
                     k);
-  at::Tensor probs = at::empty({in.size(0), k}, in.options().dtype(at::kFloat));
-  at::Tensor ids = at::empty({in.size(0), k}, in.options().dtype(at::kLong));
+  at::Tensor probs = in.new_empty({in.size(0), k}, at::kFloat);
+  at::Tensor ids = in.new_empty({in.size(0), k}, at::kLong);
   with_dtype(in.scalar_type(), [&](auto zero) {
     topk_softmax_rows<decltype(zero)>(in, k, probs.mutable_data_ptr<float>(),
                                       ids.mutable_data_ptr<int64_t>());
@@ -182,7 +182,7 @@ at::Tensor argmax_of_walks(const at::Tensor& logits, const at::Tensor& tokens, c
   for (int64_t t = 0; t < count; ++t)
     TORCH_CHECK_VALUE(0 <= trees.starts[t] && trees.starts[t] < trees.starts[t + 1] && trees.starts[t + 1] <= rows,
                       "starts must rise, from 0 to at most ", rows);
-  at::Tensor ids = at::empty({rows}, in.options().dtype(at::kLong));
+  at::Tensor ids = in.new_empty({rows}, at::kLong);
   with_dtype(in.scalar_type(),
              [&](auto zero) { argmax_of_walks<decltype(zero)>(in, trees, ids.mutable_data_ptr<int64_t>()); });
   return ids;

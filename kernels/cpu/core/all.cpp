@@ -1,0 +1,17 @@
+// vllm_gsd._core as one translation unit. The headers of pybind11 and NumPy take most of the compiler's time, and are read once
+// this way instead of once a file.
+#include "cells.cpp"
+#include "draft_level.cpp"
+#include "flatten.cpp"
+#include "graph.cpp"
+#include "growth.cpp"
+#include "lattice.cpp"
+#include "lay_out.cpp"
+#include "merge.cpp"
+#include "module.cpp"
+#include "ngram.cpp"
+#include "outcome.cpp"
+#include "rates.cpp"
+#include "regression.cpp"
+#include "text_rows.cpp"
+#include "verify.cpp"
