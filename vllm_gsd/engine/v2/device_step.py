@@ -63,16 +63,18 @@ def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, d
     Args:
         values: for each of the graphs the calibrated probabilities of its places, float32.
     """
-    whole = np.zeros((5, len(trees), 1 + num_nodes), np.int64)  # token, parent, depth, origin, via_merge
-    real = np.zeros((2, len(trees), 1 + num_nodes), np.float32)  # survival, value
+    shape = len(trees), 1 + num_nodes
+    whole = np.zeros((5, *shape), np.int64)  # token, parent, depth, origin, via_merge
+    real = np.zeros((2, *shape), np.float32)  # survival, value
     whole[1] = NONE
     for row, (tree, value) in enumerate(zip(trees, values, strict=True)):
         places = len(tree.token)
         whole[:, row, :places] = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge
         real[:, row, :places] = tree.survival, value
     staging, sizes = Staging(device), np.array([tree.num_nodes for tree in trees], np.int64)
-    *integers, via_merge, size = staging.send(*whole, sizes)
-    return DeviceTrees(*integers, via_merge.bool(), *staging.send(*real), size)
+    token, parent, depth, origin, via_merge, size = staging.send(*whole, sizes)
+    survival, value = staging.send(*real)
+    return DeviceTrees(token, parent, depth, origin, via_merge.bool(), survival, value, size)
 
 
 def to_host(trees: DeviceTrees) -> list[FlatTree | None]:

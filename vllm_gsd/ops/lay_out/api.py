@@ -56,7 +56,7 @@ def lay_out_rows(
     check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=count)
     places = kept.token.shape[1]
     if places > _MOST_ROWS:
-        raise ValueError(f"a graph may have {places - 1} nodes, but fewer than {_MOST_ROWS} are possible")
+        raise ValueError(f"a tree may have {places} rows, but at most {_MOST_ROWS} are possible")
     if mask.shape[1] * 64 < places:
         raise ValueError(f"masks of {mask.shape[1]} words have no bits for {places} rows")
     require_triton("lay_out_rows", slots)
