@@ -35,7 +35,7 @@ def test_v2_reads_no_more_of_prompts():
     speculator = GraphSpeculator.__new__(GraphSpeculator)
     speculator.speculation = SimpleNamespace(
         drafter=drafter, draft_kv=tracker, most_missed=4097, speculates=lambda batch: np.arange(5) != 3, shift=0,
-        shared=None,
+        copies=SimpleNamespace(packed=lambda *_: None),
         trust=SimpleNamespace(of=lambda ids: np.ones((len(ids), NUM_SOURCES))),
         planner=SimpleNamespace(calibration=SimpleNamespace(factor=None), drafts_pay=lambda: True),
     )  # fmt: skip
