@@ -199,6 +199,10 @@ def _serve(connection, arguments, setup, before) -> None:
             function()
         from vllm import LLM
 
+        if draft_every_level in setup:
+            from vllm_gsd.engine.observe import measure
+
+            measure.MOST_SECONDS = 0  # it forgets what is measured
         llm = LLM(**arguments)
         for function in setup:
             function(llm)
@@ -309,11 +313,21 @@ def gsd_request_state(llm) -> dict[str, int]:
 
 
 if "forkserver" in " ".join(sys.orig_argv):
-    # The process that engines are forked from: import now what every engine needs. Not the workers, though: they
-    # import numba, and with numba's modules loaded vLLM 0.32 fails to register its CPU kernels.
-    import vllm.entrypoints.llm
-    import vllm.model_executor.models.llama  # noqa: F401
-    from vllm.model_executor.models import registry
+    # The process that engines are forked from: do now what every engine needs.
+    from forking import frozen
 
-    # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
-    registry._run_in_subprocess = lambda inspect: inspect()
+    with frozen():
+        import vllm.entrypoints.llm
+        import vllm.model_executor.models.llama
+        from vllm.model_executor.models import registry
+        from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
+
+        # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
+        registry._run_in_subprocess = lambda inspect: inspect()
+        if not HAS_TRITON:
+            import vllm.v1.worker.cpu_worker  # noqa: F401
+
+            # It looks for Triton's kernels in all modules, to replace them.
+            current_platform.register_triton_kernel_overrides()
+            type(current_platform).register_triton_kernel_overrides = lambda platform: None
