@@ -313,21 +313,6 @@ def gsd_request_state(llm) -> dict[str, int]:
 
 
 if "forkserver" in " ".join(sys.orig_argv):
-    # The process that engines are forked from: do now what every engine needs.
-    from forking import frozen
+    from forking import import_vllm
 
-    with frozen():
-        import vllm.entrypoints.llm
-        import vllm.model_executor.models.llama
-        from vllm.model_executor.models import registry
-        from vllm.platforms import current_platform
-        from vllm.triton_utils import HAS_TRITON
-
-        # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
-        registry._run_in_subprocess = lambda inspect: inspect()
-        if not HAS_TRITON:
-            import vllm.v1.worker.cpu_worker  # noqa: F401
-
-            # It looks for Triton's kernels in all modules, to replace them.
-            current_platform.register_triton_kernel_overrides()
-            type(current_platform).register_triton_kernel_overrides = lambda platform: None
+    import_vllm()  # engines are forked from this process

@@ -5,7 +5,6 @@ to import it anew; a server with two engines has eight. With one thread each, as
 it elsewhere.
 """
 
-import contextlib
 import gc
 import multiprocessing
 import runpy
@@ -19,14 +18,24 @@ def get_context(method: str | None = None):
     return upstream("fork" if method == "spawn" else method)
 
 
-@contextlib.contextmanager
-def frozen():
-    """Leave what is made meanwhile out of all garbage collections, in this process and in those forked from it.
-
-    From its start to its end an engine collects garbage nine times, and would look at all objects of vLLM each time.
-    """
+def import_vllm() -> None:
+    """Do what every engine does, in a process that engines are forked from."""
     gc.disable()
-    yield
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    if not HAS_TRITON:
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+        # It looks for Triton's kernels in all modules, to replace them.
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = lambda platform: None
+    # An engine collects garbage nine times from its start to its end. Each time it would look at all objects of vLLM.
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None  # which engines call as they end
