@@ -22,6 +22,7 @@ def import_vllm() -> None:
     """Do what every engine does, in a process that engines are forked from."""
     gc.disable()
     import vllm.entrypoints.llm
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
