@@ -72,8 +72,9 @@ def to_device(trees: list[FlatTree], values: list[np.ndarray], num_places: int, 
         whole[:, row, :size] = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge
         real[:, row, :size] = tree.survival, value
     staging, sizes = Staging(device), np.array([len(tree.token) for tree in trees], np.int64)
-    *integers, via_merge, size = staging.send(*whole, sizes)
-    return DeviceTrees(*integers, via_merge.bool(), *staging.send(*real), size)
+    token, parent, depth, origin, via_merge, size = staging.send(*whole, sizes)
+    survival, value = staging.send(*real)
+    return DeviceTrees(token, parent, depth, origin, via_merge.bool(), survival, value, size)
 
 
 def to_host(trees: DeviceTrees) -> list[FlatTree | None]:
