@@ -6,6 +6,7 @@ import pytest
 from engine_process import run
 from launch_keys import launch_keys, record_launch_keys
 from planted import cost_rows, plant_costs
+from replays import not_replayed, record_replays
 from request_tables import end_requests, tables
 from start_probes import start_of
 from step_watch import report, watch_steps
@@ -63,6 +64,7 @@ def graphs(start_v2):
 def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
     """With preemption, cached prompts and aborts; every kernel that they launch was compiled at the start."""
     compiled = json.loads(graphs.call(launch_keys))
+    graphs.call(record_replays)
     assert run(graphs, *asked) == expected
     metrics = graphs.metrics()
     assert metrics["num_preemptions"] > 0
@@ -80,6 +82,7 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
     graphs.call(plant_costs, 0.8)  # fewer nodes, by graphs for as many
     assert run(graphs, *asked) == expected
     graphs.call(plant_costs, None)
+    print(graphs.call(not_replayed))
     planned = graphs.metrics()
     assert planned["gsd_nodes_cut"] > 0
     for kernel, keys in json.loads(graphs.call(launch_keys)).items():

@@ -24,7 +24,7 @@ class Recorded(DraftGraphs):
     """What a CUDA graph does: the function of its capture, on the buffers of its capture."""
 
     def __init__(self, drafting):
-        self.drafting, self.graphs = drafting, {}
+        self.drafting, self.graphs, self.replayed = drafting, {}, set()
         self.stats = SimpleNamespace(counts={"cudagraph_hits": 0, "cudagraph_misses": 0})
         self.variants = {(size, of): (size, of) for size in (1, 3, 5) for of in drafting.variants}
         for variant in self.variants:
@@ -35,27 +35,30 @@ class Recorded(DraftGraphs):
     def run_fullgraph(self, desc):
         addresses = [of.data_ptr() for of in (*self.drafting.graphs, *self.drafting.trees, self.drafting.known)]
         self.graphs[desc]()
+        self.replayed.add(desc)
         assert addresses == [of.data_ptr() for of in (*self.drafting.graphs, *self.drafting.trees, self.drafting.known)]
 
 
 @pytest.mark.parametrize("draft", [STATES, BLOCKS])
 def test_a_replay_gives_what_a_fresh_run_gives(draft):
-    """With other contents, other requests, fewer levels, and padding up to the captured size."""
+    """Of every captured number of requests and levels, with other contents, other requests, and padding."""
     drafting = toy_drafting(1, draft)
     recorded = Recorded(drafting)
     drafting.cuda_graphs = lambda: recorded
     assert not drafting.draft_length.any() and not drafting.counts.any()
     drafted = 0
     assert drafting.variants == ([1] if draft == BLOCKS else [1, 2, 3])
-    cases = (2, [0, 1, 2, 3, 4], None), (3, [4], 1), (4, [3, 0], None), (5, [2, 4, 0, 1], drafting.variants[-1])
-    for seed, slots, levels in cases:
+    requests = [0, 1, 2, 3, 4], [4], [3, 0]
+    cases = [(slots, levels) for slots in requests for levels in drafting.variants] + [([2, 4, 0, 1], None)]
+    for seed, (slots, levels) in enumerate(cases, start=2):
         refill(drafting, seed)
         ours = propose(drafting, slots, levels)
         fresh = toy_drafting(seed, draft)
         assert equal(ours, propose(fresh, slots, levels))
         drafted += int(ours[7].sum())
     assert drafted > 2 * NODES
-    assert recorded.stats.counts == {"cudagraph_hits": 4, "cudagraph_misses": 0}
+    assert recorded.stats.counts == {"cudagraph_hits": len(cases), "cudagraph_misses": 0}
+    assert recorded.replayed == set(recorded.variants)
 
 
 class _Shapes(TorchDispatchMode):

@@ -230,7 +230,7 @@ class Engine:
         growth.begin(graphs, rows, self.last[:count], known, self.texts, self.total, self.lengths, *blocks)
         if self.widths or self.block:
             self.attend(count * self.width, count, table, self.text_rows.mask, self.width)
-        for width, following in zip(self.widths, [*self.widths[1:], 0], strict=True):
+        for width, following in zip(self.widths, [*self.widths[1:], 0], strict=False):
             logits = self.logits[: count * width]  # no memory of this machine would hold all rows
             probs, tokens = (of.view(count, width, -1) for of in topk.topk_softmax(logits, self.top_k))
             growth.grow_level(graphs, None, tokens, probs, *blocks)  # if this is the last level

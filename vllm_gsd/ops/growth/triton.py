@@ -26,6 +26,18 @@ def _physical(block_table, index, block_size):
 
 
 @triton.jit
+def store_nodes(nodes, chances, capacity, node, mask, token, parent, depth, origin, target, prob, survival):
+    """Write nodes of a graph. Merged edges have a target, others NONE."""
+    tl.store(nodes + TOKEN * capacity + node, token, mask=mask)
+    tl.store(nodes + PARENT * capacity + node, parent, mask=mask)
+    tl.store(nodes + DEPTH * capacity + node, depth, mask=mask)
+    tl.store(nodes + ORIGIN * capacity + node, origin, mask=mask)
+    tl.store(nodes + TARGET * capacity + node, target, mask=mask)
+    tl.store(chances + node, prob, mask=mask)
+    tl.store(chances + capacity + node, survival, mask=mask)
+
+
+@triton.jit
 def _start(nodes, chances, grams, above, best, frontier, text, length, capacity, num_nodes, GRAM, WORDS, BEST):
     """Reset a graph to its root, the text's last token."""
     tl.store(nodes + TOKEN * capacity, tl.load(text + length - 1))
@@ -157,13 +169,8 @@ def _add_children(
     strong = asked & (prob >= theta_sib * first) & (survival > tl.load(best + num_nodes - 1))
     node = size + tl.cumsum(strong.to(tl.int32), 0) - 1
     added = strong & (node < capacity)
-    tl.store(nodes + TOKEN * capacity + node, token, mask=added)
-    tl.store(nodes + PARENT * capacity + node, parent, mask=added)
-    tl.store(nodes + DEPTH * capacity + node, tl.load(nodes + DEPTH * capacity + parent) + 1, mask=added)
-    tl.store(nodes + ORIGIN * capacity + node, DRAFT, mask=added)
-    tl.store(nodes + TARGET * capacity + node, -1, mask=added)
-    tl.store(chances + node, prob, mask=added)
-    tl.store(chances + capacity + node, survival, mask=added)
+    depth = tl.load(nodes + DEPTH * capacity + parent) + 1
+    store_nodes(nodes, chances, capacity, node, added, token, parent, depth, DRAFT, -1, prob, survival)
     for back in range(0, GRAM):
         symbol = token
         if back > 0:

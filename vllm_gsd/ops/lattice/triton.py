@@ -4,30 +4,15 @@ import triton
 import triton.language as tl
 
 from vllm_gsd.ops.growth.triton import (
-    DEPTH,
     DRAFT,
     FRONTIER,
     MAX_DEPTH,
-    ORIGIN,
-    PARENT,
     SIZE,
     STATES,
     TARGET,
-    TOKEN,
     keep_best,
+    store_nodes,
 )
-
-
-@triton.jit
-def _store(nodes, chances, capacity, node, added, token, parent, depth, target, prob, survival):
-    """Write the nodes that are added."""
-    tl.store(nodes + TOKEN * capacity + node, token, mask=added)
-    tl.store(nodes + PARENT * capacity + node, parent, mask=added)
-    tl.store(nodes + DEPTH * capacity + node, depth, mask=added)
-    tl.store(nodes + ORIGIN * capacity + node, DRAFT, mask=added)
-    tl.store(nodes + TARGET * capacity + node, target, mask=added)
-    tl.store(chances + node, prob, mask=added)
-    tl.store(chances + capacity + node, survival, mask=added)
 
 
 @triton.jit
@@ -55,8 +40,8 @@ def _add_depth(
     node = size + tl.cumsum(native.to(tl.int32), 0) - 1
     native = native & (node < capacity)
     own = before == chosen[None, :]
-    _store(nodes, chances, capacity, node, native, token, tl.sum(tl.where(own, parent[:, None], 0), 0), level + 1,
-           -1, tl.sum(tl.where(own, prob, 0.0), 0), peak)  # fmt: skip
+    store_nodes(nodes, chances, capacity, node, native, token, tl.sum(tl.where(own, parent[:, None], 0), 0), level + 1,
+                DRAFT, -1, tl.sum(tl.where(own, prob, 0.0), 0), peak)  # fmt: skip
     node = tl.where(native, node, -1)
     end = size + tl.sum(native.to(tl.int32), 0)
     # The other edges, parent by parent, are merged edges to it.
@@ -64,8 +49,8 @@ def _add_depth(
     of_parent = tl.sum(merged.to(tl.int32), 1)
     edge = end + (tl.cumsum(of_parent, 0) - of_parent)[:, None] + tl.cumsum(merged.to(tl.int32), 1) - 1
     merged = merged & (edge < capacity)
-    _store(nodes, chances, capacity, edge, merged, token[None, :], parent[:, None], level + 1, node[None, :], prob,
-           survival)  # fmt: skip
+    store_nodes(nodes, chances, capacity, edge, merged, token[None, :], parent[:, None], level + 1, DRAFT,
+                node[None, :], prob, survival)  # fmt: skip
     joined = tl.sum(tl.sum(merged.to(tl.int32), 1), 0)
     end += joined
     tl.atomic_add(counts, (end - size).to(tl.int64))

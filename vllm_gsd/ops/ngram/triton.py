@@ -16,6 +16,7 @@ from vllm_gsd.ops.growth.triton import (
     STATES,
     TARGET,
     TOKEN,
+    store_nodes,
 )
 
 COPIED, AGREED = tl.constexpr(constants.ORIGIN_NGRAM), tl.constexpr(constants.ORIGIN_AGREED)
@@ -76,24 +77,14 @@ def _load_graph(nodes, chances, lane, size, capacity):
 
 
 @triton.jit
-def _store_graph(nodes, chances, lane, old, size, capacity, tokens, parents, depths, origins, probs, survivals):
-    """The inverse of ``_load_graph``; nodes from ``old`` on are new, and no merged edges."""
-    real = lane < size
-    tl.store(nodes + TOKEN * capacity + lane, tokens, mask=real)
-    tl.store(nodes + PARENT * capacity + lane, parents, mask=real)
-    tl.store(nodes + DEPTH * capacity + lane, depths, mask=real)
-    tl.store(nodes + ORIGIN * capacity + lane, origins, mask=real)
-    tl.store(nodes + TARGET * capacity + lane, lane * 0 - 1, mask=real & (lane >= old))
-    tl.store(chances + lane, probs, mask=real)
-    tl.store(chances + capacity + lane, survivals, mask=real)
-
-
-@triton.jit
 def _copy_token(
-    node, copied, chance, lane, count, capacity, tokens, parents, depths, probs, survivals, origins, BLOCK,
+    node, copied, chance, lane, count, capacity, tokens, parents, depths, origins, targets, probs, survivals, BLOCK,
     SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """One step of a copy: agree with the child of ``node`` that carries the token, or add one if there is room."""
+    """One step of a copy: agree with the child of ``node`` that carries the token, or add one if there is room.
+
+    Returns where the copy goes on, -1 without room, and what has changed.
+    """
     child = tl.min(tl.where((parents == node) & (tokens == copied), lane, BLOCK), 0)
     missing = child == BLOCK
     # A token that the draft proposed too is wrong only if both are wrong. A new token from the request's own text gets
@@ -116,7 +107,9 @@ def _copy_token(
         origins = tl.where(new, SOURCE, origins)
         child = count
         count = tl.minimum(count + 1, capacity)
-    return child, count, tokens, parents, depths, probs, survivals, origins
+    target = tl.sum(tl.where(lane == child, targets, 0), 0)  # a merged edge continues as its target
+    following = tl.where(child == capacity, -1, tl.where(target == -1, child, target))
+    return following, count, tokens, parents, depths, origins, probs, survivals
 
 
 @triton.jit(do_not_specialize=["text_row", "num_ranks", "count", "capacity"])
@@ -130,8 +123,7 @@ def graft_kernel(
     nodes += graph * 6 * capacity
     chances += graph * 2 * capacity
     lane, place = tl.arange(0, BLOCK), tl.arange(0, RANKS)
-    old = tl.load(state + SIZE)
-    size = old
+    size = tl.load(state + SIZE)
     tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     length, most = tl.load(state + LENGTH), tl.load(state + COPIES)
     text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
@@ -144,15 +136,13 @@ def graft_kernel(
         node, step = start * 0, 0
         while step < steps:
             chance = tl.load(match_probs + tl.minimum(matched + step, MAX_MATCH))
-            child, size, tokens, parents, depths, probs, survivals, origins = _copy_token(
-                node, tl.load(text + start + step), chance, lane, size, capacity, tokens, parents, depths, probs,
-                survivals, origins, BLOCK, COPIED,
+            node, size, tokens, parents, depths, origins, probs, survivals = _copy_token(
+                node, tl.load(text + start + step), chance, lane, size, capacity, tokens, parents, depths, origins,
+                targets, probs, survivals, BLOCK, COPIED,
             )  # fmt: skip
-            # A merged edge continues as its target. Where a node found no room, the copy ends.
-            target = tl.sum(tl.where(lane == child, targets, 0), 0)
-            node = tl.where(target == -1, child, target)
-            step = tl.where(child < capacity, step + 1, steps)
-    _store_graph(nodes, chances, lane, old, size, capacity, tokens, parents, depths, origins, probs, survivals)
+            step = tl.where(node >= 0, step + 1, steps)
+    store_nodes(nodes, chances, capacity, lane, lane < size, tokens, parents, depths, origins, targets, probs,
+                survivals)  # fmt: skip
     tl.store(state + SIZE, size)
 
 
@@ -179,9 +169,8 @@ def graft_tree_kernel(
         found = tl.min(tl.where((above == reached) & (copied == tl.load(text + at)), place, PLACES), 0)
         at = tl.where(found < PLACES, at + 1, length)
         reached = tl.where(found < PLACES, found, PLACES + 1)  # a place that nothing is below
-    old = tl.load(state + SIZE)
-    size = old
-    tokens, parents, depths, origins, _, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    size = tl.load(state + SIZE)
+    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     held = tl.full([PLACES], -1, tl.int32)  # the graph's node for each place of the tree
     for number in range(1, count):
         parent = tl.load(parent_of + number)
@@ -192,11 +181,11 @@ def graft_tree_kernel(
             level = tl.sum(tl.where(lane == node, depths, 0), 0)
             sure = tl.load(match_probs + tl.minimum(matched + length - known + level, MAX_MATCH))
             chance = tl.div_rn(sure * share, before)
-            child, size, tokens, parents, depths, probs, survivals, origins = _copy_token(
-                node, tl.load(listed + number), chance, lane, size, capacity, tokens, parents, depths,
-                probs, survivals, origins, BLOCK, SHARED,
+            following, size, tokens, parents, depths, origins, probs, survivals = _copy_token(
+                node, tl.load(listed + number), chance, lane, size, capacity, tokens, parents, depths, origins, targets,
+                probs, survivals, BLOCK, SHARED,
             )  # fmt: skip
-            target = tl.load(nodes + TARGET * capacity + child, mask=child < old, other=-1)
-            held = tl.where((place == number) & (child < capacity), tl.where(target == -1, child, target), held)
-    _store_graph(nodes, chances, lane, old, size, capacity, tokens, parents, depths, origins, probs, survivals)
+            held = tl.where(place == number, following, held)
+    store_nodes(nodes, chances, capacity, lane, lane < size, tokens, parents, depths, origins, targets, probs,
+                survivals)  # fmt: skip
     tl.store(state + SIZE, size)

@@ -1,0 +1,29 @@
+"""Which of an engine's full CUDA graphs were replayed; functions run in the engine's process."""
+
+from engine_process import model_runner
+
+
+def record_replays(llm) -> None:
+    """Remember every replay from now on."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    runner, upstream = model_runner(llm), CudaGraphManager.run_fullgraph
+    runner.replayed = set()
+
+    def run_fullgraph(self, desc):
+        runner.replayed.add(_key(self, desc))
+        return upstream(self, desc)
+
+    CudaGraphManager.run_fullgraph = run_fullgraph
+
+
+def _key(manager, desc) -> tuple[str, int, int]:
+    part = "draft phase" if hasattr(manager, "drafting") else "target"
+    return part, desc.num_reqs, desc.uniform_token_count
+
+
+def not_replayed(llm) -> list[tuple[str, int, int]]:
+    """The graphs that were captured and not replayed: the part, requests, and levels or rows for each request."""
+    runner = model_runner(llm)
+    managers = runner.cudagraph_manager, runner.speculator.draft_graphs
+    return sorted({_key(manager, desc) for manager in managers for desc in manager.graphs} - runner.replayed)
