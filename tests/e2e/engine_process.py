@@ -7,6 +7,7 @@ Functions below whose first argument is ``llm`` run in the engine's process.
 
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import signal
@@ -194,11 +195,16 @@ def run(engine: Engine, prompts, params) -> list[list[int]]:
 def _serve(connection, arguments, setup, before) -> None:
     """The engine's process: build the engine, do what is asked, shut down."""
     faulthandler.register(signal.SIGUSR1)
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # to set it up anew takes half a second
     try:
         for function in before:
             function()
         from vllm import LLM
 
+        if draft_every_level in setup:
+            from vllm_gsd.engine.observe import measure
+
+            measure.MOST_SECONDS = 0  # it forgets what is measured
         llm = LLM(**arguments)
         for function in setup:
             function(llm)
@@ -309,11 +315,7 @@ def gsd_request_state(llm) -> dict[str, int]:
 
 
 if "forkserver" in " ".join(sys.orig_argv):
-    # The process that engines are forked from: import now what every engine needs. Not the workers, though: they
-    # import numba, and with numba's modules loaded vLLM 0.32 fails to register its CPU kernels.
-    import vllm.entrypoints.llm
-    import vllm.model_executor.models.llama  # noqa: F401
-    from vllm.model_executor.models import registry
+    from forking import import_vllm
 
-    # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
-    registry._run_in_subprocess = lambda inspect: inspect()
+    import_vllm()  # engines are forked from this process
+    logging.getLogger("vllm").setLevel(ENVIRONMENT["VLLM_LOGGING_LEVEL"])

@@ -30,9 +30,7 @@ def ask(path: str, arguments: list[str]) -> int:
 
 def serve(path: str) -> None:
     """Import vLLM, then run programs until standard input ends."""
-    import vllm.entrypoints.llm
-    import vllm.model_executor.models.llama  # noqa: F401
-
+    forking.import_vllm()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
