@@ -1,5 +1,6 @@
 """Which files of tests come first, and the threads of all their processes."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the files of drafts that unit and e2e both write
+
+# What is imported while tests are collected stays until the end, so garbage is looked for afterwards and elsewhere.
+gc.disable()
 
 # One thread each, unless a test says otherwise: threads of OpenMP wait for one another on a processor, and with as many
 # busy processes as processors that is most of what they would do.
@@ -43,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """For ``e2e/test_fuzz.py``; ``scripts/fuzz`` gives them."""
     parser.addoption("--examples", type=int, default=200, help="batches that the fuzzer tries")
     parser.addoption("--fuzz-seed", type=int, default=0, help="what the fuzzer draws them from")
+
+
+def pytest_collection_finish() -> None:
+    """See above."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,7 @@
 """Lets the tests here import one another, and gives them the sources of the vLLM that comes next."""
 
+import ast
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +15,14 @@ FETCH = Path(__file__).parents[2] / "scripts" / "fetch_vllm_sources"
 
 
 NO_NETWORK = 3  # its exit status
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parse_once():
+    """Most tests that read the same module follow one another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ast, "parse", functools.lru_cache(8)(ast.parse))
+        yield
 
 
 @pytest.fixture(scope="session")
