@@ -68,7 +68,7 @@ def test_a_failed_build_is_told(clone, tmp_path):
     assert not list((clone / ".venv").glob(".stamp-*"))
 
 
-def test_installs_and_serves(clone, tmp_path, built_in_pair):
+def test_installs_and_serves(clone, tmp_path, tiny_pair):
     """A source distribution, a wheel built from it, installed, with no checkout left; a server of it."""
     python = make_environment(tmp_path / "environment", tmp_path / "others")
     run(python, "-m", "pip", "install", "build", "setuptools>=77", "pybind11>=3", "ninja")
@@ -81,16 +81,18 @@ def test_installs_and_serves(clone, tmp_path, built_in_pair):
     found = subprocess.run([python, "-c", LOOK], check=True, capture_output=True, text=True, timeout=SECONDS).stdout
     assert Path(found.strip()).is_relative_to(python.parents[1])
 
-    (tmp_path / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(built_in_pair.draft)}))
+    config = {"method": "gsd", "model": str(tiny_pair.draft), "budget": 16}
+    (tmp_path / "gsd.json").write_text(json.dumps(config))
     command = [python, "-m", "vllm.entrypoints.cli.main"]  # what the command `vllm` starts
     options = {"speculative_config": tmp_path / "gsd.json"}
-    with serving(built_in_pair.target, tmp_path, command=command, **options) as server:
+    with serving(tiny_pair.target, tmp_path, command=command, **options) as server:
         server.wait()
         asked = {
             "model": "target",
-            "prompt": "One, two, three, one, two, three, one,",
+            "prompt": "w5 w6 w7 w5 w6 w7 w5",
             "max_tokens": 16,
             "temperature": 0,
+            "ignore_eos": True,
         }
         request = urllib.request.Request(
             f"{server.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
