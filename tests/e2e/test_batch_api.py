@@ -3,12 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 from engine_process import Engine
 from patience import SECONDS
-from serve_process import FORKING, VLLM, server_environment
+from serve_process import VLLM, server_environment
 
 QUESTIONS = [f"Question number {index}?" for index in range(12)]
 TIME = r"[0-2][0-9]:[0-5][0-9]"
@@ -30,7 +29,7 @@ def expected(text_pair):
     return answers
 
 
-def test_run_batch(text_pair, expected, tmp_path):
+def test_run_batch(text_pair, preforked, expected, tmp_path):
     lines = [
         {
             "custom_id": str(index),
@@ -56,7 +55,7 @@ def test_run_batch(text_pair, expected, tmp_path):
     }
     words = [str(word) for option in options.items() for word in option]
     done = subprocess.run(
-        [sys.executable, FORKING, VLLM, "run-batch", "--enforce-eager", *words],
+        [preforked, VLLM, "run-batch", "--enforce-eager", *words],
         capture_output=True,
         text=True,
         env=server_environment(),

@@ -41,12 +41,12 @@ def command(target, preforked, tmp_path_factory):
     prompts.write_text("\n".join(map(json.dumps, rows)))
     return [
         preforked, *VLLM_GSD, "distill", "--target", str(target), "--prompts", str(prompts), "--max-tokens", "16",
-        "--vocab-size", "400", "--epochs", "40",
+        "--vocab-size", "400", "--epochs", "8",
     ]  # fmt: skip
 
 
 def kill_once(command, path, pattern):
-    """Run until a file like that is there, then kill the command and all it started."""
+    """Run until a file like that is there, then kill the command and all it started, and wait for their end."""
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + SECONDS
     while not list(path.glob(pattern)):
@@ -54,7 +54,7 @@ def kill_once(command, path, pattern):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()  # its errors end when the last process that could write there has ended
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def head(command, target, tmp_path_factory):
     command = [*command, "--kind", "eagle3", "--eager", "--out", str(folder / "draft")]
     written = {}
     for stage in ("states/*.safetensors", "answers/*.parquet", "checkpoints/checkpoint-*/trainer_state.json"):
-        kill_once(command[1:], work, stage)  # not forked from a process that would outlive it
+        kill_once(command, work, stage)
         if stage.startswith("answers"):  # states come with the answers, and are computed where they are missing
             answers = list(work.glob("answers/*.parquet"))
             (work / "states").rename(folder / "with answers")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from engine_process import ENVIRONMENT
 from patience import SECONDS
-from serve_process import serving
+from serve_process import VLLM, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -22,19 +22,20 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(preforked, tmp_path_factory):
     arguments = runpy.run_path(str(EXAMPLES / "serve.py"))["arguments"]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        with serving(*arguments[:1], tmp_path_factory.mktemp("examples"), *arguments[1:], max_model_len=1024) as server:
+        options = {"command": (preforked, VLLM), "max_model_len": 1024}
+        with serving(*arguments[:1], tmp_path_factory.mktemp("examples"), *arguments[1:], **options) as server:
             server.wait()
             yield server
 
 
-def run(*command, **environment) -> str:
+def run(*command, python=sys.executable, **environment) -> str:
     """What a program prints."""
     done = subprocess.run(
-        [sys.executable, *command],
+        [python, *command],
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -90,8 +91,8 @@ def test_notebook(server, monkeypatch):
     assert any("image/png" in output.get("data", {}) for output in drawn)
 
 
-def test_offline():
-    told = run(EXAMPLES / "offline.py", "--eager", "--max-tokens", "16")
+def test_offline(preforked):
+    told = run(EXAMPLES / "offline.py", "--eager", "--max-tokens", "16", python=preforked)
     assert float(re.search(r"([\d.]+) per request and step\n$", told).group(1)) > 1.1
 
 

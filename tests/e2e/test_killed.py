@@ -90,7 +90,7 @@ def job(tiny_pair):
     return {"target": str(tiny_pair.target), "config": config, "engine": {"tensor_parallel_size": 2}}
 
 
-def test_plugin_missing_on_a_node(job, cluster, tmp_path):
+def test_plugin_missing_on_a_node(job, cluster, preforked, tmp_path):
     """The second node cannot import the plugin: it is named. (The first test here, as it needs the second node.)"""
     # Ray's workers look for modules where the driver does; only this keeps them from finding it on one machine.
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['vllm_gsd'] = None\n")
@@ -98,7 +98,7 @@ def test_plugin_missing_on_a_node(job, cluster, tmp_path):
     node = cluster.add_node(PYTHONPATH=str(tmp_path))
     try:
         done = subprocess.run(
-            [sys.executable, PROGRAM, json.dumps(job)],
+            [preforked, PROGRAM, json.dumps(job)],
             env={**os.environ, **ENVIRONMENT, **cluster.environment},
             capture_output=True,
             text=True,

@@ -28,7 +28,7 @@ def cluster():
 
 
 @pytest.fixture
-def command(tiny_pair, tmp_path, random_prompts):
+def command(tiny_pair, preforked, tmp_path, random_prompts):
     """The job's command line; its prompts are words of the tiny pair's vocabulary."""
     prompts = [" ".join(f"w{token}" for token in prompt) for prompt in random_prompts(PROMPTS, longest=20)]
     lines = [json.dumps({"id": number, "prompt": prompt}) for number, prompt in enumerate(prompts)]
@@ -50,7 +50,7 @@ def command(tiny_pair, tmp_path, random_prompts):
         "max-tokens": MAX_TOKENS,
         "engine": json.dumps(engine),
     }
-    return [sys.executable, PROGRAM, *[str(word) for name, value in options.items() for word in (f"--{name}", value)]]
+    return [preforked, PROGRAM, *[str(word) for name, value in options.items() for word in (f"--{name}", value)]]
 
 
 def start(command, cluster, log: Path) -> subprocess.Popen:
@@ -67,7 +67,8 @@ def answers(out: Path) -> list[str]:
 
 def test_killed_and_resumed(command, cluster, tmp_path, tiny_pair):
     out = tmp_path / "answers.jsonl"
-    first = start(command, cluster, tmp_path / "first")
+    # Not forked from a process that would outlive it.
+    first = start([sys.executable, *command[1:]], cluster, tmp_path / "first")
     try:
         until = time.monotonic() + SECONDS
         while len(answers(out)) < PROMPTS // 2:

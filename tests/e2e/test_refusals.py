@@ -149,11 +149,11 @@ def environment():
 
 
 @pytest.fixture(scope="module")
-def answers(command_lines, environment):
+def answers(command_lines, environment, preforked):
     """[exit code, message] of all cases."""
     script = Path(__file__).parent / "cli_refusals.py"
     done = subprocess.run(
-        [sys.executable, script],
+        [preforked, script],
         input=json.dumps(list(command_lines.values())),
         capture_output=True,
         text=True,
@@ -207,11 +207,15 @@ def test_accepted(answers, case):
 
 
 @pytest.mark.parametrize("case", ["unknown key", "missing.json", "more-words", "--pipeline-parallel-size 2"])
-def test_command_line(command_lines, environment, case):
+def test_command_line(command_lines, environment, preforked, case):
     """The program itself: nothing but the sentence, no engine is started."""
     vllm = Path(sys.executable).parent / "vllm"
     done = subprocess.run(
-        [vllm, "serve", *command_lines[case]], capture_output=True, text=True, env=environment, timeout=SECONDS
+        [preforked, vllm, "serve", *command_lines[case]],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=SECONDS,
     )
     assert done.returncode in (1, 2)
     lines = [line for line in done.stderr.splitlines() if "error: " in line]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 from patience import SECONDS
-from serve_process import serving
+from serve_process import VLLM, serving
 from text_pair import FIRST
 
 from vllm_gsd.tools.inspect.summary import summarise
@@ -84,7 +84,7 @@ CASES = [(name, stream) for name in REQUESTS for stream in (False, True) if name
 
 
 @pytest.fixture(scope="module")
-def servers(text_pair, tmp_path_factory):
+def servers(text_pair, preforked, tmp_path_factory):
     """Plain vLLM's and ours, started side by side."""
     folder = tmp_path_factory.mktemp("serve_features")
     config = {"method": "gsd", "model": str(text_pair.draft), "budget": 16, "trace": str(folder / "trace.jsonl")}
@@ -95,6 +95,7 @@ def servers(text_pair, tmp_path_factory):
         "structured_outputs_config": '{"backend": "xgrammar", "disable_any_whitespace": true}',
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 1 << 27,
+        "command": (preforked, VLLM),
     }
     with contextlib.ExitStack() as stack:
         started = []

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_structured"
 
 
 @pytest.mark.slow
-def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair):
+def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair, preforked):
     # A fixed budget: what pays is the planner's business, and on a busy machine that may be no graph at all.
-    command = [sys.executable, str(SCRIPT), "--requests", "50", "--gsd", json.dumps({"budget": 16})]
+    command = [preforked, str(SCRIPT), "--requests", "50", "--gsd", json.dumps({"budget": 16})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
