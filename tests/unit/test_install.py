@@ -43,7 +43,7 @@ def installed(monkeypatch):
         monkeypatch.setattr(script, "version", has.get)
         monkeypatch.setattr(script, "run", record)
         monkeypatch.setattr(script, "has_cuda", lambda: driver)
-        monkeypatch.setattr(script, "offered", lambda requirement: cpu_index)
+        monkeypatch.setattr(script, "offered", lambda options, requirement: cpu_index)
         script.main()
         assert driver or has["vllm"]  # the metadata that vLLM's own command asks for
         return told
