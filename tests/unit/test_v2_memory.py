@@ -30,7 +30,7 @@ def draft_model():
     """A draft whose forward is an embedding of nothing: hidden states, and logits of them."""
     model = DraftModel.__new__(DraftModel)
     model.head = None
-    model.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+    model.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, get_hidden_size=lambda: HIDDEN)
     model.run_rows = lambda tokens, *rest: torch.empty((len(tokens), HIDDEN), dtype=torch.bfloat16, device=META)
     weight = torch.empty((HIDDEN, VOCAB), dtype=torch.bfloat16, device=META)
     model.model = SimpleNamespace(compute_logits=lambda hidden: hidden @ weight)
@@ -74,7 +74,7 @@ def drafting(config=CONFIG, requests=REQUESTS, kind="tokens"):
     if kind == "blocks":
         drafter.model.kind, drafter.model.model = "dspark", dspark()
     if kind == "hidden states":
-        drafter.features, drafter.model.hidden_size = Features(TOKENS, HIDDEN, torch.bfloat16, META), HIDDEN
+        drafter.features = Features(TOKENS, HIDDEN, torch.bfloat16, META)
         run_rows = drafter.model.run_rows
         drafter.model.run_rows = lambda tokens, slots, tree, features: (
             run_rows(tokens)
