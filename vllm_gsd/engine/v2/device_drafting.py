@@ -278,15 +278,18 @@ class DeviceDrafting:
     def _grow(self, drafter: Drafter, bucket: Bucket, num_levels: int, blocks: tuple[Any, ...]) -> None:
         """Catch up on the texts and grow so many levels."""
         (_, rows, tree), *levels = bucket.rows[:num_levels]
-        features = drafter.features
-        before = None if features is None else features.read(rows.source, rows.source < 0)
-        hidden = drafter.model.run_rows(rows.token, rows.slot, tree, before)[bucket.last]
+        features, model = drafter.features, drafter.model
+        # No name keeps what the draft reads, so that it is freed before there are logits.
+        hidden = model.run_rows(
+            rows.token, rows.slot, tree, None if features is None else features.read(rows.source, rows.source < 0)
+        )[bucket.last]
         for _, rows, tree in levels:
             probs, tokens = self._candidates(drafter, hidden, bucket.count)
             grow_level(bucket.graphs, rows, tokens, probs, *blocks)
             # Below the root, the draft reads its own hidden states.
-            before = None if features is None else drafter.model.next_features(hidden[rows.source])
-            hidden = drafter.model.run_rows(rows.token, rows.slot, tree, before)
+            hidden = model.run_rows(
+                rows.token, rows.slot, tree, None if features is None else model.next_features(hidden[rows.source])
+            )
         probs, tokens = self._candidates(drafter, hidden, bucket.count)
         grow_level(bucket.graphs, None, tokens, probs, *blocks)
 
