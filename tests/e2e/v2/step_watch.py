@@ -372,12 +372,15 @@ def step(watch: Watch, runner) -> None:
 
 
 def report(llm) -> dict:
-    """What the decode step with the most operations launched; see ``scripts/count_launches``."""
+    """What the decode step with the most operations launched, and the most that any did in each phase.
+
+    See ``scripts/count_launches``. A step whose plan verifies nothing has no walk, and may be the largest.
+    """
     watch = model_runner(llm).watch
     largest = max(watch.steps, key=lambda of: of.total())
-    by_phase: Counter = Counter()
-    for (phase, _), count in largest.items():
-        by_phase[phase] += count
+    by_phase, most = _by_phase(largest), Counter()
+    for of in watch.steps:
+        most |= _by_phase(of)
     layers = sum(count for (phase, in_graph), count in largest.items() if phase == "draft model" and not in_graph)
     outside = sum(count for (_, in_graph), count in largest.items() if not in_graph)
     return {
@@ -386,9 +389,17 @@ def report(llm) -> dict:
         "outside_graphs_beside_draft_phase": outside - by_phase["draft phase"] - layers,
         "draft_phase_beside_model": by_phase["draft phase"],
         "per_level_beside_model": watch.per_level,
-        "by_phase": dict(by_phase.most_common()),
+        "by_phase": dict(most.most_common()),
         "names": {phase: dict(of) for phase, of in names_of(watch).items()},
     }
+
+
+def _by_phase(step: Counter) -> Counter:
+    """Operations by phase, in CUDA graphs and outside."""
+    found: Counter = Counter()
+    for (phase, _), count in step.items():
+        found[phase] += count
+    return found
 
 
 def names_of(watch: Watch) -> dict[str, Counter]:
