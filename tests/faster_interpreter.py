@@ -1,39 +1,107 @@
-"""Triton's interpreter without work that it repeats. Interpreted draft phases take half the time.
+"""Triton's interpreter without work that it repeats.
 
 At every launch of a kernel the interpreter replaces the functions of ``triton.language``, and puts them back after it.
 It replaces them again at each call of a ``@triton.jit`` function by a kernel, though these calls find them replaced
-already. And it builds a table of all dtypes whenever it looks one up.
+already. Here they stay replaced: whoever interprets compiles nothing. It copies tensors of the CPU onto themselves,
+checks every sum for an overflow and drops what it found, and builds a table of all dtypes whenever it looks one up.
+What single operations find out again and again is kept by ``recorded_operations``.
 """
 
+import dataclasses
 import functools
+import inspect
+import operator
+
+import torch
 
 
 def make_faster() -> None:
-    """Replace a module's functions at the first helper of a launch that uses it, and not again; keep dtypes."""
-    from triton.language import core
+    """Let this process's kernels take less time."""
     from triton.runtime import interpreter
 
-    launch, call = interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__
-    language, replaced = (core, interpreter.tl), set()
-    look_up, known = interpreter._get_np_dtype, {}
+    keep_language(interpreter)
+    keep_functions(interpreter)
+    keep_arguments(interpreter)
+    keep_dtypes(interpreter)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug  # else overflows are told
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def keep_language(interpreter) -> None:
+    """Replace what a kernel's module sees of the language once, and its operations by recorded ones."""
+    from recorded_operations import noticed, recorded_builtin
+
+    replace, replace_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    language = interpreter.tl.core, interpreter.tl
+    replaced, unchanged = set(), interpreter._LangPatchScope()
 
     @functools.cache
-    def modules_of(helper):
-        return tuple(any(value is module for value in helper.__globals__.values()) for module in language)
+    def visible(fn) -> tuple:
+        seen = inspect.unwrap(fn).__globals__.values()
+        return tuple(any(value is module for value in seen) for module in language)
 
-    def launched(self, *args, **kwargs):
-        replaced.clear()
-        return launch(self, *args, **kwargs)
-
-    def called(self, *args, **kwargs):
-        modules = modules_of(self.fn)
+    def replaced_once(fn):
+        modules = visible(fn)
         if modules not in replaced:
             replaced.add(modules)
-            return call(self, *args, **kwargs)
-        try:
-            return self.rewrite()(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
+            replace(inspect.unwrap(fn))
+        return unchanged
+
+    def replaced_builtin(owner, name, member, builder, scope):
+        scope.set_attr(owner, name, recorded_builtin(member))
+
+    def noticed_tensor(tensor, scope):
+        replace_tensor(tensor, scope)
+        for name, how in (("__bool__", bool), ("__index__", operator.index)):
+            scope.set_attr(tensor, name, noticed(getattr(tensor, name), how))
+
+    interpreter._patch_lang, interpreter._patch_attr = replaced_once, replaced_builtin
+    interpreter._patch_lang_tensor = noticed_tensor
+
+
+def keep_functions(interpreter) -> None:
+    """Let functions and reductions be recorded."""
+    from recorded_operations import recorded_constants, recorded_function, recorded_reduction
+
+    function, reductions = interpreter.InterpretedFunction, interpreter.ReduceScanOpInterface
+    rewrite, rewritten = function.rewrite, {}
+
+    def rewrite_once(self):
+        if self.fn not in rewritten:
+            rewritten[self.fn] = recorded_function(rewrite(self))
+        return rewritten[self.fn]
+
+    function.rewrite = rewrite_once
+    reductions.apply = recorded_reduction(reductions.apply)
+    interpreter.interpreter_semantic.to_tensor = recorded_constants(interpreter.interpreter_semantic.to_tensor)
+
+
+def keep_arguments(interpreter) -> None:
+    """Hand the arguments themselves to a kernel where all of them are on the CPU."""
+    executor = interpreter.GridExecutor
+    copy, copy_back = executor._init_args_hst, executor._restore_args_dev
+
+    def on_host(value) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.device.type == "cpu"
+        return not (hasattr(value, "data_ptr") or isinstance(value, (tuple, interpreter.TensorDescriptor)))
+
+    def arguments(self, args, kwargs):
+        if all(map(on_host, (*args, *kwargs.values()))):
+            return args, kwargs
+        return copy(self, args, kwargs)
+
+    def put_back(self, args, own, kwargs, own_kwargs):
+        if own is not args:
+            copy_back(self, args, own, kwargs, own_kwargs)
+
+    executor._init_args_hst, executor._restore_args_dev = arguments, put_back
+
+
+def keep_dtypes(interpreter) -> None:
+    """Look up each dtype once."""
+    look_up, known = interpreter._get_np_dtype, {}
 
     def dtype_of(kind):
         name = kind.scalar.name
@@ -41,5 +109,4 @@ def make_faster() -> None:
             known[name] = look_up(kind)
         return known[name]
 
-    interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = launched, called
     interpreter._get_np_dtype = dtype_of
