@@ -97,6 +97,12 @@ def files(work):
     return sorted((work / "answers").glob("*.parquet"))
 
 
+def assert_rows_close(rows, exact):
+    """Rows computed in bfloat16 against float32. How far single numbers are apart differs with the processor."""
+    errors = (rows.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert errors.max() < 0.05, errors
+
+
 def student(kind, target, **options):
     """A new student of 256 tokens, or one made from ``init``."""
     own = Options(target=str(target), kind=kind, **({"vocab_size": 256} if "init" not in options else {}), **options)
@@ -121,9 +127,8 @@ class TestStates:
                 output = whole(torch.from_numpy(row["input_ids"])[None], output_hidden_states=True)
             found = reader.of(row)
             for index, layer in enumerate(state_layers(5)[:-1]):
-                torch.testing.assert_close(found[:, index].float(), output.hidden_states[layer][0], rtol=0.1, atol=0.1)
-            logits = Target(target).logits(found[:, -1]).float()
-            torch.testing.assert_close(logits, output.logits[0], rtol=0.1, atol=0.3)
+                assert_rows_close(found[:, index], output.hidden_states[layer][0])
+            assert_rows_close(Target(target).logits(found[:, -1]), output.logits[0])
 
     def test_a_batch_has_texts_one_after_the_other(self, work):
         data = load_answers(files(work), 640)

@@ -53,8 +53,9 @@ def _methods(llm: Any, runner: Any) -> Iterator[tuple[Any, str, str]]:
     for name, part in RUNNER.items():
         yield runner, name, part
     yield runner.model, "compute_logits", "target forward"
-    draft_model = getattr(getattr(getattr(runner, "drafter", None), "drafter", None), "model", None)
-    for name in DRAFT:
-        yield draft_model, name, "draft forward"
+    speculation = getattr(getattr(runner, "drafter", None), "speculation", None)  # upstream's proposers have none
+    if speculation is not None and speculation.drafter is not None:
+        for name in DRAFT:
+            yield speculation.drafter.model, name, "draft forward"
     for layer in runner.compilation_config.static_forward_context.values():
         yield getattr(layer, "impl", None), "forward", "attention"
