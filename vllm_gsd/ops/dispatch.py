@@ -51,3 +51,11 @@ def check_tensor(
 def warps_for(lanes: int) -> int:
     """Warps of a program over so many lanes: 8 lanes a thread up to 4096 lanes, since each takes some registers."""
     return max(1, min(16, lanes // 256))
+
+
+def registers_for(warps: int) -> int | None:
+    """Registers of a thread, for ``maxnreg``: all that there are, since ptxas would rather spill than run fewer blocks.
+
+    None for 16 warps, where a thread gets no more than its share of the processor's.
+    """
+    return 255 if warps < 16 else None

@@ -10,13 +10,13 @@ def cost_rows(llm) -> dict[str, list]:
     return {name: getattr(costs, name).tolist() for name in ("rows", "target", "draft")}
 
 
-def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20, level_ms: float = 0.01) -> None:
+def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20, last_level_ms: float = 0.0) -> None:
     """Plan as if the target's forward took 10 ms and so much for each row.
 
     Args:
         row_ms: None to verify every node again.
         probe_after: steps until the next probe.
-        level_ms: of a draft level; almost nothing unless given.
+        last_level_ms: of the last draft level; all others take no time.
     """
     from vllm_gsd.planner.costs import Costs
 
@@ -24,5 +24,17 @@ def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20, level_ms:
     planner.forget()
     planner.overhead.observe_step = planner.overhead.observe_drafts = lambda *_: None  # the clock tells otherwise
     planner.next_probe = planner.steps + probe_after
-    rows, draft = np.array([1, 2, 256]), np.full((len(planner.levels), 3), level_ms)
+    rows, draft = np.array([1, 2, 256]), np.zeros((len(planner.levels), 3))
+    draft[-1] = last_level_ms
     planner.costs = None if row_ms is None else Costs(rows, 10 + row_ms * (rows - 1), draft, attention=0.0)
+
+
+def watch_levels(llm) -> None:
+    """Record how many levels the planner chooses for each draft phase, for :func:`levels_seen`."""
+    planner = model_runner(llm).speculation.planner
+    choose, planner.levels_seen = type(planner).num_levels.__get__(planner), []
+    planner.num_levels = lambda *args: planner.levels_seen.append(choose(*args)) or planner.levels_seen[-1]
+
+
+def levels_seen(llm) -> list[int]:
+    return model_runner(llm).speculation.planner.levels_seen

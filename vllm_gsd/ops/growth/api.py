@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
+from vllm_gsd.ops.dispatch import check_tensor, registers_for, require_triton, warps_for
 from vllm_gsd.ops.growth.state import DeviceGraphs, Known, Rows
 
 
@@ -117,6 +117,7 @@ def grow_level(
     lanes = triton.next_power_of_2(width * limits.top_k)
     block = triton.next_power_of_2(graphs.capacity)
     new = min(lanes, triton.next_power_of_2(max(1, graphs.capacity - 1)))  # no graph gets more nodes
+    warps = warps_for(max(block, 8 * new))
     outputs = (graphs.state,) * 6 if rows is None else rows  # nothing is written after the last level
     grow_kernel[(count,)](
         *graphs, *outputs, tokens.contiguous(), probs.contiguous(), block_table, block_table.stride(0), block_size,
@@ -124,5 +125,5 @@ def grow_level(
         TOP_K=limits.top_k, GRAM=graphs.grams.shape[1], GRAPH_WORDS=graphs.above.shape[1],
         SLOT_WORDS=graphs.slots.shape[1], CANDIDATES=lanes, PART=min(lanes, 1024), NEW=new, BLOCK=block,
         BEST=triton.next_power_of_2(graphs.num_nodes), CHUNK=max(2, min(64, 4096 // new)),
-        WIDTH=triton.next_power_of_2(next_width) if next_width else 0, num_warps=warps_for(max(block, 8 * new)),
+        WIDTH=triton.next_power_of_2(next_width) if next_width else 0, num_warps=warps, maxnreg=registers_for(warps),
     )  # fmt: skip

@@ -99,5 +99,6 @@ def graft_trees(graphs: DeviceGraphs, trees: torch.Tensor, match_probs: torch.Te
     graft_tree_kernel[(count,)](
         graphs.nodes, graphs.chances, graphs.state, trees, texts, texts.stride(0), match_probs, most, graphs.capacity,
         PLACES=triton.next_power_of_2(most), BLOCK=(block := triton.next_power_of_2(graphs.capacity)),
-        num_warps=warps_for(block), enable_fp_fusion=False,  # the host's bits
+        num_warps=2 * warps_for(block),  # since the tree takes registers too
+        enable_fp_fusion=False,  # the host's bits
     )  # fmt: skip

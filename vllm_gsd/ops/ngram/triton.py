@@ -63,14 +63,16 @@ def match_kernel(
 
 @triton.jit
 def _load_graph(nodes, chances, lane, size, capacity):
-    """Token, parent, depth, origin, merged target, probability and survival of a graph's nodes."""
+    """Token, parent, depth, origin, probability and survival of a graph's nodes.
+
+    The targets of merged edges stay in memory, since registers are scarce in the largest graphs.
+    """
     real = lane < size
     return (
         tl.load(nodes + TOKEN * capacity + lane, mask=real, other=-1),
         tl.load(nodes + PARENT * capacity + lane, mask=real, other=-1),
         tl.load(nodes + DEPTH * capacity + lane, mask=real, other=0),
         tl.load(nodes + ORIGIN * capacity + lane, mask=real, other=0),
-        tl.load(nodes + TARGET * capacity + lane, mask=real, other=-1),
         tl.load(chances + lane, mask=real, other=0.0),
         tl.load(chances + capacity + lane, mask=real, other=0.0),
     )
@@ -78,12 +80,13 @@ def _load_graph(nodes, chances, lane, size, capacity):
 
 @triton.jit
 def _copy_token(
-    node, copied, chance, lane, count, capacity, tokens, parents, depths, origins, targets, probs, survivals, BLOCK,
-    SOURCE: tl.constexpr,
+    node, copied, chance, lane, count, capacity, targets, old, tokens, parents, depths, origins, probs, survivals,
+    BLOCK, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """One step of a copy: agree with the child of ``node`` that carries the token, or add one if there is room.
 
-    Returns where the copy goes on, -1 without room, and what has changed.
+    ``targets`` points to those of the ``old`` nodes. Returns where the copy goes on, -1 without room, and what has
+    changed.
     """
     child = tl.min(tl.where((parents == node) & (tokens == copied), lane, BLOCK), 0)
     missing = child == BLOCK
@@ -107,7 +110,7 @@ def _copy_token(
         origins = tl.where(new, SOURCE, origins)
         child = count
         count = tl.minimum(count + 1, capacity)
-    target = tl.sum(tl.where(lane == child, targets, 0), 0)  # a merged edge continues as its target
+    target = tl.load(targets + child, mask=child < old, other=-1)  # a merged edge continues as its target
     following = tl.where(child == capacity, -1, tl.where(target == -1, child, target))
     return following, count, tokens, parents, depths, origins, probs, survivals
 
@@ -123,8 +126,10 @@ def graft_kernel(
     nodes += graph * 6 * capacity
     chances += graph * 2 * capacity
     lane, place = tl.arange(0, BLOCK), tl.arange(0, RANKS)
-    size = tl.load(state + SIZE)
-    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    targets = nodes + TARGET * capacity
+    old = tl.load(state + SIZE)
+    size = old
+    tokens, parents, depths, origins, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     length, most = tl.load(state + LENGTH), tl.load(state + COPIES)
     text = texts + tl.maximum(tl.load(state + SLOT), 0).to(tl.int64) * text_row
     rank = tl.load(ranks + graph * num_ranks + place, mask=place < num_ranks, other=0)
@@ -137,12 +142,12 @@ def graft_kernel(
         while step < steps:
             chance = tl.load(match_probs + tl.minimum(matched + step, MAX_MATCH))
             node, size, tokens, parents, depths, origins, probs, survivals = _copy_token(
-                node, tl.load(text + start + step), chance, lane, size, capacity, tokens, parents, depths, origins,
-                targets, probs, survivals, BLOCK, COPIED,
+                node, tl.load(text + start + step), chance, lane, size, capacity, targets, old, tokens, parents, depths,
+                origins, probs, survivals, BLOCK, COPIED,
             )  # fmt: skip
             step = tl.where(node >= 0, step + 1, steps)
-    store_nodes(nodes, chances, capacity, lane, lane < size, tokens, parents, depths, origins, targets, probs,
-                survivals)  # fmt: skip
+    target = tl.load(targets + lane, mask=lane < old, other=-1)
+    store_nodes(nodes, chances, capacity, lane, lane < size, tokens, parents, depths, origins, target, probs, survivals)
     tl.store(state + SIZE, size)
 
 
@@ -169,8 +174,10 @@ def graft_tree_kernel(
         found = tl.min(tl.where((above == reached) & (copied == tl.load(text + at)), place, PLACES), 0)
         at = tl.where(found < PLACES, at + 1, length)
         reached = tl.where(found < PLACES, found, PLACES + 1)  # a place that nothing is below
-    size = tl.load(state + SIZE)
-    tokens, parents, depths, origins, targets, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
+    targets = nodes + TARGET * capacity
+    old = tl.load(state + SIZE)
+    size = old
+    tokens, parents, depths, origins, probs, survivals = _load_graph(nodes, chances, lane, size, capacity)
     held = tl.full([PLACES], -1, tl.int32)  # the graph's node for each place of the tree
     for number in range(1, count):
         parent = tl.load(parent_of + number)
@@ -182,10 +189,10 @@ def graft_tree_kernel(
             sure = tl.load(match_probs + tl.minimum(matched + length - known + level, MAX_MATCH))
             chance = tl.div_rn(sure * share, before)
             following, size, tokens, parents, depths, origins, probs, survivals = _copy_token(
-                node, tl.load(listed + number), chance, lane, size, capacity, tokens, parents, depths, origins, targets,
-                probs, survivals, BLOCK, SHARED,
+                node, tl.load(listed + number), chance, lane, size, capacity, targets, old, tokens, parents, depths,
+                origins, probs, survivals, BLOCK, SHARED,
             )  # fmt: skip
             held = tl.where(place == number, following, held)
-    store_nodes(nodes, chances, capacity, lane, lane < size, tokens, parents, depths, origins, targets, probs,
-                survivals)  # fmt: skip
+    target = tl.load(targets + lane, mask=lane < old, other=-1)
+    store_nodes(nodes, chances, capacity, lane, lane < size, tokens, parents, depths, origins, target, probs, survivals)
     tl.store(state + SIZE, size)
