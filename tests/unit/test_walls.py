@@ -31,6 +31,9 @@ PLANTED = {
     "what a class inherits": "from vllm import R\nclass C(R):\n    def f(self):\n        self.model_state.g = 1\n",
     "an attribute of theirs": "from vllm import g\nclass C:\n  def f(self):\n    self.m = g()\n    self.m.x = 1\n",
     "a registry": "from vllm.x import register_backend\nregister_backend(1, 'x')\n",
+    "a hidden import": "import importlib\nimportlib.import_module('vllm_gsd.engine.draft')\n",
+    "a hidden import of vLLM": "from importlib import import_module\nvllm = import_module('vllm.envs')\n",
+    "the built-in import": "vllm = __import__('vllm')\n",
     "mock": "from unittest import mock\n",
     "a class's path": "WORKER = 'vllm_gsd.engine.v1.worker.GraphCPUWorker'\n",
     "an attribute's name": "def f(metadata):\n    return getattr(metadata, 'gsd_tree_rows', None)\n",
@@ -44,6 +47,7 @@ FINE = {
     "arrays": "import numpy as np\ndef f(out):\n    out[0] = 1\n    a = np.zeros(3)\n    a[1] = 2\n",
     "arrays of one's own": "import numpy\nclass C:\n  def f(self):\n    self.a = numpy.zeros(3)\n    self.a[0] = 1\n",
     "a class of the module": "class C:\n    idle = False\nC.idle = True\n",
+    "a compiled module": "import importlib\ncore = importlib.import_module('vllm_gsd._core')\n",
     "logging": "import logging\nlogger = logging.getLogger('vllm_gsd.tools.models')\n",
 }
 

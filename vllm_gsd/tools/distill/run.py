@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import multiprocessing
@@ -43,7 +42,8 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     """
     _check(options, out, work)
     # Before the target answers for hours: the packages that training needs.
-    importlib.import_module("vllm_gsd.tools.distill.speculators_students")
+    import vllm_gsd.tools.distill.speculators_students  # noqa: F401
+
     answers = work if options.data is None else Path(options.data)
     if options.data is None:
         minutes = None if options.minutes is None else options.minutes * ANSWERS_SHARE
