@@ -10,17 +10,24 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.observe import trace_file
+from vllm_gsd.engine.observe.metrics import COUNTERS
 from vllm_gsd.engine.observe.recorder import _Traced
-from vllm_gsd.engine.observe.step_record import MOST_PRUNED, Step
+from vllm_gsd.engine.observe.step_record import MOST_PRUNED, SOURCES, Step
 from vllm_gsd.engine.observe.trace_file import TraceFile
 from vllm_gsd.engine.verify.draft_tree import FlatTree, flat_tree
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.host import flatten
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_DRAFT, ORIGIN_SHARED
 from vllm_gsd.method.graph import add_child, new_graphs, reset
+from vllm_gsd.tools.inspect.summary import KINDS
 from vllm_gsd.upstream import wire
 
 WITHOUT_TEXT = None
+
+
+def test_every_source_has_a_metric_and_a_kind():
+    assert [f"nodes_accepted_{name}" for name in SOURCES] == [name for name in COUNTERS if "accepted" in name]
+    assert KINDS.keys() == {"target", *SOURCES}
 
 
 def text(before: int, token: int) -> str:

@@ -21,6 +21,7 @@ from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import MOST_MISSED, within_reach
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
+from vllm_gsd.engine.observe.step_record import SOURCES
 from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, Paths, flat_tree
@@ -28,13 +29,9 @@ from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.host import flatten, reset_all, tally
 from vllm_gsd.method.constants import (
     ACCEPTED,
-    AGREED,
     GRAMMAR,
-    MERGED,
     MOVED,
-    NATIVE,
-    NGRAM,
-    SHARED,
+    NUM_SOURCES,
     VERIFIED,
 )
 from vllm_gsd.method.flatten import FlatTrees
@@ -53,12 +50,8 @@ if TYPE_CHECKING:
 GRAMMAR_CHOICE = 4
 # Counters of accepted nodes by source, and their index in the totals of ``tally``.
 ACCEPTED_COUNTERS = {
-    "nodes_accepted_native": ACCEPTED + NATIVE,
-    "nodes_accepted_merged": ACCEPTED + MERGED,
-    "nodes_accepted_ngram": ACCEPTED + NGRAM,
-    "nodes_accepted_shared": ACCEPTED + SHARED,
-    "nodes_accepted_agreed": ACCEPTED + AGREED,
-    "nodes_accepted_grammar": GRAMMAR,
+    f"nodes_accepted_{name}": GRAMMAR if source == NUM_SOURCES else ACCEPTED + source
+    for source, name in enumerate(SOURCES)
 }
 
 

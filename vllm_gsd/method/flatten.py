@@ -67,7 +67,8 @@ class _Place(NamedTuple):
     survival: np.float32
 
 
-_SOURCE_OF_COPIES = {ORIGIN_NGRAM: NGRAM, ORIGIN_SHARED: SHARED, ORIGIN_AGREED: AGREED}
+# The sources of nodes that are copied from texts, by their origin.
+SOURCE_OF_COPIES = {ORIGIN_NGRAM: NGRAM, ORIGIN_SHARED: SHARED, ORIGIN_AGREED: AGREED}
 
 
 def best_first(
@@ -83,7 +84,7 @@ def best_first(
         for child in children(graphs, row, beyond(graphs, row, above.node)):
             survival = above.survival * graphs.prob[row, child]
             drafted = MERGED if crossed or graphs.merged[row, child] != NONE else NATIVE
-            source = _SOURCE_OF_COPIES.get(graphs.origin[row, child], drafted)
+            source = SOURCE_OF_COPIES.get(graphs.origin[row, child], drafted)
             own = trust[source] * calibrated(factor, source, above.depth + 1, survival)
             value = min(-above.minus_value, own)
             heapq.heappush(waiting, _Place(-value, next(order), child, place, above.depth + 1, crossed, survival))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from vllm.platforms import current_platform
@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.paged import paged_tree_attention
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 #: Allowed values of ``"tree_attention"`` in a gsd.json.
-IMPLEMENTATIONS = ("kernel", "flash_prefix", "xformers")
+IMPLEMENTATIONS: tuple[str, ...] = get_args(GSDConfig.model_fields["tree_attention"].annotation)
 
 # The backends that replace upstream's while layers are built.
 BACKENDS = {

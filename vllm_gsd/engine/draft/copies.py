@@ -13,22 +13,17 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.shared_suffixes import SharedSuffixes
 from vllm_gsd.host import graft_all_ngrams
-from vllm_gsd.method.constants import (
-    NGRAM,
-    NUM_ORIGINS,
-    OFF_BELOW,
-    ORIGIN_AGREED,
-    ORIGIN_NGRAM,
-    ORIGIN_SHARED,
-    SHARED,
-)
+from vllm_gsd.method.constants import NGRAM, NUM_ORIGINS, OFF_BELOW, SHARED
+from vllm_gsd.method.flatten import SOURCE_OF_COPIES
 from vllm_gsd.method.graph import GraphBatch
 
 # Shortest suffix whose earlier occurrence counts as an n-gram match.
 MIN_NGRAM_MATCH = 2
 # For each origin, whether its nodes are copied from a text.
 COPIED = np.zeros(NUM_ORIGINS, np.bool_)
-COPIED[[ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED]] = True
+COPIED[[*SOURCE_OF_COPIES]] = True
+# The sources of ``Copies.packed``: the host looks them up for graphs that grow on the device.
+PACKED = {"shared"}
 
 
 class Copies:

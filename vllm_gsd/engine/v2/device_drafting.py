@@ -20,7 +20,7 @@ import torch
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
-from vllm_gsd.engine.draft.copies import MIN_NGRAM_MATCH
+from vllm_gsd.engine.draft.copies import MIN_NGRAM_MATCH, PACKED
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
 from vllm_gsd.engine.verify.staging import Staging
@@ -139,7 +139,7 @@ class DeviceDrafting:
         merge_ngram = 0 if drafter is None or block else config.merge_ngram
         self.graphs = new_graphs(self.most, capacity, num_nodes, merge_ngram, self.limits.max_slots, device)
         # Of a suffix tree: along a path that was accepted since the look-up, and below it.
-        self.tree_words = tree_words(1 + 2 * num_nodes) if "shared" in config.sources else 0
+        self.tree_words = tree_words(1 + 2 * num_nodes) if PACKED.intersection(config.sources) else 0
         # Factors, the requests' trust in float32, their limits and suffix trees, so that one copy brings all.
         words = _FACTORS + self.most * (NUM_SOURCES + _LIMITS + self.tree_words)
         self.known = torch.zeros(words, dtype=torch.int32, device=device)

@@ -9,20 +9,14 @@ import numpy as np
 
 from vllm_gsd.engine.schedule.grammar import GrammarTree
 from vllm_gsd.method.constants import (
-    AGREED,
     MERGED,
     NATIVE,
-    NGRAM,
     NONE,
     NUM_ORIGINS,
-    ORIGIN_AGREED,
     ORIGIN_GRAMMAR,
-    ORIGIN_NGRAM,
     ORIGIN_ROOT,
-    ORIGIN_SHARED,
-    SHARED,
 )
-from vllm_gsd.method.flatten import FlatTrees
+from vllm_gsd.method.flatten import SOURCE_OF_COPIES, FlatTrees
 
 # Parent of a row that has no node. No walk steps into such a row.
 FOREIGN = -2
@@ -30,7 +24,7 @@ FOREIGN = -2
 # The source of a node (NONE for roots and nodes of a grammar), indexed by ``via_merge`` and origin.
 SOURCE_OF = np.full((2, NUM_ORIGINS), NATIVE, np.int8)
 SOURCE_OF[1] = MERGED
-SOURCE_OF[:, [ORIGIN_NGRAM, ORIGIN_SHARED, ORIGIN_AGREED]] = NGRAM, SHARED, AGREED
+SOURCE_OF[:, [*SOURCE_OF_COPIES]] = [*SOURCE_OF_COPIES.values()]
 SOURCE_OF[:, [ORIGIN_ROOT, ORIGIN_GRAMMAR]] = NONE
 
 
