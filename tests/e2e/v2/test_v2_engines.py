@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from engine_process import run
-from request_features import assert_same
+from test_cpu_kernels import BFLOAT16, count_rows, ours_are_faster, rows_of
 from test_long_context import build
 from test_one_process import in_turn
 from v2_engine import OPTIONS, V2Engine
@@ -12,6 +12,7 @@ from v2_engine import OPTIONS, V2Engine
 GSD = {"num_speculative_tokens": 6, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
 PARAMS = [GREEDY, {**GREEDY, "temperature": 0.8, "seed": 5, "logprobs": 2}]
+ONLY = {"model": None, "sources": []}
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +37,32 @@ def test_engines_in_turn(tiny_pair, asked, plain):
         assert not ours or accepted > 0
 
 
-@pytest.mark.parametrize("gsd", [{**GSD, "cpu_kernels": "off"}, {"model": None, "sources": []}], ids=["off", "only"])
-def test_cpu_kernels(start_v2, asked, plain, gsd):
-    """Without them vLLM's own multiply and attend; with them alone there is no graph."""
-    engine = start_v2(gsd)
-    answers, expected = engine.generate(asked, PARAMS), plain.generate(asked, PARAMS)
-    assert_same(answers, expected, 1e-3)
-    counts = engine.metrics()
-    if "sources" in gsd:
-        assert not [name for name in counts if "gsd" in name or "spec_decode" in name]
-    else:
-        assert counts["spec_decode_num_accepted_tokens"] > 0
+def test_without_our_cpu_kernels(start_v2, asked):
+    """vLLM's own multiply, and attend where no row branches: without a graph, answers are plain V2's bit for bit."""
+    engine, plain = start_v2({**GSD, "cpu_kernels": "off"}, **BFLOAT16), start_v2(None, **BFLOAT16)
+    engine.call(count_rows)
+    without = [{**keys, "extra_args": {"gsd": False}} for keys in PARAMS]
+    assert engine.generate(asked, without) == plain.generate(asked, PARAMS)
+    assert engine.call(rows_of)["ours"] == 0
+    engine.generate(asked, PARAMS)
+    rows = engine.call(rows_of)
+    assert rows["ours"] > 0 and rows["ours without a branch"] == 0 and rows["upstream"] > sum(map(len, asked))
+
+
+def test_our_cpu_kernels_only(start_v2, asked, plain):
+    """They attend in bfloat16 where they are faster; in float32 nothing differs from plain V2. There is no graph."""
+    engine = start_v2(ONLY)
+    assert engine.generate(asked, PARAMS) == plain.generate(asked, PARAMS)
+    assert not [name for name in engine.metrics() if "gsd" in name or "spec_decode" in name]
+
+
+@ours_are_faster
+def test_our_cpu_kernels_only_in_bfloat16(start_v2, asked):
+    engine = start_v2(ONLY, **BFLOAT16)
+    engine.call(count_rows)
+    engine.generate(asked, PARAMS)
+    rows = engine.call(rows_of)
+    assert rows["ours"] > rows["upstream"]
 
 
 def test_long_prompts(tmp_path, random_prompts):

@@ -30,7 +30,7 @@ ODD = [
     (1, True, {**SEEDED, "logprobs": 2}),
     (9, False, {**GREEDY, "max_tokens": 1, "logprobs": 1}),
     (9, True, {**SEEDED, "max_tokens": 1}),
-    (9, False, {**SEEDED, "n": 3, "prompt_logprobs": 1, "top_k": 30, "top_p": 0.9, "min_p": 0.05}),
+    (9, False, {**SEEDED, "n": 3, "logprobs": 1, "top_k": 30, "top_p": 0.9, "min_p": 0.05}),
     (9, True, {"temperature": 0, "max_tokens": 12, "logprobs": 2, "structured_outputs": DATE}),
     (9, True, {"temperature": 0.9, "seed": 3, "max_tokens": 12, "structured_outputs": {"grammar": EBNF}, "n": 2}),
     (LONGEST - 3, False, {**SEEDED, "presence_penalty": 0.5}),
