@@ -84,7 +84,7 @@ def soaked_server(setting: Setting, folder: Path) -> Iterator[tuple[Server, list
     command = [sys.executable, str(FORKING), str(VLLM)]
     if setting.runner == "v2":
         options["max_num_batched_tokens"] = 256
-        command = [sys.executable, str(Path(__file__).with_name("serve_v2.py")), str(VLLM)]
+        command = [sys.executable, str(TESTS / "e2e/v2/forking_v2.py"), str(VLLM)]
     with _environment(setting.runner), serving(target, folder, *flags, command=command, **options) as server:
         server.wait()
         yield server, list(adapters), _ends(target)
@@ -94,11 +94,9 @@ def _environment(runner: str) -> Any:
     """A context in which a process of this runner can be started."""
     variables = dict(SETTLED)
     if runner == "v2":
-        import interpreter
-        from v2_engine import TRITON
+        from v2_engine import variables_of_programs
 
-        paths = [*FOLDERS, str(TRITON), os.environ.get("PYTHONPATH", "")]
-        variables |= {**interpreter.SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        variables |= variables_of_programs()
     return mock.patch.dict(os.environ, variables)
 
 

@@ -42,6 +42,7 @@ from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     AdapterLogitsProcessor,
     BatchUpdate,
+    LogitsProcessors,
     build_logitsprocs,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -244,6 +245,16 @@ def test_sampling_metadata_is_known_completely():
         "spec_token_ids",
         "thinking_budget_state_holder",
     }
+
+
+def test_logprob_token_ids_of_one_request_hide_the_top_ones_of_others():
+    """A fault of vLLM's V1 that tests and docs/support.toml step around: the others get token 0 at minus infinity."""
+    fields = dict.fromkeys(field_names(SamplingMetadata))
+    fields |= {"all_greedy": True, "all_random": False, "no_penalties": True, "bad_words_token_ids": {}}
+    fields |= {"max_num_logprobs": 2, "logprob_token_ids": {0: [3, 4]}, "logitsprocs": LogitsProcessors()}
+    scores = Sampler()(torch.arange(16.0).view(2, 8), SamplingMetadata(**fields)).logprobs_tensors
+    assert scores.logprob_token_ids.tolist() == [[7, 3, 4], [7, 0, 0]]
+    assert scores.logprobs[1].isinf().tolist() == [False, True, True]
 
 
 def test_model_runner_output_takes_our_attribute():

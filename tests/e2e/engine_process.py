@@ -81,12 +81,14 @@ class Params:
 
     def build(self):
         from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
+        from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
         keys = dict(self.keys)
         if "structured_outputs" in keys:
             grammar = keys.pop("structured_outputs")
             keys["structured_outputs"] = StructuredOutputsParams(**grammar) if grammar else None
+        if "repetition_detection" in keys:
+            keys["repetition_detection"] = RepetitionDetectionParams(**keys["repetition_detection"])
         params = SamplingParams(**keys)
         if self.bad_words_token_ids is not None:
             params._bad_words_token_ids = self.bad_words_token_ids

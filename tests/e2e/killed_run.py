@@ -19,19 +19,18 @@ def process_id(worker) -> int:
 def main(job: dict) -> None:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        job["target"],
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=1 << 26,
-        skip_tokenizer_init=True,
-        speculative_config=job["config"],
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 26,
+        "skip_tokenizer_init": True,
         **job["engine"],
-    )
+    }
+    llm = LLM(job["target"], speculative_config=job["config"], **options)
     say(json.dumps(llm.collective_rpc(process_id)))
-    params = SamplingParams(detokenize=False, ignore_eos=True, max_tokens=400)
+    params = SamplingParams(detokenize=False, ignore_eos=True, max_tokens=options["max_model_len"] - 112)
     steps = 0
     while True:
         for request in range(8):

@@ -16,6 +16,7 @@ RECORD = {
     "required": ["alive"],
     "additionalProperties": False,
 }
+EBNF = 'root ::= "ab" [0-9] [0-9] ("z" | "yz")'
 
 
 def grammar(of: dict, **keys) -> dict:
@@ -57,21 +58,37 @@ FEATURES: dict[str, Callable[[Completion, int], dict]] = {
     },
     "stop_token_ids": lambda free, length: {"stop_token_ids": [free.tokens[5 * length // 8]]},
     "stop": lambda free, length: {"stop": [stop_string(free)]},
+    "include_stop_str_in_output": lambda free, length: {
+        "stop": [stop_string(free)],
+        "include_stop_str_in_output": True,
+    },
+    # A text of four tokens, which says again what it has said, repeats itself soon.
+    "repetition_detection": lambda free, length: {
+        "allowed_token_ids": [9, 11, 12, 14],
+        "frequency_penalty": -1.0,
+        "repetition_detection": {"max_pattern_size": 2, "min_count": max(length // 8, 2)},
+    },
     "eos": lambda free, length: {"ignore_eos": False},
     "max_tokens": lambda free, length: {"max_tokens": length - 1 - free.tokens[0] % (length // 2)},
     "logprobs of sampled tokens": lambda free, length: {"logprobs": 0},
     "logprobs": lambda free, length: {"logprobs": 3, "stop_token_ids": [free.tokens[3 * length // 4]]},
+    "logprob_token_ids": lambda free, length: {"logprob_token_ids": [*free.tokens[:2], 11]},
+    "flat_logprobs": lambda free, length: {"flat_logprobs": True, "logprobs": 2, "prompt_logprobs": 1},
     "prompt_logprobs": lambda free, length: {"prompt_logprobs": 2, "logprobs": 1},
     "n": lambda free, length: {"n": 3},
     "regex": lambda free, length: grammar(DATE),
     "regex and penalty": lambda free, length: grammar(DATE, presence_penalty=0.4, logprobs=1),
     "choice": lambda free, length: grammar({"choice": ["certainly yes", "certainly not", "maybe"]}),
     "json": lambda free, length: grammar({"json": RECORD}, top_k=50),
+    "json_object": lambda free, length: grammar({"json_object": True}),
+    "EBNF": lambda free, length: grammar({"grammar": EBNF}),
     # One key is for the processor of V1's tests, and one for that of V2's.
     "custom processor": lambda free, length: {"extra_args": {"no_stutter": 4, "automaton": 3}},
 }
 # These change no text, or only where it has a certain token; and these change no greedy text.
-NEVER_CHANGE = {"nothing", "eos", "prompt_logprobs", "n", "logprobs of sampled tokens"}
+NEVER_CHANGE = {
+    "nothing", "eos", "prompt_logprobs", "n", "logprobs of sampled tokens", "logprob_token_ids", "flat_logprobs",
+}  # fmt: skip
 CHANGE_SAMPLED = {"temperature", "top_k", "top_p", "min_p"}
 
 

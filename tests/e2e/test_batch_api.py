@@ -29,44 +29,60 @@ def expected(text_pair):
     return answers
 
 
-def test_run_batch(text_pair, preforked, expected, tmp_path):
+def run_batch(
+    pair, command: tuple, asked, folder, said: str = "GraphProposer", **more
+) -> dict[int, list[tuple[str, str]]]:
+    """Answers of ``vllm run-batch`` to some of the questions, by their numbers: each choice's text and its end.
+
+    Args:
+        command: runs ``vllm``.
+        said: something that its log must say, by default a class of ours in vLLM's configuration.
+        more: further options.
+    """
     lines = [
         {
             "custom_id": str(index),
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {"model": "target", "messages": [{"role": "user", "content": question}], **keys_of(index)},
+            "body": {"model": "target", "messages": [{"role": "user", "content": QUESTIONS[index]}], **keys_of(index)},
         }
-        for index, question in enumerate(QUESTIONS)
+        for index in asked
     ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(text_pair.draft), "budget": 16}))
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(pair.draft), "budget": 16}))
     options = {
-        "-i": tmp_path / "in.jsonl",
-        "-o": tmp_path / "out.jsonl",
-        "--model": text_pair.target,
-        "--served-model-name": "target",
-        "--speculative-config": tmp_path / "gsd.json",
-        "--dtype": "float32",
-        "--max-model-len": 512,
-        "--max-num-seqs": 16,
-        "--kv-cache-memory-bytes": 1 << 27,
-        "--generation-config": "vllm",
+        "input_file": folder / "in.jsonl",
+        "output_file": folder / "out.jsonl",
+        "model": pair.target,
+        "served_model_name": "target",
+        "speculative_config": folder / "gsd.json",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 1 << 27,
+        "generation_config": "vllm",
+        **more,
     }
-    words = [str(word) for option in options.items() for word in option]
+    words = [str(w) for name, value in options.items() for w in ("--" + name.replace("_", "-"), value)]
     done = subprocess.run(
-        [preforked, VLLM, "run-batch", "--enforce-eager", *words],
+        [*command, "run-batch", "--enforce-eager", *words],
         capture_output=True,
         text=True,
         env=server_environment(),
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    assert "GraphProposer" in done.stdout + done.stderr  # vLLM logs its configuration
-    outputs = {int(line["custom_id"]): line for line in map(json.loads, (tmp_path / "out.jsonl").open())}
+    assert said in done.stdout + done.stderr
+    answers = {}
+    for line in map(json.loads, (folder / "out.jsonl").open()):
+        choices = line["response"]["body"]["choices"]
+        answers[int(line["custom_id"])] = [(one["message"]["content"], one["finish_reason"]) for one in choices]
+    return answers
+
+
+def test_run_batch(text_pair, preforked, expected, tmp_path):
+    outputs = run_batch(text_pair, (preforked, VLLM), range(len(QUESTIONS)), tmp_path)
     for index, answer in enumerate(expected):
-        choices = outputs[index]["response"]["body"]["choices"]
-        told = [(choice["message"]["content"], choice["finish_reason"]) for choice in choices]
-        assert told == [(one.text, one.finish_reason) for one in answer.completions]
+        assert outputs[index] == [(one.text, one.finish_reason) for one in answer.completions]
         if index % 4 == 1:
-            assert re.fullmatch(TIME, told[0][0])
+            assert re.fullmatch(TIME, outputs[index][0][0])

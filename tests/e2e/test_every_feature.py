@@ -69,7 +69,9 @@ def test_equal_and_on_the_graph(plain, gsd, prompts, free, free_seeded, feature)
 
 
 def test_all_of_them_in_one_batch(plain, gsd, prompts, free):
-    params = [asked(feature, free[i % 8], 20 + i, (None, 80)[i % 2]) for i, feature in enumerate(FEATURES)]
+    """But for logprob_token_ids, beside which vLLM's V1 hides the top log probabilities of others."""
+    features = [feature for feature in FEATURES if feature != "logprob_token_ids"]
+    params = [asked(feature, free[i % 8], 20 + i, (None, 80)[i % 2]) for i, feature in enumerate(features)]
     some = [prompts[i % 8] for i in range(len(params))]
     before = gsd.metrics()
     ours = gsd.generate(some, params)

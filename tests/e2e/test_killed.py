@@ -33,13 +33,13 @@ class Program:
 
 
 @contextlib.contextmanager
-def generating(job: dict, folder: Path, environment: dict[str, str]):
-    """The program in mid-generation; its errors go to ``folder / "errors"``."""
+def generating(job: dict, folder: Path, environment: dict[str, str], command: tuple = (sys.executable,)):
+    """The program in mid-generation, run by ``command``; its errors go to ``folder / "errors"``."""
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # the engine core in a process of its own, as it comes
     with (folder / "errors").open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, PROGRAM, json.dumps(job)],
+            [*command, PROGRAM, json.dumps(job)],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -123,13 +123,18 @@ def test_killed_rank(job, backend, attempt, tmp_path, request):
         if len(cluster.nodes) == 1:
             cluster.add_node()
     job["engine"]["distributed_executor_backend"] = backend
-    with generating(job, tmp_path, environment) as program:
+    # In one attempt of each, a first and a second rank.
+    check_killed(job, (attempt + (backend == "ray")) % 2, tmp_path, environment)
+
+
+def check_killed(job: dict, victim: int, folder: Path, environment: dict[str, str], **how) -> None:
+    """Kill a rank of the program, which ``how`` says how to run: it must end by itself and leave nothing behind."""
+    with generating(job, folder, environment, **how) as program:
         assert program.segments
-        victim = (attempt + (backend == "ray")) % 2  # in one attempt of each, a first and a second rank
         os.kill(program.ranks[victim], signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # what it said so far tells more
             program.process.wait(SECONDS)
-        code, errors = program.process.poll(), (tmp_path / "errors").read_text()
+        code, errors = program.process.poll(), (folder / "errors").read_text()
         assert code == 1 and "EngineDeadError" in errors, errors
         assert not wait_until(lambda: [one for one in program.processes if alive(one)], SECONDS)
         assert not wait_until(lambda: {path for path in program.segments if path.exists()}, SECONDS)

@@ -9,8 +9,12 @@ REPEATED = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 COUNTERS = ["gsd_kv_rows_moved", "spec_decode_num_accepted_tokens"]
 
 
-def in_turn(llm, target, configs, prompts):
+def in_turn(llm, target, configs, prompts, params, options):
     """What engines of these speculative configs answer; the first of them is ``llm``, each is shut down at its end.
+
+    Args:
+        params: of all requests.
+        options: further ones of the engines after the first.
 
     Returns:
         of each engine the tokens of every prompt, the classes of its layers' attention, and its ``COUNTERS``.
@@ -20,11 +24,10 @@ def in_turn(llm, target, configs, prompts):
     told = []
     for turn, config in enumerate(configs):
         if turn:
-            options = {**DEFAULTS, "skip_tokenizer_init": True, "speculative_config": config}
-            llm = LLM(model=str(target), **options)
+            llm = LLM(model=str(target), speculative_config=config, **{**DEFAULTS, **options})
         if config is not None:
             model_runner(llm).speculation.planner.costs = None  # draft whatever it costs
-        tokens = [answer.tokens for answer in generate(llm, prompts, [Params(REPEATED)] * len(prompts))]
+        tokens = [answer.tokens for answer in generate(llm, prompts, [Params(params)] * len(prompts))]
         layers = model_runner(llm).compilation_config.static_forward_context.values()
         counts = metrics(llm)
         told.append((tokens, {type(layer.impl).__name__ for layer in layers}, [counts.get(name) for name in COUNTERS]))
@@ -40,7 +43,7 @@ def test_engines_in_turn(tiny_pair, random_prompts, start_engine, first, draft):
     config = {"method": "gsd", "model": str(tiny_pair.draft) if draft else None}
     configs = [None, config, None] if first == "plain" else [config, None, config]
     with contextlib.closing(Engine(tiny_pair.target, configs[0], skip_tokenizer_init=True)) as engine:
-        told = engine.call(in_turn, tiny_pair.target, configs, prompts)
+        told = engine.call(in_turn, tiny_pair.target, configs, prompts, REPEATED, {"skip_tokenizer_init": True})
     for config, (tokens, attention, (moved, accepted)) in zip(configs, told, strict=True):
         assert attention == {"CPUAttentionBackendImpl" if config is None else "TreeCPUAttentionImpl"}
         assert tokens == expected

@@ -272,11 +272,12 @@ def test_rows_for_more_nodes_than_the_latest_graph_has(plan):
 
 
 def test_without_costs_every_node_is_verified(plan):
+    """Of requests that get a graph; the others have no rows for one."""
     plan.speculation.planner.costs = None
-    plan.shares[:] = 0
+    plan.shares[:] = 1
     batch = SimpleNamespace(token_rows=np.array([2, 0]))
     assert plan.choose(batch, np.array([True, False]), np.zeros(2)).tolist() == [DRAFTED, NO_GRAPH]
-    assert plan.shares.tolist() == [NODES, 0, NODES, 0] and not plan.active
+    assert plan.shares.tolist() == [0, 1, NODES, 1] and not plan.active
 
 
 @pytest.mark.parametrize("levels", [None, 0, 2])

@@ -25,6 +25,13 @@ HAVE_TRITON = find_spec("triton") is not None or TRITON.is_dir()
 WITHOUT_TRITON = "Triton is not installed, and Model Runner V2 needs it; scripts/setup does it"
 
 
+def variables_of_programs() -> dict[str, str]:
+    """The environment of programs that ``forking_v2`` runs."""
+    here = Path(__file__).parent
+    path = (here, here.parent, here.parents[1], TRITON, os.environ.get("PYTHONPATH"))
+    return {**interpreter.SETTINGS, "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
+
+
 class V2Engine(Engine):
     """An ``LLM`` with Model Runner V2 in a process of its own.
 
@@ -61,9 +68,7 @@ class V2Engine(Engine):
         before += [interpreter.split_attention_groups] if split_groups else []
         before += [interpreter.start_as_on_gpus] if gpu_attention else []
         after = [uses_v2, start_probes.remember_start] if gpu_attention else [uses_v2]
-        here = Path(__file__).parent
-        path = os.pathsep.join(map(str, (here, here.parents[1], TRITON, os.environ.get("PYTHONPATH", ""))))
-        with mock.patch.dict(os.environ, {**interpreter.SETTINGS, "PYTHONPATH": path}):
+        with mock.patch.dict(os.environ, variables_of_programs()):
             super().__init__(model, speculative_config, after, before, **{**OPTIONS, **options})
 
 

@@ -92,7 +92,7 @@ class Plan:
         slots, kinds = batch.token_rows, wanted * DRAFTED
         self.phase = Phase()
         if not self.active:
-            self.shares[slots] = self.num_nodes
+            self.shares[slots] = np.where(wanted, self.num_nodes, 0)
             return kinds
         if missed is None:
             kinds = wanted * COPIES_ONLY

@@ -184,7 +184,7 @@ class GraphSpeculator(BaseSpeculator):
     def share_of(self, request_id: str) -> int:
         """How many nodes of a request's next graph are verified at most."""
         slot = self.slots.get(request_id)
-        return self.num_rows if slot is None or not self.plan.active else int(self.plan.shares[slot])
+        return self.num_rows if slot is None else int(self.plan.shares[slot])
 
     @torch.inference_mode()
     def propose(

@@ -1,4 +1,7 @@
-"""The command ``vllm`` with Model Runner V2 interpreted on the CPU. Its processes are forked from this one."""
+"""Programs that start engines, such as ``vllm``, with Model Runner V2 interpreted: ``forking_v2.py PROGRAM ...``.
+
+Their processes are forked from this one.
+"""
 
 import sys
 
