@@ -200,6 +200,8 @@ def test_block_drafts():
     for draft in (DFlashQwen3ForCausalLM, DFlash2Qwen3ForCausalLM, Qwen3DSparkForCausalLM):
         assert list(inspect.signature(draft.combine_hidden_states).parameters) == ["self", "hidden_states"]
         assert list(inspect.signature(draft.get_draft_attn_causal).parameters) == ["self"]
+        stored = ["self", "context_states", "context_positions", "context_slot_mapping"]
+        assert list(inspect.signature(draft.precompute_and_store_context_kv).parameters) == stored
     methods = "compute_draft_logits", "map_draft_to_target", "markov_embed", "markov_bias", "compute_confidence"
     assert all(hasattr(Qwen3DSparkForCausalLM, name) for name in methods)
     arguments = ["self", "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"]

@@ -16,8 +16,10 @@ def name_layers_apart() -> None:
 
 
 def record_drafts(llm) -> None:
-    """Start recording."""
+    """Start recording. Ours drafts as a new engine would, without what it has learned."""
     speculator, drafts = model_runner(llm).speculator, []
+    if hasattr(speculator, "speculation"):
+        speculator.speculation.forget_warm_up()
     propose = speculator.propose
 
     def recorded(*args, **kwargs):
@@ -30,8 +32,7 @@ def record_drafts(llm) -> None:
 
 
 def recorded_drafts(llm) -> list[list[int]]:
-    """What was drafted for the first request of each step since the last call."""
-    drafts = model_runner(llm).speculator.drafts_of_tests
-    taken = drafts[:]
-    drafts.clear()
-    return taken
+    """Stop, and return what was drafted for the first request of each step."""
+    speculator = model_runner(llm).speculator
+    del speculator.propose
+    return speculator.drafts_of_tests

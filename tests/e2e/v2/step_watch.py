@@ -381,12 +381,12 @@ def report(llm) -> dict:
     by_phase, most = _by_phase(largest), Counter()
     for of in watch.steps:
         most |= _by_phase(of)
-    layers = sum(count for (phase, in_graph), count in largest.items() if phase == "draft model" and not in_graph)
-    outside = sum(count for (_, in_graph), count in largest.items() if not in_graph)
+    outside = {phase: count for (phase, in_graph), count in largest.items() if not in_graph}
+    drafting = sum(outside.get(phase, 0) for phase in ("draft phase", "draft model"))
     return {
         "decode_steps": len(watch.steps),
-        "outside_graphs": outside,
-        "outside_graphs_beside_draft_phase": outside - by_phase["draft phase"] - layers,
+        "outside_graphs": sum(outside.values()),
+        "outside_graphs_beside_draft_phase": sum(outside.values()) - drafting,
         "draft_phase_beside_model": by_phase["draft phase"],
         "per_level_beside_model": watch.per_level,
         "by_phase": dict(most.most_common()),

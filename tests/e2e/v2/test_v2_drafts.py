@@ -5,6 +5,7 @@ import pytest
 from draft_records import name_layers_apart, record_drafts, recorded_drafts
 from engine_process import run
 from hard_requests import SCARCE, ask, check_counts, hard_prompts
+from step_watch import report, watch_steps
 from tiny_blocks import BLOCKS
 from tiny_eagle3 import HEADS
 from v2_engine import V2Engine
@@ -99,3 +100,17 @@ def test_a_distilled_block_is_loaded_by_vllm(text_pair, prompts, tmp_path):
 def test_equals_plain_v2(graph, kind, prompts, expected):
     assert ask(graph, prompts, 12) == expected
     check_counts(graph.metrics(), levels=kind in HEADS)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "gemma4"], indirect=True)
+def test_context_as_on_gpus(text_pair, graph, draft, kind, prompts):
+    """vLLM's kernels write the keys and values of all layers at once: the same drafts, and few launches."""
+    options = {**ENGINE, "max_num_batched_tokens": 256, "max_num_seqs": 4}
+    gsd = {"method": "gsd", "model": draft, **GRAPH}
+    engine = V2Engine(text_pair.target, gsd, gpu_attention=True, cuda_graphs=True, async_scheduling=True, **options)
+    assert drafted(engine, prompts[0]) == drafted(graph, prompts[0])
+    engine.call(watch_steps, True)
+    run(engine, prompts[:1], {"temperature": 0, "max_tokens": 8, "ignore_eos": True})
+    watched = engine.call(report)
+    engine.close()
+    assert watched["outside_graphs"] <= 60 and watched["draft_phase_beside_model"] <= 60

@@ -21,16 +21,16 @@ class ContextKV:
     """
 
     def __init__(self, model: Any, layers: dict[str, Any]):
+        self.model = model
         self.norm = model.model.hidden_norm
         self.layers = [layer.self_attn for layer in model.model.layers]
         self.kv = target_kv_of(layers, list(layers), [])
 
     def write(self, slots: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        """Compute keys and values of ``states`` [n, hidden] at ``positions`` and store them in ``slots``, int64 [n].
-
-        vLLM's ``precompute_and_store_context_kv`` does this with one kernel for all layers. On CPUs that kernel
-        normalises the keys of every layer with the first layer's weights, so layers are run one by one here.
-        """
+        """Compute keys and values of ``states`` [n, hidden] at ``positions`` and store them in ``slots``, int64 [n]."""
+        if layers_at_once(states.device):
+            self.model.precompute_and_store_context_kv(states, positions, slots)
+            return
         states = self.norm(states)
         for layer in self.layers:
             keys, values = _of_gemma4(layer, states) if hasattr(layer, "v_norm") else _of_qwen3(layer, states)
@@ -42,6 +42,14 @@ class ContextKV:
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Move keys and values between slots; see ``TargetKV.move``."""
         self.kv.move(sources, destinations)
+
+
+def layers_at_once(device: torch.device) -> bool:
+    """Whether vLLM's own method serves, which takes few launches for all layers.
+
+    On CPUs its kernel normalises the keys of every layer with the first layer's weights.
+    """
+    return device.type != "cpu"
 
 
 def _of_qwen3(layer: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
