@@ -15,15 +15,17 @@ class Start:
 
     @contextmanager
     def watch_profile(self, runner):
-        """Most rows of the draft's forwards, and of logits of the target, while memory is profiled."""
+        """Most rows of the draft's forwards, of logits and of kept states of the target, while memory is profiled."""
         speculator = runner.speculator
         drafter = getattr(getattr(speculator, "speculation", None), "drafter", None)
-        drafts = nullcontext(mock.Mock(call_args_list=[]))
+        drafts = keeps = nullcontext(mock.Mock(call_args_list=[]))
         if drafter is not None:
             drafts = mock.patch.object(drafter.model, "run_idle", wraps=drafter.model.run_idle)
+            keeps = mock.patch.object(drafter, "keep_idle", wraps=drafter.keep_idle)
         logits = mock.patch.object(runner.model, "compute_logits", wraps=runner.model.compute_logits)
-        with drafts as drafted, logits as computed:
+        with drafts as drafted, keeps as kept, logits as computed:
             yield
+        self.seen["rows_kept"] = max((len(call.args[0]) for call in kept.call_args_list), default=0)
         self.seen["rows_drafted"] = max((call.args[0] for call in drafted.call_args_list), default=0)
         self.seen["rows_sampled"] = max(len(call.args[0]) for call in computed.call_args_list)
 

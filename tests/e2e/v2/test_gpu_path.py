@@ -10,6 +10,7 @@ from replays import not_replayed, record_replays
 from request_tables import end_requests, tables
 from start_probes import start_of
 from step_watch import report, watch_steps
+from v2_engine import OPTIONS
 
 GSD = {"num_speculative_tokens": 8, "max_depth": 2}
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -37,6 +38,7 @@ def test_a_start_as_on_gpus(start_v2):
     seen, left = engine.call(start_of)
     # Four requests, each with a root and eight nodes: all are verified, and drafted for after as many were accepted.
     assert seen["rows_sampled"] == seen["rows_drafted"] == 4 * 9
+    assert seen["rows_kept"] == OPTIONS["max_num_batched_tokens"]
     assert seen["verified"] >= 7 and seen["_grow_on_device"] >= 7
     assert not any(left.values()), left
     costs = engine.call(cost_rows)

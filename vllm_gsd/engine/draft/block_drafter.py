@@ -15,7 +15,7 @@ from vllm_gsd.engine.attention.layers import window_of
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.block_heads import block_candidates
-from vllm_gsd.engine.draft.context_kv import ContextKV
+from vllm_gsd.engine.draft.context_kv import ContextKV, compute_idle
 from vllm_gsd.engine.draft.drafter import slots_of
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
@@ -110,6 +110,10 @@ class BlockDrafter:
         assert self.features is not None
         states = self.model.features_of(hidden[: len(slots)], aux)
         self.features.write(slots, positions[: len(slots)].clamp(max=self.max_positions - 1), states)
+
+    def keep_idle(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
+        """As of ``Drafter``."""
+        compute_idle(self.model.model, self.model.features_of(hidden, aux))
 
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
         """As of ``Drafter``: nothing, since the target's steps write the draft's KV."""

@@ -52,6 +52,13 @@ def layers_at_once(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def compute_idle(model: Any, states: torch.Tensor) -> None:
+    """Compute keys and values on a GPU without storing them, so that the memory that this takes can be measured."""
+    if layers_at_once(states.device):
+        positions = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+        model.precompute_and_store_context_kv(states, positions, None)
+
+
 def _of_qwen3(layer: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     projected, _ = layer.qkv_proj(states)
     _, keys, values = projected.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)

@@ -94,6 +94,11 @@ class Drafter:
         assert self.features is not None
         self.features.write(slots, self.model.features_of(hidden[: len(slots)], aux))
 
+    def keep_idle(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
+        """Compute what ``keep`` stores, so that its memory can be measured before there is a KV cache."""
+        if self.model.reads_features:
+            self.model.features_of(hidden, aux)
+
     def idle_level(self, num_rows: int) -> None:
         """Do the work of a draft level over ``num_rows`` rows, to measure its cost."""
         self.model.candidates(self.model.run_idle(num_rows), self.config.top_k)

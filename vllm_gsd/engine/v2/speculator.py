@@ -216,7 +216,7 @@ class GraphSpeculator(BaseSpeculator):
         nothing = torch.zeros((num_requests, self.num_rows), dtype=torch.int64, device=self.device)
         if dummy_run:
             if is_profile and skip_attn_for_dummy_run:
-                self.profile()
+                self.profile(last_hidden_states, aux_hidden_states)
             elif is_profile:
                 self.speculation.warm_up(min(64, self.max_tokens))
             return nothing
@@ -244,10 +244,14 @@ class GraphSpeculator(BaseSpeculator):
 
     # --- start-up ---------------------------------------------------------------------------------
 
-    def profile(self) -> None:
+    def profile(self, hidden: torch.Tensor, aux: list[torch.Tensor] | None) -> None:
         """Draft for the most requests, so that vLLM measures the memory this takes before it allocates the KV cache.
 
         All shapes depend only on the number of requests and the maximum length, so empty texts suffice.
+
+        Args:
+            hidden: [n, hidden], the target's hidden states of the longest step.
+            aux: of each layer that the draft reads, [>= n, hidden]; None if it reads none.
         """
         assert self.drafting is not None
         count, longest = self.texts.tokens.shape
@@ -263,6 +267,8 @@ class GraphSpeculator(BaseSpeculator):
             suggested=np.zeros((count, self.drafting.tree_words), np.int32),
         )
         drafter = self.speculation.drafter
+        if drafter is not None:
+            drafter.keep_idle(hidden, aux)
         with nullcontext() if drafter is None else drafter.model.without_kv_cache():
             self.drafting.propose(known, torch.zeros((count, 1), dtype=torch.int32, device=self.device))
         self.drafting.reset()
