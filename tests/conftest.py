@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Those that take longest, by the log of a whole run: begun last, they would keep one process busy while others have
 # nothing left to do.
 LONGEST = (
+    "test_v2_parallel",  # before other tests with Ray, whose nodes would leave it little of two cores
     "test_install",
     "test_v2_drafts",
     "test_gpu_path",
@@ -26,7 +27,6 @@ LONGEST = (
     "test_triton",
     "test_bench",
     "test_ray_batch",
-    "test_v2_parallel",
     "test_distill",
     "test_tensor_parallel",
     "test_compiles",

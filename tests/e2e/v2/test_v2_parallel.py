@@ -24,7 +24,7 @@ CHOSEN = os.environ.get("GSD_TEST_KINDS")
 KINDS = {"mp": ["eagle3"], "ray": ["dspark"]} if CHOSEN is None else dict.fromkeys(("mp", "ray"), CHOSEN.split(","))
 STEPS = int(os.environ.get("GSD_TEST_STEPS", 8))  # of which the ranks' graphs are compared; 500 take minutes
 SECONDS_A_STEP = 5  # to wait at most
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS + 2 * SECONDS_A_STEP * STEPS)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SECONDS + 2 * SECONDS_A_STEP * STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
         (folder / "job.json").write_text(json.dumps(job))
         command = [sys.executable, *PROGRAM, folder / "job.json", folder / "result.json"]
         environment = {**os.environ, **variables(), **environment}
-        timeout = SECONDS + SECONDS_A_STEP * STEPS
+        timeout = 2 * SECONDS + SECONDS_A_STEP * STEPS
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, done.stderr[-4000:]
         result = json.loads((folder / "result.json").read_text())
