@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import interpreter
@@ -62,9 +63,10 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
         (folder / "job.json").write_text(json.dumps(job))
         command = [sys.executable, *PROGRAM, folder / "job.json", folder / "result.json"]
         environment = {**os.environ, **variables(), **environment}
-        timeout = 2 * SECONDS + SECONDS_A_STEP * STEPS
+        timeout = SECONDS + SECONDS_A_STEP * STEPS
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-        assert done.returncode == 0, done.stderr[-4000:]
+        if done.returncode:
+            raise ChildProcessError(done.stderr[-4000:])
         result = json.loads((folder / "result.json").read_text())
         first, second = result["hashes"]
         assert first == second and len(first) >= STEPS
@@ -104,6 +106,17 @@ def test_ranks_agree(run_ranks, drafts, expected, kind):
 
 @pytest.mark.parametrize("kind", KINDS["ray"])
 def test_ranks_agree_over_ray(run_ranks, drafts, expected, kind):
-    """The same with one rank on each of two nodes."""
-    with ray_cluster(nodes=2, **variables()) as cluster:
-        check(run_ranks(drafts[kind], kind == "eagle3", "ray", **cluster.environment), expected, kind)
+    """The same with one rank on each of two nodes.
+
+    Where other tests fill the machine, a cluster may lose a node or starve; then another one gets the ranks.
+    """
+    for last in False, True:
+        with ray_cluster(nodes=2, **variables()) as cluster:
+            try:
+                two = run_ranks(drafts[kind], kind == "eagle3", "ray", **cluster.environment)
+                break
+            except (ChildProcessError, subprocess.TimeoutExpired) as error:
+                if last:
+                    raise
+                warnings.warn(f"The first cluster failed: {error}", stacklevel=1)
+    check(two, expected, kind)
