@@ -28,11 +28,11 @@ def _physical(block_table, index, block_size):
 @triton.jit
 def store_nodes(nodes, chances, capacity, node, mask, token, parent, depth, origin, target, prob, survival):
     """Write nodes of a graph. Merged edges have a target, others NONE."""
-    tl.store(nodes + TARGET * capacity + node, target, mask=mask)
     tl.store(nodes + TOKEN * capacity + node, token, mask=mask)
     tl.store(nodes + PARENT * capacity + node, parent, mask=mask)
     tl.store(nodes + DEPTH * capacity + node, depth, mask=mask)
     tl.store(nodes + ORIGIN * capacity + node, origin, mask=mask)
+    tl.store(nodes + TARGET * capacity + node, target, mask=mask)
     tl.store(chances + node, prob, mask=mask)
     tl.store(chances + capacity + node, survival, mask=mask)
 
