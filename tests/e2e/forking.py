@@ -43,9 +43,17 @@ def import_vllm() -> None:
     gc.enable()
 
 
+def wait_without_spinning() -> None:
+    """Let ranks sleep until there is a message. vLLM's spin for a second first, and keep a processor from others."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__.__defaults__ = (0,)
+
+
 def run(arguments: list[str]) -> None:
     """Run the program that the arguments name."""
     multiprocessing.get_context = get_context
+    wait_without_spinning()
     module = arguments[0] == "-m"
     sys.argv = arguments[module:]
     if module:
