@@ -44,7 +44,7 @@ def import_vllm() -> None:
 
 
 def wait_without_spinning() -> None:
-    """Let ranks sleep until there is a message. vLLM's spin for a second first, and keep a processor from others."""
+    """Let ranks sleep until a message arrives. By default they poll for a second first and keep a processor busy."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     SpinCondition.__init__.__defaults__ = (0,)

@@ -95,8 +95,8 @@ class GSDConfig(BaseModel):
     )
     budget: int | Literal["auto"] = Field(
         "auto",
-        description='"auto" drafts and verifies in each step as much as pays (with Model Runner V2 it runs all levels '
-        "or none, and plans by values that are a step or two old); a number runs every level and verifies that many "
+        description='"auto" drafts and verifies in each step as much as pays (with Model Runner V2 it plans by values '
+        "that are a step or two old); a number runs every level and verifies that many "
         "nodes.",
         json_schema_extra={"allowed": '"auto" or a whole number from 1 to "num_speculative_tokens"'},
     )
