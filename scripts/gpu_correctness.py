@@ -135,14 +135,15 @@ class _Step:
     def __init__(self, device: torch.device, seed: int) -> None:
         self.batch = tree_batch(seed, device)
         random = torch.Generator().manual_seed(seed)
-        self.positions = torch.arange(self.batch.num_rows, device=device)
+        self.num_rows = self.batch.num_rows  # read from the device here, since nothing may be read in a capture
+        self.positions = torch.arange(self.num_rows, device=device)
         self.sampled = torch.randint(3, (int(self.batch.starts[-1]),), generator=random).to(device)
-        self.slots = torch.randperm(self.batch.num_rows, generator=random).to(device)
+        self.slots = torch.randperm(self.num_rows, generator=random).to(device)
 
     def run(self, lay_out: Callable[..., Any], walk: Callable[..., Any]) -> list[torch.Tensor]:
         """Rows, masks and the walk, from linear positions."""
         positions = self.positions.clone()
-        mask = torch.zeros((self.batch.num_rows, 1), dtype=torch.int64, device=positions.device)
+        mask = torch.zeros((self.num_rows, 1), dtype=torch.int64, device=positions.device)
         prefix_lens = torch.zeros(8, dtype=torch.int32, device=positions.device)
         trees = lay_out(*self.batch, positions, mask, prefix_lens)
         accepted = walk(trees, self.sampled, self.batch.starts, self.batch.batch_starts, self.slots)

@@ -244,8 +244,9 @@ def test_graphs_of_other_levels(plan):
     depth = np.array([[1, 2, 3, 2, 0, 0, 0, 0]])
     graphs = {"graph_size": np.array([4]), "graph_value": value, "graph_origin": origin, "graph_depth": depth}
     plan.arrived(np.array([1]), np.array([DRAFTED]), Phase(), {**graphs, "graph_survival": value})
-    known = plan._frontiers(np.array([1]))
-    assert [level.tolist() for level in known] == [[0.875], [0.25], [0.375], [], []]
+    for plan.levels in (list(range(1, LEVELS + 1)), [1, 3, 6], [6]):  # whatever numbers of levels were captured
+        known = plan._frontiers(np.array([1]))
+        assert [level.tolist() for level in known] == [[0.875], [0.25], [0.375], [], []]
     children = FIRST_CHANCE * DECAY ** np.arange(4)
     both = plan._frontiers(np.array([1, 2]))
     assert both[0] == pytest.approx([0.875, *children])

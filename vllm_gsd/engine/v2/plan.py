@@ -148,7 +148,7 @@ class Plan:
         drafted = self._real(slots) & self.drafted[slots] & known[:, None]
         value, depth = self.value[slots], self.depth[slots]
         children, average, frontiers = self.speculation.planner.children, np.ones(1), []
-        for level in self.levels[:-1]:
+        for level in range(1, self.levels[-1]):
             average = -np.sort(-np.outer(average, children).ravel())[: self.num_nodes]
             others = np.tile(average, int(np.count_nonzero(~known)))
             frontiers.append(np.append(value[drafted & (depth == level)], others))
