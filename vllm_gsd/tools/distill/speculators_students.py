@@ -15,9 +15,11 @@ import torch
 from speculators import SpeculatorModelConfig
 from speculators.losses import resolve_loss_config
 from speculators.losses.eager import tv_loss
+from speculators.models.attention import flex_attention_forward
 from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
 from torch.nn.attention.flex_attention import create_mask
+from transformers import AttentionInterface
 
 from vllm_gsd.tools.distill.data import States, state_layers
 from vllm_gsd.tools.distill.hardware import found_hardware
@@ -30,6 +32,17 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 LOSS = resolve_loss_config("kl_div", "eager")
+
+
+def _flex_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Flex attention of speculators, for the float32 queries and keys that autocast leaves behind their norms."""
+    # Not every PyTorch casts them itself, and flex attention takes only one type.
+    return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
+
+
+AttentionInterface.register("simple_flex_attention", _flex_attention)
 
 
 class SpeculatorsStudent(Student):

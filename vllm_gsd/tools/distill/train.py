@@ -79,14 +79,14 @@ def train(model: Student, work: Path, data: Dataset, states: States, options: Op
 
 
 def _try(model: Student, data: Dataset, states: States) -> None:
-    """Compile the model, and go on without torch.compile if that fails."""
+    """Compile the model if that is of use, and go on without torch.compile if it fails."""
+    if model.hardware.attention == "sdpa":
+        return
     states.multiple = _usual_size(model, data)
     batch = states.collate([data[int(i)] for i in np.resize(np.arange(len(data)), model.hardware.pack)])
     try:
         _learn(model, batch)
     except Exception as error:
-        if model.hardware.attention == "sdpa":
-            raise
         logger.warning("training goes on without torch.compile, which failed: %s", error)
         model.go_plain()
     model.zero_grad()
