@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -37,9 +38,9 @@ class Hardware(NamedTuple):
 # On a CPU a single text costs least, since texts do not attend to each other.
 CPU = Hardware("cpu", "sdpa", batch=8, pack=1, anchors=24, workers=0, untimed=1, timed=15)
 # The first passes compile the model, and the next ones read packs that were collected meanwhile.
-GPU = Hardware("cuda", "simple_flex_attention", batch=32, pack=32, anchors=64, workers=8, untimed=24, timed=40)
+GPU = Hardware("cuda", "simple_flex_attention", batch=32, pack=32, anchors=64, workers=12, untimed=24, timed=40)
 
 
 def found_hardware() -> Hardware:
     """What training runs on."""
-    return GPU if torch.cuda.is_available() else CPU
+    return GPU._replace(workers=min(GPU.workers, os.cpu_count() or 1)) if torch.cuda.is_available() else CPU

@@ -71,9 +71,10 @@ def train(model: Student, work: Path, data: Dataset, states: States, options: Op
         seed=options.seed,
     )
     last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
-    Trainer(model=model, args=arguments, train_dataset=data, data_collator=states.collate).train(
-        resume_from_checkpoint=last
-    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=states.collate)
+    # A pack of an unusual size that does not compile is computed without.
+    with torch._dynamo.config.patch(suppress_errors=True):
+        trainer.train(resume_from_checkpoint=last)
     states.multiple = 1
     return steps
 
@@ -91,8 +92,6 @@ def _try(model: Student, data: Dataset, states: States) -> None:
         model.go_plain()
     model.zero_grad()
     states.multiple = _usual_size(model, data)
-    # A pack of an unusual size that does not compile is computed without.
-    torch._dynamo.config.suppress_errors = True
 
 
 def _usual_size(model: Student, data: Dataset) -> int:
