@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from speculators.models import attention as flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
 from vllm_gsd.tools.distill import answers, generate, prompts, run, states
 from vllm_gsd.tools.distill.data import States, load_answers, state_layers
+from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.lm import LanguageModel, project
 from vllm_gsd.tools.distill.options import DistillError, Options
 from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
@@ -156,12 +158,12 @@ class TestStates:
 
 
 class TestStudents:
-    def test_the_target_agrees_with_itself(self, target, work, monkeypatch):
+    def test_the_target_agrees_with_itself(self, target, work):
         """Whether texts are packed or not."""
         model, data = student("lm", target, init=str(target)), load_answers(files(work), 640)
         reader = model.states(work / "states")
         for size in (1, 3):
-            monkeypatch.setattr("vllm_gsd.tools.distill.validate.pack_size", lambda _, size=size: size)
+            model.hardware = CPU._replace(pack=size)
             found = agreement(model, data, reader)
             assert found["top_1"][0] > 0.9 and found["top_4"] == [1.0]
             assert found["chain"] == found["top_1"][0]
@@ -221,7 +223,7 @@ class TestStudents:
         model, data = student("dspark", target), load_answers(files(work), 640)
         reader = model.states(work / "states")
         model.start(data, reader, new=True)
-        usual = torch.cat([reader.of(row).flatten(1) * reader.scale for row in data]).abs().median(0).values
+        usual = torch.cat([reader.of(row).flatten(1) * reader.scale for row in data]).abs().median(0).values.float()
         assert usual.mean() == pytest.approx(1, abs=0.2)
         random = agreement(student("dspark", target), data, States(work / "states", model.padding))
         found = agreement(model, data, reader)
@@ -239,6 +241,57 @@ class TestStudents:
                 drafted, other = model.drafted(batch), model.drafted(changed)
             changes.append((drafted.logits - other.logits).abs().mean())
         assert changes[0] > 2 * changes[1]
+
+    @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
+    def test_padding_does_not_change_the_loss(self, target, work, kind):
+        model, data = student(kind, target), load_answers(files(work), 640)
+        model.hardware, reader = CPU._replace(pack=3), model.states(work / "states")
+        losses = []
+        for multiple in (1, 128):
+            reader.multiple = multiple
+            batch = reader.collate([data[i] for i in (0, 1, 20)])
+            assert batch["input_ids"].shape[1] % multiple == 0
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
+                losses.append(model.float()(**batch)["loss"])
+            losses[-1].backward()
+            assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+    def test_blocks_that_find_no_place_do_not_count(self, target, work):
+        """The number of blocks of a pack is fixed. The loss over all places does not depend on it."""
+        model, data = student("dspark", target), load_answers(files(work), 640)
+        batch = model.states(work / "states").collate([data[0]])
+        batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
+        losses = []
+        for anchors in (50, 80):
+            model.hardware = CPU._replace(anchors=anchors)
+            assert batch["loss_mask"].sum() < anchors
+            with torch.no_grad():
+                losses.append(model(**batch)["loss"])
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+    def test_where_compiling_fails_training_goes_on_without(self, target, work, tmp_path, monkeypatch, caplog, kind):
+        """Flex attention has no backward pass on a CPU. Workers read packs of several texts."""
+        flex = CPU._replace(attention="simple_flex_attention", batch=8, pack=8, workers=2)
+        for module in ("students", "speculators_students"):
+            monkeypatch.setattr(f"vllm_gsd.tools.distill.{module}.found_hardware", lambda: flex)
+        monkeypatch.setattr(flex_attention, "flex_attention", lambda *_, **__: 1 / 0)
+        model, data = student(kind, target), load_answers(files(work), 640)
+        reader = model.states(work / "states")
+        options = Options(target=str(target), kind=kind, epochs=10)
+        model.start(data, reader, new=True)
+        try:
+            assert train(model, tmp_path, data, reader, options, 5) == 30
+            assert agreement(model, data, reader)["chain"] > 0
+        finally:
+            torch.compiler.set_stance("default")
+        assert "goes on without torch.compile" in caplog.text
+        assert model.hardware == flex._replace(attention="sdpa", pack=4)
+        model.save(tmp_path / "draft")
+        assert "flex" not in (tmp_path / "draft" / "config.json").read_text()
 
     def test_projection_keeps_what_is_alike(self):
         base = torch.randn(100, 4) @ torch.randn(4, 64)
@@ -309,6 +362,40 @@ def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monke
     assert texts == ["4 tokens", "1 tokens", "3 tokens"]
     data = load_answers(files(tmp_path), 640)
     assert [int(row["first"]) for row in data] == [0, 6 + 3]
+
+
+def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
+    """The answers of a shard do not depend on which others are missing."""
+
+    class Target(AskingTarget):
+        llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=99))
+
+        def generate(self, prompts, params, use_tqdm):
+            self.turns.append(len(prompts))
+            return [
+                SimpleNamespace(
+                    prompt_token_ids=prompt["prompt_token_ids"],
+                    outputs=[SimpleNamespace(token_ids=[5], text=f"{prompt['prompt_token_ids']} {own.temperature}")],
+                )
+                for prompt, own in zip(prompts, params, strict=True)
+            ]
+
+    monkeypatch.setattr(states.Recorder, "attached", lambda llm: None)
+    monkeypatch.setattr(generate, "token_ids_of", lambda tokenizer, chat: chat)
+    monkeypatch.setattr(generate, "SHARD", 4)
+    (tmp_path / "answers").mkdir()
+    target, chats = Target("template"), [[number] for number in range(18)]
+
+    def texts(batch):
+        return generate.answer(target, chats, tmp_path, "first", max_tokens=9, seed=0, batch=batch)
+
+    first = texts(batch=9)
+    assert target.turns == [8, 8, 2] and [text.split()[0] for text in first] == [f"[{i}]" for i in range(18)]
+    for number in (1, 4):
+        generate.shard_path(tmp_path / "answers", "first", number).unlink()
+    assert texts(batch=4) == first
+    assert target.turns == [8, 8, 2, 4, 2]
+    assert texts(batch=4) == first and len(target.turns) == 5
 
 
 @pytest.mark.parametrize(

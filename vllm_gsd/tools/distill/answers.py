@@ -42,7 +42,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         return started[0]
 
     def answer(chats: list[prompts.Chat], name: str, seed: int) -> list[str]:
-        return generate.answer(llm, chats, work, name, max_tokens=options.max_tokens, seed=seed)
+        return generate.answer(llm, chats, work, name, max_tokens=options.max_tokens, seed=seed, batch=options.batch)
 
     if options.prompts is not None:
         answer(prompts.from_file(Path(options.prompts))[: options.answers], "file", options.seed)
@@ -52,7 +52,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
-        asked = generate.own_requests(llm, own, work / "own.json")
+        asked = generate.own_requests(llm, own, work / "own.json", options.batch)
         # Templates fill up what the target does not make up.
         asked += prompts.first_round(own - len(asked), options.seed + 2)
         about += zip(asked, answer(asked, "own", options.seed + 2_000_000), strict=True)
@@ -77,15 +77,17 @@ def planned_answers(options: Options, work: Path, minutes: float | None, llm, an
     if minutes is None:
         return options.answers
     if not plan.is_file():
-        first = prompts.first_round(min(options.answers, generate.SHARD), options.seed)
+        together = generate.wave(options.batch)
+        first = prompts.first_round(min(options.answers, together * generate.SHARD), options.seed)
         # A shard that a killed run left would take no time.
-        generate.shard_path(work / "answers", "first", 0).unlink(missing_ok=True)
+        for number in range(together):
+            generate.shard_path(work / "answers", "first", number).unlink(missing_ok=True)
         begun = time.perf_counter()
         llm()
         ready = time.perf_counter()
         answer(first)
         now = time.perf_counter()
         left = 60 * minutes - (now - begun)
-        shards = 1 + max(0, int(left / (LATER_SHARD * (now - ready))))
+        shards = together * (1 + max(0, int(left / (LATER_SHARD * (now - ready)))))
         plan.write_text(json.dumps({"answers": min(options.answers, shards * generate.SHARD)}))
     return int(json.loads(plan.read_text())["answers"])

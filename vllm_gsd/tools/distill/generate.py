@@ -31,19 +31,22 @@ MOST_TURNS, LEAST_SHARE = 64, 0.1
 
 def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float, eager: bool) -> LLM:
     """Start the target in vLLM, configured for throughput."""
-    # An engine in its own process polls, which takes a core from the model on a CPU.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        # An engine in its own process polls, which takes a core from the model.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return LLM(
         target,
         dtype="bfloat16",
         max_model_len=max_model_len,
         max_num_seqs=batch,
-        kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+        # A GPU has no other work meanwhile: vLLM takes what the model leaves.
+        kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if on_cpu else None,
         # The states of inner layers cannot be recorded in compiled models. On a GPU a second pass is cheap.
-        enforce_eager=eager or current_platform.is_cpu(),
+        enforce_eager=eager or on_cpu,
         disable_log_stats=True,
         # With prefix caching, the hidden states of a shared prefix would be recorded for one answer only.
         enable_prefix_caching=False,
@@ -55,11 +58,11 @@ def shard_path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:05d}.parquet"
 
 
-def own_requests(llm: Any, count: int, file: Path) -> list[Chat]:
+def own_requests(llm: Any, count: int, file: Path, batch: int = SHARD) -> list[Chat]:
     """Requests that the target makes up, by completing the user's turn of its chat template (Magpie, Xu et al. 2024).
 
     Args:
-        llm: see ``answer``.
+        llm, batch: see ``answer``.
         file: the file that stores the requests.
 
     Returns:
@@ -74,14 +77,15 @@ def own_requests(llm: Any, count: int, file: Path) -> list[Chat]:
     tokenizer = llm.get_tokenizer()
     begin, end = user_turn(tokenizer)
     found: dict[str, None] = {}
+    at_once = max(SHARD, min(batch, count))
     for turn in range(MOST_TURNS if begin else 0):
         params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
-        asked = llm.generate([{"prompt_token_ids": begin}] * SHARD, params, use_tqdm=False)
+        asked = llm.generate([{"prompt_token_ids": begin}] * at_once, params, use_tqdm=False)
         # Texts that reach the token limit are kept too: they resemble long, truncated requests.
         texts = (output.outputs[0].text.strip() for output in asked)
         found.update(dict.fromkeys(text for text in texts if len(text) >= SHORTEST_REQUEST))
         logger.info("the target has made up %d of %d requests", min(len(found), count), count)
-        if len(found) >= count or len(found) < (turn + 1) * SHARD * LEAST_SHARE:
+        if len(found) >= count or len(found) < (turn + 1) * at_once * LEAST_SHARE:
             break
     requests: list[Chat] = [[{"role": "user", "content": text}] for text in list(found)[:count]]
     partial = file.with_suffix(".partial")
@@ -101,7 +105,14 @@ def user_turn(tokenizer: Any) -> tuple[list[int], str]:
     return (tokenizer(before, add_special_tokens=False)["input_ids"], end) if before and end else ([], "")
 
 
-def answer(llm: Any, chats: list[Chat], work: Path, name: str, *, max_tokens: int, seed: int) -> list[str]:
+def wave(batch: int) -> int:
+    """The number of shards that ``batch`` concurrent requests answer together."""
+    return max(1, batch // SHARD)
+
+
+def answer(
+    llm: Any, chats: list[Chat], work: Path, name: str, *, max_tokens: int, seed: int, batch: int = SHARD
+) -> list[str]:
     """Generate the missing answers of a round and return the text of every answer.
 
     Args:
@@ -109,49 +120,53 @@ def answer(llm: Any, chats: list[Chat], work: Path, name: str, *, max_tokens: in
         chats: the requests of the round, the same in every run.
         work: the folder of ``answers/{name}-00000.parquet``, ... and ``states`` (see ``data``).
         max_tokens: maximum tokens of an answer.
+        batch: concurrent requests.
     """
     from datasets import Dataset
     from tqdm import tqdm
 
     from vllm_gsd.tools.distill import states
 
-    texts: list[str] = []
-    shards = range(0, len(chats), SHARD)
-    for number, start in enumerate(tqdm(shards, desc=f"answers, {name} round", unit="shard")):
-        path = shard_path(work / "answers", name, number)
-        if path.exists():
-            texts += Dataset.from_parquet(str(path), keep_in_memory=True)["text"]
-            continue
-        if not hasattr(llm, "get_tokenizer"):
-            llm = llm()
-        recorder = states.Recorder.attached(llm)
-        outputs = _generate(llm, chats[start : start + SHARD], max_tokens, seed + number)
-        rows = [_row(output) for output in outputs]
-        if recorder is not None and (found := recorder.take(outputs)) is not None:
-            states.write(found, work / "states", path.stem)
-        partial = path.with_suffix(".partial")
-        Dataset.from_list(rows).to_parquet(str(partial))
-        partial.rename(path)
-        texts += [row["text"] for row in rows]
-    return texts
+    paths = [shard_path(work / "answers", name, number) for number in range(-(-len(chats) // SHARD))]
+    missing = [number for number, path in enumerate(paths) if not path.exists()]
+    if missing and not hasattr(llm, "get_tokenizer"):
+        llm = llm()
+    with tqdm(total=len(missing), desc=f"answers, {name} round", unit="shard") as progress:
+        while missing:
+            recorder = states.Recorder.attached(llm)
+            # Recorded states take much memory, so a recorder sees one shard at a time.
+            count = wave(batch) if recorder is None else 1
+            chosen, missing = missing[:count], missing[count:]
+            asked = [chats[number * SHARD : (number + 1) * SHARD] for number in chosen]
+            outputs = _generate(llm, asked, max_tokens, [seed + number for number in chosen])
+            if recorder is not None and (found := recorder.take(outputs)) is not None:
+                states.write(found, work / "states", paths[chosen[0]].stem)
+            for place, number in enumerate(chosen):
+                # Only the last shard of a round is not full.
+                rows = [_row(output) for output in outputs[place * SHARD : (place + 1) * SHARD]]
+                partial = paths[number].with_suffix(".partial")
+                Dataset.from_list(rows).to_parquet(str(partial))
+                partial.rename(paths[number])
+            progress.update(len(chosen))
+    return [text for path in paths for text in Dataset.from_parquet(str(path), keep_in_memory=True)["text"]]
 
 
-def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[Any]:
+def _generate(llm: LLM, shards: list[list[Chat]], max_tokens: int, seeds: list[int]) -> list[Any]:
+    """The outputs for all chats of the shards. Which are greedy depends on the shard's seed alone."""
     from vllm import SamplingParams
 
-    rng = random.Random(seed)
-    # Without per-request seeds: vLLM 0.32 cannot use them on a CPU when a prompt is prefilled in chunks.
-    params = [
-        SamplingParams(
-            temperature=0.0 if rng.random() < GREEDY_SHARE else 0.8,
-            max_tokens=max_tokens,
-        )
-        for _ in chats
-    ]
     tokenizer = llm.get_tokenizer()
-    prompts = [token_ids_of(tokenizer, chat) for chat in chats]
     longest = llm.llm_engine.model_config.max_model_len - max_tokens
-    outputs: list[Any] = llm.generate([{"prompt_token_ids": ids[-longest:]} for ids in prompts], params, use_tqdm=False)
+    params: list[SamplingParams] = []
+    prompts: list[Any] = []
+    for chats, seed in zip(shards, seeds, strict=True):
+        rng = random.Random(seed)
+        for chat in chats:
+            # Without per-request seeds: vLLM 0.32 cannot use them on a CPU when a prompt is prefilled in chunks.
+            temperature = 0.0 if rng.random() < GREEDY_SHARE else 0.8
+            params.append(SamplingParams(temperature=temperature, max_tokens=max_tokens))
+            prompts.append({"prompt_token_ids": token_ids_of(tokenizer, chat)[-longest:]})
+    outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
     return outputs
 
 

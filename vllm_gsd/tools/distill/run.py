@@ -117,7 +117,7 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     from vllm_gsd.tools.distill.lm import LanguageModel
     from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
     from vllm_gsd.tools.distill.target import Target
-    from vllm_gsd.tools.distill.train import BATCH, train
+    from vllm_gsd.tools.distill.train import train
     from vllm_gsd.tools.distill.validate import agreement
 
     begun = time.perf_counter()
@@ -141,7 +141,7 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     return {
         **found,
         "steps": steps,
-        "batch": BATCH,
+        "batch": model.hardware.batch,
         "minutes": (time.perf_counter() - begun) / 60,
         "trained": own,
         "vocab_size": len(model.token_ids),

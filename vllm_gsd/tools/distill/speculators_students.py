@@ -1,6 +1,7 @@
 """Students of the speculators package, DSpark blocks and EAGLE-3 heads, trained by its own forward passes and losses.
 
-Its trainer and its data loaders need a GPU. Its models run on a CPU, too, with transformers' "sdpa" attention.
+Its trainer and its data loaders need a GPU. Its models run on a CPU, too, with transformers' "sdpa" attention. On a GPU
+they compile themselves, with flex attention, which skips the parts of a pack that do not see each other.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import torch
 from speculators import SpeculatorModelConfig
 from speculators.losses import resolve_loss_config
 from speculators.losses.eager import tv_loss
+from speculators.models.attention import flex_attention_forward
 from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
+from torch.nn.attention.flex_attention import create_mask
+from transformers import AttentionInterface
 
 from vllm_gsd.tools.distill.data import States, state_layers
+from vllm_gsd.tools.distill.hardware import found_hardware
 from vllm_gsd.tools.distill.least_squares import start_block
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
 from vllm_gsd.tools.distill.students import Drafted, Student
@@ -26,10 +31,18 @@ from vllm_gsd.tools.distill.target import Target
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Blocks that are trained per text, at random places of the answer.
-ANCHORS = 24
 LOSS = resolve_loss_config("kl_div", "eager")
-ATTENTION = "sdpa"
+
+
+def _flex_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Flex attention of speculators, for the float32 queries and keys that autocast leaves behind their norms."""
+    # Not every PyTorch casts them itself, and flex attention takes only one type.
+    return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
+
+
+AttentionInterface.register("simple_flex_attention", _flex_attention)
 
 
 class SpeculatorsStudent(Student):
@@ -49,7 +62,7 @@ class SpeculatorsStudent(Student):
         if options.init is not None:
             config = SpeculatorModelConfig.from_pretrained(options.init)
             config.speculators_config.verifier.name_or_path = str(target.folder)
-            config.transformer_layer_config._attn_implementation = ATTENTION
+            config.transformer_layer_config._attn_implementation = found_hardware().attention
             return cls(cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32), target)
         size = min(options.of_kind("vocab_size"), vocab_size)
         chosen = torch.from_numpy(np.sort(ranking[:size]))
@@ -60,7 +73,7 @@ class SpeculatorsStudent(Student):
             d2t=chosen - torch.arange(size),
             verifier_name_or_path=str(target.folder),
             draft_vocab_size=size,
-            draft_attn_impl=ATTENTION,
+            draft_attn_impl=found_hardware().attention,
             mask_token_id=int(ranking[-1]),  # the rarest token stands for the unknown ones of a block
         )
         return cls(model, target)
@@ -75,6 +88,12 @@ class SpeculatorsStudent(Student):
         self.scale = reader.standardise(data)[: self.model.fc.in_features]
         if not new:
             self._rescale(1 / self.scale)
+
+    def go_plain(self) -> None:
+        """See ``Student``. Attention is "sdpa" then."""
+        super().go_plain()
+        self.model.config.transformer_layer_config._attn_implementation = self.model._attn_impl = "sdpa"
+        self.model._create_mask_fn = create_mask
 
     def _rescale(self, factor: torch.Tensor) -> None:
         with torch.no_grad():
@@ -108,6 +127,11 @@ class BlockStudent(SpeculatorsStudent):
         super().__init__(model, target)
         self.padding = self.depth = model.block_size
 
+    @property
+    def anchors(self) -> int:
+        """Blocks of a pack, the same for every pack. Those that find no place do not count."""
+        return self.hardware.anchors * self.hardware.pack
+
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
         """See ``SpeculatorsStudent``."""
@@ -130,18 +154,16 @@ class BlockStudent(SpeculatorsStudent):
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """See ``Student``."""
-        anchors = ANCHORS * (int(batch["document_ids"].max()) + 1)
-        _, loss, _ = self.model(**batch, loss_config=LOSS, tv_loss_fn=tv_loss, max_anchors=anchors)
+        _, loss, _ = self.model(**batch, loss_config=LOSS, tv_loss_fn=tv_loss, max_anchors=self.anchors)
         return {"loss": loss}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
         """See ``Drafted``."""
-        anchors = ANCHORS * (int(batch["document_ids"].max()) + 1)
-        _, logits, _, known, rows = self.model._backbone_forward(**batch, max_anchors=anchors)
+        _, logits, _, known, rows = self.model._backbone_forward(**batch, max_anchors=self.anchors)
         before = batch["input_ids"][:, rows]
         logits = logits + self.model.markov_head.block_bias(prev_token_ids=before, hidden_states=logits)
-        known = known.view(anchors, -1)
-        chains = torch.arange(len(rows), device=rows.device).view(anchors, -1)
+        known = known.view(self.anchors, -1)
+        chains = torch.arange(len(rows), device=rows.device).view(self.anchors, -1)
         return Drafted(logits[0], rows, chains[known.bool().all(1)])
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 from vllm_gsd.tools.distill.data import state_layers
 from vllm_gsd.upstream.forwards import unwatch, watch
+
+# Maximum tokens of a forward pass.
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 
 
 class Recorder:
@@ -93,12 +97,12 @@ def write(states: torch.Tensor, folder: Path, name: str) -> None:
 
 
 @torch.inference_mode()
-def write_missing(target: Path, answers: list[Path], folder: Path, batch_tokens: int = 4096) -> None:
+def write_missing(target: Path, answers: list[Path], folder: Path, batch_tokens: int | None = None) -> None:
     """Run the target over the answers whose states are missing.
 
     Args:
         answers: files from ``generate.answer``.
-        batch_tokens: maximum tokens of a forward pass.
+        batch_tokens: maximum tokens of a forward pass; None for what suits the processor.
     """
     from datasets import Dataset
     from tqdm import tqdm
@@ -109,25 +113,33 @@ def write_missing(target: Path, answers: list[Path], folder: Path, batch_tokens:
     if not missing:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch_tokens = batch_tokens or BATCH_TOKENS[device]
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).base_model.to(device).eval()
     layers = state_layers(model.config.num_hidden_layers)
     seen: dict[int, torch.Tensor] = {}
     for layer in layers:
         model.layers[layer - 1].register_forward_hook(lambda _, args, output, layer=layer: seen.update({layer: output}))
-    for file in tqdm(missing, desc="states", unit="shard"):
-        texts = [np.asarray(ids) for ids in Dataset.from_parquet(str(file), keep_in_memory=True)["input_ids"]]
-        starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
-        states = torch.zeros(int(starts[-1]), len(layers), model.config.hidden_size, dtype=torch.bfloat16)
-        for chosen in _batches([len(text) for text in texts], batch_tokens):
-            longest = len(texts[chosen[-1]])
-            ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
-            for line, index in enumerate(chosen):
-                ids[line, : len(texts[index])] = torch.from_numpy(texts[index])
-            model(input_ids=ids.to(device), use_cache=False)
-            found = torch.stack([seen[layer] for layer in layers], 2).cpu()
-            for line, index in enumerate(chosen):
-                states[starts[index] : starts[index + 1]] = found[line, : len(texts[index])]
-        write(states, folder, file.stem)
+    with ThreadPoolExecutor(1) as writer:
+        writing: list[Future[None]] = []
+        for file in tqdm(missing, desc="states", unit="shard"):
+            texts = [np.asarray(ids) for ids in Dataset.from_parquet(str(file), keep_in_memory=True)["input_ids"]]
+            starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+            states = torch.zeros(int(starts[-1]), len(layers), model.config.hidden_size, dtype=torch.bfloat16)
+            for chosen in _batches([len(text) for text in texts], batch_tokens):
+                longest = len(texts[chosen[-1]])
+                ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
+                for line, index in enumerate(chosen):
+                    ids[line, : len(texts[index])] = torch.from_numpy(texts[index])
+                model(input_ids=ids.to(device), use_cache=False)
+                found = torch.stack([seen[layer] for layer in layers], 2).cpu()
+                for line, index in enumerate(chosen):
+                    states[starts[index] : starts[index + 1]] = found[line, : len(texts[index])]
+            # A file is written while the next one's states are computed.
+            for before in writing:
+                before.result()
+            writing = [writer.submit(write, states, folder, file.stem)]
+        for before in writing:
+            before.result()
 
 
 def _batches(lengths: list[int], most: int) -> list[list[int]]:

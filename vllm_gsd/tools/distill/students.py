@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vllm_gsd.tools.distill.data import States
+from vllm_gsd.tools.distill.hardware import found_hardware
 from vllm_gsd.tools.distill.target import Target
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Student(nn.Module):
 
     def __init__(self, model: Any, token_ids: torch.Tensor, target: Target):
         super().__init__()
-        self.model, self.target = model, target
+        self.model, self.target, self.hardware = model, target, found_hardware()
         self.register_buffer("token_ids", token_ids, persistent=False)
 
     def states(self, folder: Path) -> States:
@@ -52,6 +53,12 @@ class Student(nn.Module):
 
     def start(self, data: Dataset, reader: States, new: bool) -> None:
         """Prepare for training on the answers; a new student gets better first weights than random ones."""
+
+    def go_plain(self) -> None:
+        """Do without torch.compile from now on."""
+        if self.hardware.attention != "sdpa":
+            self.hardware = self.hardware.plain()
+            torch.compiler.set_stance("force_eager")
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of a batch of ``States.collate``."""

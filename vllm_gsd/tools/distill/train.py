@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from vllm_gsd.tools.distill.data import States
 from vllm_gsd.tools.distill.options import Options
@@ -17,15 +19,13 @@ from vllm_gsd.tools.distill.students import Student
 if TYPE_CHECKING:
     from datasets import Dataset
 
-BATCH = 8
+logger = logging.getLogger("vllm_gsd.tools.distill")
+
 WARM_UP = 0.05
-# Texts that are timed before training, to plan how many fit into the time limit.
-TIMED = 16
-
-
-def pack_size(device: torch.device | str) -> int:
-    """Texts in one forward pass. On a CPU a single one costs least, since texts do not attend to each other."""
-    return 1 if torch.device(device).type == "cpu" else BATCH
+# How much longer than usual a pack may be before it takes twice the space.
+SLACK = 1.35
+# Flex attention computes blocks of so many positions.
+ATTENTION_BLOCK = 128
 
 
 def train(model: Student, work: Path, data: Dataset, states: States, options: Options, minutes: float | None) -> int:
@@ -43,34 +43,63 @@ def train(model: Student, work: Path, data: Dataset, states: States, options: Op
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
+    model.to(model.hardware.device).train()
+    _try(model, data, states)
     steps = _planned_steps(model, work, data, states, options, minutes)
+    hardware = model.hardware
     arguments = TrainingArguments(
         output_dir=str(work / "checkpoints"),
-        use_cpu=device == "cpu",
+        use_cpu=hardware.device == "cpu",
         bf16=True,
         max_steps=steps,
-        per_device_train_batch_size=pack_size(device),
-        gradient_accumulation_steps=BATCH // pack_size(device),
+        per_device_train_batch_size=hardware.pack,
+        gradient_accumulation_steps=hardware.batch // hardware.pack,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(WARM_UP * steps)),
         weight_decay=0.01,
         remove_unused_columns=False,
-        dataloader_pin_memory=False,
+        dataloader_num_workers=hardware.workers,
+        dataloader_persistent_workers=hardware.workers > 0,
+        dataloader_pin_memory=hardware.device != "cpu",
         label_names=[],
         logging_steps=max(1, min(50, steps // 10)),
+        logging_nan_inf_filter=False,  # the filter waits for the GPU at every step
         save_steps=max(10, min(500, steps // 10)),
         save_total_limit=1,
         report_to="none",
         seed=options.seed,
     )
     last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
-    Trainer(model=model, args=arguments, train_dataset=data, data_collator=states.collate).train(
-        resume_from_checkpoint=last
-    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=states.collate)
+    # A pack of an unusual size that does not compile is computed without.
+    with torch._dynamo.config.patch(suppress_errors=True):
+        trainer.train(resume_from_checkpoint=last)
+    states.multiple = 1
     return steps
+
+
+def _try(model: Student, data: Dataset, states: States) -> None:
+    """Compile the model if that is of use, and go on without torch.compile if it fails."""
+    if model.hardware.attention == "sdpa":
+        return
+    states.multiple = _usual_size(model, data)
+    batch = states.collate([data[int(i)] for i in np.resize(np.arange(len(data)), model.hardware.pack)])
+    try:
+        _learn(model, batch)
+    except Exception as error:
+        logger.warning("training goes on without torch.compile, which failed: %s", error)
+        model.go_plain()
+    model.zero_grad()
+    states.multiple = _usual_size(model, data)
+
+
+def _usual_size(model: Student, data: Dataset) -> int:
+    """Positions that nearly all packs fit in, for which the model is compiled; 1 where nothing is compiled."""
+    if model.hardware.attention == "sdpa":
+        return 1
+    size = SLACK * model.hardware.pack * (float(np.mean(data["length"])) + model.padding)
+    return -(-int(size) // ATTENTION_BLOCK) * ATTENTION_BLOCK
 
 
 def _planned_steps(
@@ -79,26 +108,40 @@ def _planned_steps(
     """The number of optimiser steps, decided once, so that a resumed run follows the same schedule."""
     plan = work / "steps.json"
     if not plan.is_file():
-        steps = max(1, round(options.epochs * len(data) / BATCH))
+        batch = model.hardware.batch
+        steps = max(1, round(options.epochs * len(data) / batch))
         if minutes is not None:
-            per_step = BATCH * _seconds_per_text(model, data, states, options.seed)
+            per_step = batch * _seconds_per_text(model, data, states, options.seed)
             steps = max(1, min(steps, int(60 * minutes / per_step)))
         plan.write_text(json.dumps({"steps": steps}))
     return int(json.loads(plan.read_text())["steps"])
 
 
 def _seconds_per_text(model: Student, data: Dataset, states: States, seed: int) -> float:
-    """Mean time of a forward and backward pass over random texts. The weights do not change."""
-    device = model.token_ids.device
-    size = pack_size(device)
-    order = np.resize(np.random.default_rng(seed).permutation(len(data)), (TIMED // size, size))
-    times = []
-    for chosen in order:
-        batch = {name: rows.to(device) for name, rows in states.collate([data[int(i)] for i in chosen]).items()}
-        begun = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(**batch)["loss"]
-        loss.backward()
+    """Mean time to read random texts and to learn from them. The weights do not change."""
+    size, count = model.hardware.pack, model.hardware.untimed + model.hardware.timed
+    order = np.resize(np.random.default_rng(seed).permutation(len(data)), count * size)
+    packs: DataLoader[dict[str, torch.Tensor]] = DataLoader(
+        data.select(order),
+        size,
+        collate_fn=states.collate,
+        num_workers=model.hardware.workers,
+        pin_memory=model.hardware.device != "cpu",
+    )
+    begun = 0.0
+    for number, batch in enumerate(packs, 1):
+        _learn(model, batch)
         model.zero_grad()
-        times.append((time.perf_counter() - begun) / size)
-    return float(np.mean(times[1:]))
+        if number == model.hardware.untimed:
+            begun = time.perf_counter()
+    return (time.perf_counter() - begun) / (size * model.hardware.timed)
+
+
+def _learn(model: Student, batch: dict[str, torch.Tensor]) -> None:
+    """A forward and a backward pass, as the Trainer makes them."""
+    device = model.hardware.device
+    with torch.autocast(device, torch.bfloat16):
+        loss = model(**{name: rows.to(device) for name, rows in batch.items()})["loss"]
+    loss.backward()
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -8,7 +8,6 @@ import torch
 
 from vllm_gsd.tools.distill.data import States, batches
 from vllm_gsd.tools.distill.students import Student
-from vllm_gsd.tools.distill.train import pack_size
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,9 +23,10 @@ def agreement(model: Student, data: Dataset, states: States) -> dict[str, list[f
     """
     torch.manual_seed(0)
     model.eval()
+    model.go_plain()  # compiling would take longer than it saves
     device = model.token_ids.device
     found = []
-    for batch in batches(data, states, pack_size(device)):
+    for batch in batches(data, states, model.hardware.pack):
         batch = {name: rows.to(device) for name, rows in batch.items()}
         with torch.autocast(device.type, torch.bfloat16):
             drafted = model.drafted(batch)
