@@ -420,6 +420,10 @@ class Speculation:
         """Which requests use graph speculation, bool [num_requests]. Counts each new request that does not."""
         return self._request_limits(batch)[0]
 
+    def uses_graph(self, request: Any) -> bool:
+        """Whether a request, given as its runner's record, uses graph speculation. Counts a new one that does not."""
+        return (self.known.get(request.req_id) or self._inspect(request.req_id, request))[0]
+
     def _request_limits(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The limits of each request's graph.
 

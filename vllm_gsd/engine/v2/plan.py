@@ -78,6 +78,10 @@ class Plan:
         self.shares[slot], self.size[slot] = self.num_nodes, 0
         self.kinds[slot] = self.seen[slot] = NO_GRAPH
 
+    def leave_out(self, slots: np.ndarray) -> None:
+        """Draft and verify nothing for the requests in these slots."""
+        self.shares[slots], self.kinds[slots] = 0, NO_GRAPH
+
     def choose(self, batch: DraftBatch, wanted: np.ndarray, missed: np.ndarray | None) -> np.ndarray:
         """Plan the next step; the planner's step must have begun.
 

@@ -78,6 +78,8 @@ class GraphSpeculator(BaseSpeculator):
         self.slots: dict[str, int] = {}
         self.ends = np.zeros(num_slots, np.int64)  # the maximum number of tokens of each slot's request
         self.tenants = np.zeros(num_slots, np.int64)  # changes whenever a slot gets or loses a request
+        self.plain = np.zeros(num_slots, np.bool_)  # slots of requests that are decoded as without gsd
+        self.no_nodes = torch.zeros((num_slots, self.num_rows), dtype=torch.int64, device=device)
         self.draft_graphs: DraftGraphs | None = None
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
         self.grammars: WorkerGrammars | None = None  # from the first request with structured output on
@@ -142,6 +144,7 @@ class GraphSpeculator(BaseSpeculator):
         self.tenants[slot] += 1
         self.proposals.drop(slot)
         self.plan.admit(slot)
+        self.plain[slot] = not (self.speculation.uses_graph(request) or self._grows_on_host(request))
         params = request.sampling_params
         limit = None if params is None else params.max_tokens
         self.ends[slot] = self.texts.tokens.shape[1] if limit is None else request.prompt_len + limit
@@ -212,8 +215,8 @@ class GraphSpeculator(BaseSpeculator):
         Returns:
             The tokens of the flattened graphs, int64 [num_requests, num_rows], padded with zeros.
         """
-        num_requests = input_batch.num_reqs
-        nothing = torch.zeros((num_requests, self.num_rows), dtype=torch.int64, device=self.device)
+        num_requests, slots = input_batch.num_reqs, input_batch.idx_mapping_np
+        nothing = self.no_nodes[:num_requests]
         if dummy_run:
             if is_profile and skip_attn_for_dummy_run:
                 self.profile(last_hidden_states, aux_hidden_states)
@@ -221,12 +224,13 @@ class GraphSpeculator(BaseSpeculator):
                 self.speculation.warm_up(min(64, self.max_tokens))
             return nothing
         self.parents = {}
-        if num_speculative_tokens == 0:
+        if num_speculative_tokens == 0 or self.plain[slots].all():
             self.clock.forget()
-            self.proposals.drop(input_batch.idx_mapping_np)
+            self.proposals.drop(slots)
+            self.plan.leave_out(slots)
             return nothing
         self.clock.proposing(input_batch.req_ids, input_batch.num_tokens)
-        context = int(self.texts.length[input_batch.idx_mapping_np].sum())
+        context = int(self.texts.length[slots].sum())
         self.speculation.planner.begin(num_requests, context)
         requests = [self.requests[request_id] for request_id in input_batch.req_ids]
         on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
@@ -411,6 +415,11 @@ class GraphSpeculator(BaseSpeculator):
             num_sampled: int [num_requests], the number of valid tokens in each row of ``sampled``.
         """
         slots = input_batch.idx_mapping_np
+        if self.plain[slots].all() and self.speculation.copies.shared is None:
+            computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+            self.speculation.stats.counts["target_steps"] += int((computed >= input_batch.prefill_len_np).sum())
+            self.learn()
+            return
         plan, fresh = self.plan, self.proposals.fresh[slots]
         known = self.tenants[slots], step.sizes, step.batch_ends, fresh, plan.kinds[slots], plan.phase
         label = Verified(input_batch.req_ids, slots, *known)
@@ -424,7 +433,9 @@ class GraphSpeculator(BaseSpeculator):
         }
         if plan.active:
             tensors |= late_graphs(self.proposals.trees, input_batch.idx_mapping)
-        self.late.send(label, {**tensors, **step.trees._asdict()})
+        if step.trees is not None:
+            tensors |= step.trees._asdict()
+        self.late.send(label, tensors)
         self.drafting.counts.zero_()
         self.learn()
 
@@ -440,7 +451,8 @@ class GraphSpeculator(BaseSpeculator):
             paths = Paths(*path)
             self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
             graphs = {name: tensors.pop(name).numpy() for name in [*tensors] if name.startswith("graph_")}
-            step = lay_out(to_host(DeviceTrees(**tensors)), label.sizes, label.batch_ends)
+            trees = to_host(DeviceTrees(**tensors)) if tensors else None
+            step = lay_out(trees or [None] * len(label.slots), label.sizes, label.batch_ends)
             self.speculation.observe(label.request_ids, step, paths)
             # Another request may have the slot by now.
             present = label.tenants == self.tenants[label.slots]

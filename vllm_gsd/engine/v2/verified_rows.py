@@ -80,7 +80,8 @@ class DeviceStep:
         batch: the batch, whose ``num_draft_tokens_per_req`` says how many rows each request verifies.
     """
 
-    trees: DeviceTrees  # the graphs of the batch's requests, cut to their rows; set by ``lay``
+    # The graphs of the batch's requests, cut to their rows; set by ``lay``, and None if no request has more than a root.
+    trees: DeviceTrees | None = None
     slot_mapping: torch.Tensor  # int64 [>= rows of the batch], set by ``lay``
 
     def __init__(self, proposals: Proposals, batch: InputBatch) -> None:
@@ -107,8 +108,10 @@ class DeviceStep:
             slot_mapping: int64 [>= rows of the batch], the KV slots.
         """
         batch, slots = self.batch, self.batch.idx_mapping
-        (fresh,) = Staging(slots.device).send(self.proposals.fresh[batch.idx_mapping_np].astype(np.int32))
         self.slot_mapping = slot_mapping
+        if not self.num_tree_requests:
+            return
+        (fresh,) = Staging(slots.device).send(self.proposals.fresh[batch.idx_mapping_np].astype(np.int32))
         self.trees = lay_out_rows(
             self.proposals.trees, slots, fresh, batch.cu_num_logits, batch.query_start_loc, batch.positions,
             buffers.mask, buffers.prefix_lens,

@@ -124,7 +124,7 @@ class GraphSampler:
     ) -> Accepted:
         """Walk the step's trees by the tokens sampled at their rows; see ``accept_walk``."""
         step = self.step
-        assert step is not None
+        assert step is not None and step.trees is not None
         return accept_walk(
             step.trees, sampled, input_batch.cu_num_logits, input_batch.query_start_loc, step.slot_mapping,
             invalid_drafts, max_steps,
