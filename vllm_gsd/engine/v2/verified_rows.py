@@ -80,7 +80,7 @@ class DeviceStep:
         batch: the batch, whose ``num_draft_tokens_per_req`` says how many rows each request verifies.
     """
 
-    # The graphs of the batch's requests, cut to their rows; set by ``lay``, and None if no request has more than a root.
+    # The graphs of the batch's requests, cut to their rows; set by ``lay``, if any request has more than a root.
     trees: DeviceTrees | None = None
     slot_mapping: torch.Tensor  # int64 [>= rows of the batch], set by ``lay``
 
