@@ -239,6 +239,13 @@ def watch_steps(llm, refuse: bool) -> None:
     step(watch, runner)
 
 
+def start_again(llm) -> None:
+    """Forget the steps that were watched."""
+    watch = model_runner(llm).watch
+    watch.steps.clear()
+    watch.names.clear()
+
+
 def synchronized(watch: Watch, upstream, *args, **kwargs):
     """A synchronization of the whole device."""
     if watch.refuse and not watch.allowed:

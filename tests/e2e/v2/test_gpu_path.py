@@ -9,7 +9,7 @@ from planted import cost_rows, plant_costs
 from replays import not_replayed, record_replays
 from request_tables import end_requests, tables
 from start_probes import start_of
-from step_watch import report, watch_steps
+from step_watch import report, start_again, watch_steps
 from v2_engine import OPTIONS
 
 GSD = {"num_speculative_tokens": 8, "max_depth": 2}
@@ -118,3 +118,16 @@ def test_launches_of_drafting(watched):
     assert watched["outside_graphs"] <= 60
     assert watched["draft_phase_beside_model"] <= 60
     assert watched["per_level_beside_model"] <= 6
+
+
+def test_launches_of_requests_that_opt_out(graphs, watched, random_prompts):
+    """Their steps launch what plain decoding does, and one operation for ``ends``."""
+    graphs.call(start_again)
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "extra_args": {"gsd": False}}
+    before = graphs.metrics()["gsd_target_steps"]
+    run(graphs, random_prompts(2, 5, 20, seed=4), params)
+    assert graphs.metrics()["gsd_target_steps"] == before + 16
+    found = graphs.call(report)
+    assert found["decode_steps"] >= 7
+    assert not found["by_phase"].keys() & {"lay-out", "walk", "KV moves", "late copies", "draft phase"}, found
+    assert found["outside_graphs"] <= 30
