@@ -58,14 +58,18 @@ class KnownBatch:
 
     def packed(self, part: slice, count: int) -> np.ndarray:
         """A part of the requests in the layout of ``DeviceDrafting.known``, padded to ``count`` requests, int32."""
-        limits = np.stack([self.slots, self.wanted, self.draft_length, self.capacity, self.end], 1)[part]
-        padding = count - len(limits)
-        trust = np.pad(self.trust[part], ((0, padding), (0, 0)))
-        limits = np.pad(limits, ((0, padding), (0, 0)), constant_values=-1)
-        floats = np.concatenate([self.factor.ravel(), trust.ravel()]).astype(np.float32)
-        packed = [floats.view(np.int32), limits.ravel().astype(np.int32)]
+        trust = self.trust[part]
+        floats = np.zeros(_FACTORS + count * NUM_SOURCES, np.float32)
+        floats[:_FACTORS] = self.factor.ravel()
+        floats[_FACTORS : _FACTORS + trust.size] = trust.ravel()
+        limits = np.full((count, _LIMITS), -1, np.int32)
+        for column, values in enumerate((self.slots, self.wanted, self.draft_length, self.capacity, self.end)):
+            limits[: len(trust), column] = values[part]
+        packed = [floats.view(np.int32), limits.ravel()]
         if self.suggested is not None:
-            packed.append(np.pad(self.suggested[part], ((0, padding), (0, 0))).ravel())
+            suggested = np.zeros((count, self.suggested.shape[1]), np.int32)
+            suggested[: len(trust)] = self.suggested[part]
+            packed.append(suggested.ravel())
         return np.concatenate(packed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -77,8 +79,11 @@ def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, d
     return DeviceTrees(token, parent, depth, origin, via_merge.bool(), survival, value, size)
 
 
-def to_host(trees: DeviceTrees) -> list[FlatTree | None]:
-    """Convert graphs in CPU tensors to host graphs; None for graphs without nodes."""
-    token, parent, depth, origin, via_merge, survival, _, size = (values.numpy() for values in trees)
-    kinds = (token, parent.astype(np.int32), depth.astype(np.int32), origin.astype(np.int8), via_merge, survival)
-    return [FlatTree(*(of[row, : 1 + count] for of in kinds)) if count else None for row, count in enumerate(size)]
+def to_host(trees: Mapping[str, np.ndarray]) -> list[FlatTree | None]:
+    """Convert the fields of ``DeviceTrees``, by name, to host graphs; None for graphs without nodes."""
+    kinds = (
+        trees["token"], trees["parent"].astype(np.int32), trees["depth"].astype(np.int32),
+        trees["origin"].astype(np.int8), trees["via_merge"], trees["survival"],
+    )  # fmt: skip
+    sizes = enumerate(trees["size"].tolist())
+    return [FlatTree(*(of[row, : 1 + count] for of in kinds)) if count else None for row, count in sizes]

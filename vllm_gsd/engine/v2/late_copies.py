@@ -1,9 +1,12 @@
 """Asynchronous copies of device tensors to the host."""
 
+import functools
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 # The newest copies of ranks in step, which are not waited for. The device does not idle while the host waits for older
@@ -15,15 +18,22 @@ class _Copy(NamedTuple):
     """Labelled tensors in one host buffer, one after another."""
 
     label: Any
-    tensors: dict[str, tuple[torch.dtype, torch.Size]]
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]
     bytes: torch.Tensor  # uint8
     event: torch.cuda.Event | None
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """The tensors."""
-        sizes = [dtype.itemsize * shape.numel() for dtype, shape in self.tensors.values()]
-        parts = zip(self.tensors.items(), self.bytes.split(sizes), strict=True)
-        return {name: part.view(dtype).view(shape) for (name, (dtype, shape)), part in parts}
+    def values(self) -> dict[str, np.ndarray]:
+        """The tensors as arrays, which share the buffer."""
+        values, buffer, end = {}, self.bytes.numpy(), 0
+        for name, (dtype, shape) in self.tensors.items():
+            start, end = end, end + dtype.itemsize * math.prod(shape)
+            values[name] = buffer[start:end].view(dtype).reshape(shape)
+        return values
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 class LateCopies:
@@ -44,15 +54,15 @@ class LateCopies:
         # Wide elements first, so that all are aligned.
         ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
         packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in ordered.values()])
-        kinds, event = {name: (tensor.dtype, tensor.shape) for name, tensor in ordered.items()}, None
+        kinds, event = {name: (_numpy_dtype(of.dtype), tuple(of.shape)) for name, of in ordered.items()}, None
         if self.device.type != "cpu":
             pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             packed, event = pinned.copy_(packed, non_blocking=True), torch.cuda.Event()
             event.record()
         self.queue.append(_Copy(label, kinds, packed, event))
 
-    def take(self, wait: bool) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-        """Remove and yield the finished copies, oldest first, as label and host tensors.
+    def take(self, wait: bool) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
+        """Remove and yield the finished copies, oldest first, as label and host arrays.
 
         Args:
             wait: whether to wait until all copies are finished. Ranks in step always wait, but leave the newest.

@@ -150,12 +150,14 @@ class Plan:
         """
         known = self.seen[slots] == DRAFTED
         drafted = self._real(slots) & self.drafted[slots] & known[:, None]
-        value, depth = self.value[slots], self.depth[slots]
-        children, average, frontiers = self.speculation.planner.children, np.ones(1), []
-        for level in range(1, self.levels[-1]):
-            average = -np.sort(-np.outer(average, children).ravel())[: self.num_nodes]
-            others = np.tile(average, int(np.count_nonzero(~known)))
-            frontiers.append(np.append(value[drafted & (depth == level)], others))
+        value, depth = self.value[slots][drafted], self.depth[slots][drafted]
+        frontiers = [value[depth == level] for level in range(1, self.levels[-1])]
+        if known.all():
+            return frontiers
+        average = np.ones(1)
+        for level, values in enumerate(frontiers):
+            average = -np.sort(-np.outer(average, self.speculation.planner.children).ravel())[: self.num_nodes]
+            frontiers[level] = np.append(values, np.tile(average, int(np.count_nonzero(~known))))
         return frontiers
 
     def _real(self, slots: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.staging import Staging
 from vllm_gsd.engine.verify.step import lay_out
-from vllm_gsd.ops.flatten.api import NUM_SOURCES, DeviceTrees
+from vllm_gsd.ops.flatten.api import NUM_SOURCES
 from vllm_gsd.ops.growth.state import COUNTS
 
 
@@ -447,11 +447,11 @@ class GraphSpeculator(BaseSpeculator):
         """
         for label, tensors in self.late.take(wait):
             names = ("sampled", "num_sampled", "ends", "draft_length", "counts")
-            *path, draft_length, counts = (tensors.pop(name).numpy() for name in names)
+            *path, draft_length, counts = (tensors.pop(name) for name in names)
             paths = Paths(*path)
             self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
-            graphs = {name: tensors.pop(name).numpy() for name in [*tensors] if name.startswith("graph_")}
-            trees = to_host(DeviceTrees(**tensors)) if tensors else None
+            graphs = {name: tensors.pop(name) for name in [*tensors] if name.startswith("graph_")}
+            trees = to_host(tensors) if tensors else None
             step = lay_out(trees or [None] * len(label.slots), label.sizes, label.batch_ends)
             self.speculation.observe(label.request_ids, step, paths)
             # Another request may have the slot by now.
