@@ -38,7 +38,8 @@ def read_answers(file: Path) -> list[Answer]:
     table = parquet.read_table(file, columns=["input_ids", "prompt_len"])
     ids = table["input_ids"].combine_chunks()
     ends = np.cumsum(ids.value_lengths().to_numpy())
-    texts = np.split(ids.flatten().to_numpy(), ends[:-1])
+    # PyTorch shares the memory of writable arrays only.
+    texts = np.split(ids.flatten().to_numpy(zero_copy_only=False, writable=True), ends[:-1])
     rows = zip(texts, table["prompt_len"].to_pylist(), (ends - [len(text) for text in texts]).tolist(), strict=True)
     return [Answer(text, prompt_len, file.stem, first) for text, prompt_len, first in rows]
 

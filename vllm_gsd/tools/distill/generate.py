@@ -25,9 +25,11 @@ SHARD = 256
 # generate, and the share that must be new to continue.
 OWN_TOKENS, SHORTEST_REQUEST = 96, 9
 MOST_TURNS, LEAST_SHARE = 64, 0.1
+# The size of the target's KV cache in a CPU's memory.
+CPU_CACHE_GIB = 3
 
 
-def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float, eager: bool) -> LLM:
+def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) -> LLM:
     """Start the target in vLLM, configured for throughput."""
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -41,8 +43,8 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
         dtype="bfloat16",
         max_model_len=max_model_len,
         max_num_seqs=batch,
-        # A GPU has no other work meanwhile: vLLM takes what the model leaves.
-        kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if on_cpu else None,
+        # A GPU has no other work meanwhile: vLLM measures what the model leaves and takes it.
+        kv_cache_memory_bytes=CPU_CACHE_GIB << 30 if on_cpu else None,
         # The states of inner layers cannot be recorded in compiled models. On a GPU they are not stored.
         enforce_eager=eager or on_cpu,
         disable_log_stats=True,
