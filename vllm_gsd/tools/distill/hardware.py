@@ -31,6 +31,11 @@ class Hardware(NamedTuple):
         """The same without torch.compile. A dense mask and every intermediate result are in memory then."""
         return self._replace(attention="sdpa", pack=min(self.pack, 4))
 
+    def wait(self) -> None:
+        """Wait until the device has finished. The processor that gives it work runs ahead."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
 
 # On a CPU a single text costs least, since texts do not attend to each other.
 CPU = Hardware("cpu", "sdpa", batch=8, pack=1, anchors=24, untimed=1, timed=15)

@@ -19,8 +19,8 @@ import torch
 
 from vllm_gsd.tools.distill.data import Answer, read_answers
 
-# Maximum tokens of a forward pass.
-BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
+# Maximum tokens of a forward pass. More need fewer launches for a pack and have more padding.
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 
 
 def state_layers(depth: int) -> list[int]:

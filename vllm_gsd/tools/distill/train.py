@@ -82,6 +82,7 @@ def _try(model: Student, data: list[Answer], packs: Packs) -> None:
     try:
         with stage("compiling the student"):
             _learn(model, batch)
+            model.hardware.wait()
     except Exception as error:
         logger.warning("training goes on without torch.compile, which failed: %s", error)
         model.go_plain()
@@ -122,15 +123,14 @@ def _seconds_per_text(model: Student, data: list[Answer], packs: Packs, seed: in
         _learn(model, batch)
         model.zero_grad()
         if number == model.hardware.untimed:
+            model.hardware.wait()
             begun = time.perf_counter()
+    model.hardware.wait()
     return (time.perf_counter() - begun) / (size * model.hardware.timed)
 
 
 def _learn(model: Student, batch: dict[str, torch.Tensor]) -> None:
     """A forward and a backward pass, as the Trainer makes them."""
-    device = model.hardware.device
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(model.hardware.device, torch.bfloat16):
         loss = model(**batch)["loss"]
     loss.backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
