@@ -94,7 +94,7 @@ setup(
         "xformers": ["xformers>=0.0.35"],
         # And speculators, without its requirements: they would replace torch, torchvision and torchaudio.
         "distill": [
-            *("transformers>=5", "accelerate>=1.15", "datasets>=5", "safetensors", "tqdm"),
+            *("transformers>=5", "accelerate>=1.15", "datasets>=5", "pyarrow", "safetensors", "tqdm"),
             *("aiohttp", "loguru", "openai", "protobuf", "psutil", "pyyaml"),
         ],
         "bench": ["matplotlib>=3.9"],

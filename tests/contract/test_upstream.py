@@ -90,7 +90,7 @@ SIGNATURES = [
     (CPUModelRunner.__init__, ["vllm_config", "device"]),
     (GPUModelRunner.take_draft_token_ids, []),
     (GPUModelRunner.maybe_setup_dummy_loras, ["lora_config", "remove_lora"]),
-    # distill.states
+    # distill.recorder
     (
         GPUModelRunner._model_forward,
         ["input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"],

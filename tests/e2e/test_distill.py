@@ -15,8 +15,8 @@ from engine_process import Engine
 from patience import SECONDS
 from tiny_pair import build_tiny_pair
 
-from vllm_gsd.tools.distill.data import States, load_answers
-from vllm_gsd.tools.distill.states import write_missing
+from vllm_gsd.tools.distill.data import load_answers
+from vllm_gsd.tools.distill.states import StoredStates, write_missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]
@@ -76,10 +76,10 @@ def head(command, target, tmp_path_factory):
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert {file.suffix for file in kept} == {".parquet", ".safetensors"}
     write_missing(target, answers, folder / "again")
-    for row in load_answers(answers, 640):
-        expected = States(folder / "again").of(row)[:-1]
-        for states in (folder / "with answers", work / "states"):
-            torch.testing.assert_close(States(states).of(row)[:-1], expected, rtol=0.1, atol=0.1)
+    data = load_answers(answers, 640)
+    for states in (folder / "with answers", work / "states"):
+        for found, expected in zip(StoredStates(states)(data), StoredStates(folder / "again")(data), strict=True):
+            torch.testing.assert_close(found[:-1], expected[:-1], rtol=0.1, atol=0.1)
     return folder / "draft", json.loads(done.stdout.splitlines()[-1])
 
 

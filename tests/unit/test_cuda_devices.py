@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.engine.draft import trimmed_head
@@ -16,6 +17,9 @@ from vllm_gsd.engine.v2.device_step import Proposals
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.verify import staging
 from vllm_gsd.ops.flatten.api import DeviceTrees
+from vllm_gsd.tools.distill.data import Answer
+from vllm_gsd.tools.distill.packs import Packs
+from vllm_gsd.tools.distill.states import ComputedStates
 from vllm_gsd.upstream.wire import tree_rows_of
 
 # A device that PyTorch knows, and whose name makes no build of it look for the hardware.
@@ -127,3 +131,23 @@ def test_candidates_of_a_trimmed_vocabulary(monkeypatch):
     draft.model = SimpleNamespace(logits_processor=lambda head, logits: logits)
     probs, tokens = draft.most_probable(torch.zeros((3, 10), device=GPU), 4)
     assert probs.device == tokens.device == GPU and tokens.shape == (3, 4)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_packs_to_distil_from(monkeypatch, shift):
+    """Texts are on the host, and the target and all of a batch on the device."""
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2
+    )
+    with GPU:  # fake parameters cannot be moved
+        target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    monkeypatch.setattr(target.base_model, "to", lambda device: target.base_model)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: target)
+    data = [Answer(np.arange(length), 3, "first", 0) for length in (9, 5, 12)]
+    packs = Packs(ComputedStates("target", GPU, batch_tokens=20), padding=4, shift=shift)
+    packs.multiple = 64
+    assert packs.standardise(data).device == GPU
+    batch = packs.collate(data)
+    assert {name: rows.device for name, rows in batch.items() if rows.device != GPU} == {}
+    assert {rows.shape[:2] for rows in batch.values()} == {(1, 64)}
+    assert batch["hidden_states"].dtype == batch["verifier_last_hidden_states"].dtype == torch.bfloat16

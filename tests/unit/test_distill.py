@@ -12,12 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
-from vllm_gsd.tools.distill import answers, generate, prompts, run, states
-from vllm_gsd.tools.distill.data import States, load_answers, state_layers
+from vllm_gsd.tools.distill import answers, generate, prompts, recorder, run, states
+from vllm_gsd.tools.distill.data import count_tokens, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.lm import LanguageModel, project
 from vllm_gsd.tools.distill.options import DistillError, Options
+from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
+from vllm_gsd.tools.distill.states import ComputedStates, StoredStates, state_layers
 from vllm_gsd.tools.distill.target import Target, check_target
 from vllm_gsd.tools.distill.train import train
 from vllm_gsd.tools.distill.validate import agreement
@@ -122,65 +124,90 @@ class TestStates:
     def test_they_are_the_targets(self, target, work):
         """As transformers has them, with the last layer's before the final norm: its logits are the target's."""
         whole = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
-        data, reader = load_answers(files(work), 30), States(work / "states")
-        assert 0 < len(data) < 24 and max(data["length"]) <= 30
-        for row in data:
+        data, stored = load_answers(files(work), 30), StoredStates(work / "states")
+        assert 0 < len(data) < 24 and max(len(row.input_ids) for row in data) <= 30
+        for row, found in zip(data, stored(data), strict=True):
             with torch.no_grad():
-                output = whole(torch.from_numpy(row["input_ids"])[None], output_hidden_states=True)
-            found = reader.of(row)
+                output = whole(torch.from_numpy(row.input_ids)[None], output_hidden_states=True)
             for index, layer in enumerate(state_layers(5)[:-1]):
                 assert_rows_close(found[:, index], output.hidden_states[layer][0])
             assert_rows_close(Target(target).logits(found[:, -1]), output.logits[0])
 
     def test_a_batch_has_texts_one_after_the_other(self, work):
         data = load_answers(files(work), 640)
-        reader, rows = States(work / "states", padding=2), [data[0], data[20]]
-        batch = reader.collate(rows)
-        first = int(rows[0]["length"])
-        assert batch["document_ids"].tolist() == [[0] * (first + 2) + [1] * (int(rows[1]["length"]) + 2)]
-        assert batch["input_ids"][0, first + 2 :][:-2].tolist() == rows[1]["input_ids"].tolist()
+        stored, rows = StoredStates(work / "states"), [data[0], data[20]]
+        batch = Packs(stored, padding=2).collate(rows)
+        first, second = (len(row.input_ids) for row in rows)
+        assert batch["document_ids"].tolist() == [[0] * (first + 2) + [1] * (second + 2)]
+        assert batch["input_ids"][0, first + 2 :][:-2].tolist() == rows[1].input_ids.tolist()
         assert batch["position_ids"][0, first + 2] == 0
         known = batch["loss_mask"][0, : first + 2].nonzero()[:, 0].tolist()
         assert known == list(range(PROMPT - 1, first - 1))
-        own = reader.of(rows[1])
+        (own,) = stored(rows[1:])
         assert torch.equal(batch["verifier_last_hidden_states"][0, first + 2 :][:-2], own[:, -1])
         assert torch.equal(batch["hidden_states"][0, first + 2 :][:-2], own.flatten(1))
 
     def test_shifted_a_token_has_the_states_before_it(self, work):
         row = load_answers(files(work), 640)[3]
-        plain, shifted = (States(work / "states", shift=shift).collate([row]) for shift in (False, True))
+        stored = StoredStates(work / "states")
+        plain, shifted = (Packs(stored, shift=shift).collate([row]) for shift in (False, True))
         for name, rows in shifted.items():
             assert torch.equal(rows, plain[name][:, :-1] if name == "hidden_states" else plain[name][:, 1:])
+
+    @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
+    def test_computed_they_are_as_stored(self, target, work, kind):
+        """In any number of forward passes: batches, their scale, and what students make of them at first."""
+        data, found = load_answers(files(work), 640), []
+        for source in (StoredStates(work / "states"), ComputedStates(target, "cpu", batch_tokens=100)):
+            model = student(kind, target)
+            packs = model.packs(source)
+            packs.multiple = 64
+            model.start(data, packs, new=True)
+            found.append((packs.collate([data[i] for i in (0, 20, 5)]), agreement(model, data, packs)))
+        (batch, agreed), (computed, other) = found
+        assert {name: rows.dtype for name, rows in computed.items()} == {name: batch[name].dtype for name in computed}
+        torch.testing.assert_close(computed, batch, rtol=0.05, atol=0.05)
+        assert not any(rows.requires_grad or rows.is_inference() for rows in computed.values())
+        for name, shares in agreed.items():
+            assert other[name] == pytest.approx(shares, abs=0.05), name
 
     def test_what_is_there_is_not_run_again(self, target, work, monkeypatch):
         monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("runs"))
         states.write_missing(target, files(work), work / "states")
 
 
+def test_tokens_of_answers_are_counted(work):
+    data = load_answers(files(work), 640)
+    counts = np.zeros(300, int)
+    for row in data:
+        np.add.at(counts, row.input_ids[PROMPT:], 1)
+    assert len(data) == 24 and count_tokens(data, 300).tolist() == counts.tolist()
+
+
 class TestStudents:
     def test_the_target_agrees_with_itself(self, target, work):
         """Whether texts are packed or not."""
         model, data = student("lm", target, init=str(target)), load_answers(files(work), 640)
-        reader = model.states(work / "states")
+        packs = model.packs(StoredStates(work / "states"))
         for size in (1, 3):
             model.hardware = CPU._replace(pack=size)
-            found = agreement(model, data, reader)
+            found = agreement(model, data, packs)
             assert found["top_1"][0] > 0.9 and found["top_4"] == [1.0]
             assert found["chain"] == found["top_1"][0]
         # A text does not see the one before it in a batch.
         with torch.no_grad():
-            together = model.drafted(reader.collate([data[0], data[1]])).logits
-            alone = model.drafted(reader.collate([data[1]])).logits
+            together = model.drafted(packs.collate([data[0], data[1]])).logits
+            alone = model.drafted(packs.collate([data[1]])).logits
         torch.testing.assert_close(together[-len(alone) :], alone, rtol=1e-3, atol=1e-3)
 
     @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
     def test_what_is_drafted_depends_on_the_text_before_alone(self, target, work, kind):
         """Changed tokens and states change the drafts behind them, not those before."""
         model, data = student(kind, target), load_answers(files(work), 640)
-        reader = model.states(work / "states")
-        batch = reader.collate([data[0], data[1]])
+        packs = model.packs(StoredStates(work / "states"))
+        batch = packs.collate([data[0], data[1]])
         batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
-        changed, place = {name: rows.clone() for name, rows in batch.items()}, int(data[0]["length"]) - 5
+        changed, place = {name: rows.clone() for name, rows in batch.items()}, len(data[0].input_ids) - 5
         changed["input_ids"][0, place:] = 7
         changed["hidden_states"][0, place:] += 1
         found = []
@@ -202,12 +229,12 @@ class TestStudents:
     @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
     def test_they_learn_are_saved_and_load_again(self, target, work, tmp_path, kind):
         model, data = student(kind, target), load_answers(files(work), 640)
-        reader = model.states(work / "states")
+        packs = model.packs(StoredStates(work / "states"))
         options = Options(target=str(target), kind=kind, epochs=20, learning_rate=3e-3)
-        model.start(data, reader, new=True)
-        before = agreement(model, data, reader)
-        assert train(model, tmp_path, data, reader, options, None) == 60
-        after = agreement(model, data, reader)
+        model.start(data, packs, new=True)
+        before = agreement(model, data, packs)
+        assert train(model, tmp_path, data, packs, options, None) == 60
+        after = agreement(model, data, packs)
         assert after["chain"] > before["chain"] + 0.1
         assert all(0 <= best <= four <= 1 for best, four in zip(after["top_1"], after["top_4"], strict=True))
         model.save(tmp_path / "draft")
@@ -215,23 +242,24 @@ class TestStudents:
         check_draft(str(tmp_path / "draft"), 300, target)
         assert str(target) not in (tmp_path / "draft" / "config.json").read_text()
         again = student(kind, target, init=str(tmp_path / "draft"))
-        again.start(data, reader, new=False)
-        assert agreement(again, data, reader)["chain"] == pytest.approx(after["chain"], abs=0.1)
+        again.start(data, packs, new=False)
+        assert agreement(again, data, packs)["chain"] == pytest.approx(after["chain"], abs=0.1)
 
     def test_a_block_starts_from_a_fit(self, target, work):
         """It agrees with the target before any training, and what it drafts depends on the last known state most."""
         model, data = student("dspark", target), load_answers(files(work), 640)
-        reader = model.states(work / "states")
-        model.start(data, reader, new=True)
-        usual = torch.cat([reader.of(row).flatten(1) * reader.scale for row in data]).abs().median(0).values.float()
+        packs = model.packs(StoredStates(work / "states"))
+        model.start(data, packs, new=True)
+        states = torch.cat(packs.source(data)).flatten(1)
+        usual = (states * packs.scale).abs().median(0).values.float()
         assert usual.mean() == pytest.approx(1, abs=0.2)
-        random = agreement(student("dspark", target), data, States(work / "states", model.padding))
-        found = agreement(model, data, reader)
+        random = agreement(student("dspark", target), data, Packs(packs.source, model.padding))
+        found = agreement(model, data, packs)
         assert found["top_1"][0] > random["top_1"][0] + 0.1 and found["top_4"][0] > random["top_4"][0] + 0.1
         batch = {
-            name: rows.float() if rows.is_floating_point() else rows for name, rows in reader.collate([data[1]]).items()
+            name: rows.float() if rows.is_floating_point() else rows for name, rows in packs.collate([data[1]]).items()
         }
-        (anchor,) = [int(data[1]["length"]) - 1 - model.depth]
+        (anchor,) = [len(data[1].input_ids) - 1 - model.depth]
         batch["loss_mask"] = torch.arange(batch["loss_mask"].shape[1])[None] >= anchor  # leaves one anchor
         changes = []
         for distance in (1, 4):
@@ -245,11 +273,11 @@ class TestStudents:
     @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
     def test_padding_does_not_change_the_loss(self, target, work, kind):
         model, data = student(kind, target), load_answers(files(work), 640)
-        model.hardware, reader = CPU._replace(pack=3), model.states(work / "states")
+        model.hardware, packs = CPU._replace(pack=3), model.packs(StoredStates(work / "states"))
         losses = []
         for multiple in (1, 128):
-            reader.multiple = multiple
-            batch = reader.collate([data[i] for i in (0, 1, 20)])
+            packs.multiple = multiple
+            batch = packs.collate([data[i] for i in (0, 1, 20)])
             assert batch["input_ids"].shape[1] % multiple == 0
             torch.manual_seed(1)
             with torch.autocast("cpu", torch.bfloat16, enabled=False):
@@ -262,7 +290,7 @@ class TestStudents:
     def test_blocks_that_find_no_place_do_not_count(self, target, work):
         """The number of blocks of a pack is fixed. The loss over all places does not depend on it."""
         model, data = student("dspark", target), load_answers(files(work), 640)
-        batch = model.states(work / "states").collate([data[0]])
+        batch = model.packs(StoredStates(work / "states")).collate([data[0]])
         batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
         losses = []
         for anchors in (50, 80):
@@ -274,18 +302,18 @@ class TestStudents:
 
     @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
     def test_where_compiling_fails_training_goes_on_without(self, target, work, tmp_path, monkeypatch, caplog, kind):
-        """Flex attention has no backward pass on a CPU. Workers read packs of several texts."""
-        flex = CPU._replace(attention="simple_flex_attention", batch=8, pack=8, workers=2)
+        """Flex attention has no backward pass on a CPU. The states are computed, as on a GPU."""
+        flex = CPU._replace(attention="simple_flex_attention", batch=8, pack=8)
         for module in ("students", "speculators_students"):
             monkeypatch.setattr(f"vllm_gsd.tools.distill.{module}.found_hardware", lambda: flex)
         monkeypatch.setattr(flex_attention, "flex_attention", lambda *_, **__: 1 / 0)
         model, data = student(kind, target), load_answers(files(work), 640)
-        reader = model.states(work / "states")
+        packs = model.packs(ComputedStates(target, "cpu"))
         options = Options(target=str(target), kind=kind, epochs=10)
-        model.start(data, reader, new=True)
+        model.start(data, packs, new=True)
         try:
-            assert train(model, tmp_path, data, reader, options, 5) == 30
-            assert agreement(model, data, reader)["chain"] > 0
+            assert train(model, tmp_path, data, packs, options, 5) == 30
+            assert agreement(model, data, packs)["chain"] > 0
         finally:
             torch.compiler.set_stance("default")
         assert "goes on without torch.compile" in caplog.text
@@ -355,13 +383,13 @@ def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monke
         completion = SimpleNamespace(token_ids=[5] * length, text=f"{length} tokens")
         return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[completion])
 
-    monkeypatch.setattr(states.Recorder, "attached", lambda llm: None)
+    monkeypatch.setattr(recorder.Recorder, "attached", lambda llm: None)
     (tmp_path / "answers").mkdir()
     monkeypatch.setattr(generate, "_generate", lambda llm, chats, *rest: [output(length) for length in (4, 1, 3)])
     texts = generate.answer(AskingTarget("template"), [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
     assert texts == ["4 tokens", "1 tokens", "3 tokens"]
     data = load_answers(files(tmp_path), 640)
-    assert [int(row["first"]) for row in data] == [0, 6 + 3]
+    assert [row.first for row in data] == [0, 6 + 3]
 
 
 def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
@@ -380,7 +408,7 @@ def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
                 for prompt, own in zip(prompts, params, strict=True)
             ]
 
-    monkeypatch.setattr(states.Recorder, "attached", lambda llm: None)
+    monkeypatch.setattr(recorder.Recorder, "attached", lambda llm: None)
     monkeypatch.setattr(generate, "token_ids_of", lambda tokenizer, chat: chat)
     monkeypatch.setattr(generate, "SHARD", 4)
     (tmp_path / "answers").mkdir()

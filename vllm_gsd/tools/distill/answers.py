@@ -14,8 +14,6 @@ from vllm_gsd.tools.distill.options import Options
 LATER_SHARD = 1.5
 # Shares of the answers to requests about earlier answers, and to requests that the target made up.
 SECOND_ROUND, OWN = 0.3, 0.5
-# The size of the target's KV cache while it answers.
-KV_CACHE_GIB = 3.0
 
 
 def make_answers(options: Options, work: Path, minutes: float | None) -> None:
@@ -35,7 +33,6 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
                     options.target,
                     max_model_len=options.longest + options.max_tokens,
                     batch=options.batch,
-                    kv_cache_gib=KV_CACHE_GIB,
                     eager=options.eager,
                 )
             )

@@ -7,18 +7,16 @@ killed run resumes where it stopped.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gsd.tools.distill.stages import logger
 from vllm_gsd.tools.prompt_file import Chat, token_ids_of
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-logger = logging.getLogger("vllm_gsd.tools.distill")
 
 # Most answers are greedy. The rest are sampled, so that the draft also learns less likely paths.
 GREEDY_SHARE = 0.65
@@ -27,9 +25,11 @@ SHARD = 256
 # generate, and the share that must be new to continue.
 OWN_TOKENS, SHORTEST_REQUEST = 96, 9
 MOST_TURNS, LEAST_SHARE = 64, 0.1
+# The size of the target's KV cache in a CPU's memory.
+CPU_CACHE_GIB = 3
 
 
-def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: float, eager: bool) -> LLM:
+def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) -> LLM:
     """Start the target in vLLM, configured for throughput."""
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -43,9 +43,9 @@ def start_target(target: str, *, max_model_len: int, batch: int, kv_cache_gib: f
         dtype="bfloat16",
         max_model_len=max_model_len,
         max_num_seqs=batch,
-        # A GPU has no other work meanwhile: vLLM takes what the model leaves.
-        kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if on_cpu else None,
-        # The states of inner layers cannot be recorded in compiled models. On a GPU a second pass is cheap.
+        # A GPU has no other work meanwhile: vLLM measures what the model leaves and takes it.
+        kv_cache_memory_bytes=CPU_CACHE_GIB << 30 if on_cpu else None,
+        # The states of inner layers cannot be recorded in compiled models. On a GPU they are not stored.
         enforce_eager=eager or on_cpu,
         disable_log_stats=True,
         # With prefix caching, the hidden states of a shared prefix would be recorded for one answer only.
@@ -118,14 +118,16 @@ def answer(
     Args:
         llm: the target, or a function that starts it. The function is called only if an answer is missing.
         chats: the requests of the round, the same in every run.
-        work: the folder of ``answers/{name}-00000.parquet``, ... and ``states`` (see ``data``).
+        work: the folder of ``answers/{name}-00000.parquet``, ... and ``states`` (see ``data`` and ``states``).
         max_tokens: maximum tokens of an answer.
         batch: concurrent requests.
     """
-    from datasets import Dataset
+    import pyarrow
+    from pyarrow import parquet
     from tqdm import tqdm
 
-    from vllm_gsd.tools.distill import states
+    from vllm_gsd.tools.distill import recorder as recording
+    from vllm_gsd.tools.distill.states import write
 
     paths = [shard_path(work / "answers", name, number) for number in range(-(-len(chats) // SHARD))]
     missing = [number for number, path in enumerate(paths) if not path.exists()]
@@ -133,22 +135,22 @@ def answer(
         llm = llm()
     with tqdm(total=len(missing), desc=f"answers, {name} round", unit="shard") as progress:
         while missing:
-            recorder = states.Recorder.attached(llm)
+            recorder = recording.Recorder.attached(llm)
             # Recorded states take much memory, so a recorder sees one shard at a time.
             count = wave(batch) if recorder is None else 1
             chosen, missing = missing[:count], missing[count:]
             asked = [chats[number * SHARD : (number + 1) * SHARD] for number in chosen]
             outputs = _generate(llm, asked, max_tokens, [seed + number for number in chosen])
             if recorder is not None and (found := recorder.take(outputs)) is not None:
-                states.write(found, work / "states", paths[chosen[0]].stem)
+                write(found, work / "states", paths[chosen[0]].stem)
             for place, number in enumerate(chosen):
                 # Only the last shard of a round is not full.
                 rows = [_row(output) for output in outputs[place * SHARD : (place + 1) * SHARD]]
                 partial = paths[number].with_suffix(".partial")
-                Dataset.from_list(rows).to_parquet(str(partial))
+                parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
                 partial.rename(paths[number])
             progress.update(len(chosen))
-    return [text for path in paths for text in Dataset.from_parquet(str(path), keep_in_memory=True)["text"]]
+    return [text for path in paths for text in parquet.read_table(path, columns=["text"])["text"].to_pylist()]
 
 
 def _generate(llm: LLM, shards: list[list[Chat]], max_tokens: int, seeds: list[int]) -> list[Any]:

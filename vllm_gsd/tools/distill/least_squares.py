@@ -8,20 +8,18 @@ token tells.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_gsd.tools.distill.data import States, spread
+from vllm_gsd.tools.distill.data import Answer, spread
 from vllm_gsd.tools.distill.options import DistillError
+from vllm_gsd.tools.distill.packs import Packs, batches
 from vllm_gsd.tools.distill.target import Target
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-# About so many answers are read.
-TEXTS = 384
+# About so many answers are read, and so many at a time.
+TEXTS, PACK = 384, 16
 RIDGE = 0.02
 # Random weights are kept at this size beside the fitted ones, so that training can tell them apart.
 NOISE = 0.1
@@ -47,41 +45,40 @@ class Fit(NamedTuple):
     scale: float
 
 
-def start_block(model: Any, target: Target, data: Dataset, reader: States) -> None:
+def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) -> None:
     """Set the first weights of a DSpark model of the speculators package, in place.
 
     Args:
-        model: the model, in float32.
+        model: the model, in float32, on the device of the target and the packs.
         target: the target.
         data: the answers to fit.
-        reader: reads their states, standardised.
+        packs: makes their batches, standardised.
     """
+    data = spread(data, TEXTS)
+    tokens = np.concatenate([answer.input_ids for answer in data])
     with torch.no_grad():
-        data = spread(data, TEXTS)
-        tokens = np.concatenate([row["input_ids"] for row in data])
-        counts = torch.from_numpy(np.bincount(tokens, minlength=len(target.embedding))).float()
-        fit = _fit(model, target, data, reader)
+        fit = _fit(model, target, data, packs)
+    with torch.no_grad(), target.norm.device:
+        counts = torch.tensor(np.bincount(tokens, minlength=len(target.embedding))).float()
         _set_values(model, fit)
         _set_scores(model, target, fit, counts / counts.sum())
         _set_bias(model, target, fit, counts / counts.sum())
 
 
-def _fit(model: Any, target: Target, data: Dataset, reader: States) -> Fit:
+def _fit(model: Any, target: Target, data: list[Answer], packs: Packs) -> Fit:
     """Regress over places of the answers; each place stands for one depth of the block, near ones most often."""
     generator = np.random.default_rng(0)
     chance = 1.0 / np.arange(1, model.block_size + 1)
     hidden, sample = len(target.norm), []
     unit = 1.0 / target.embedding.std()
     size, count = hidden + model.fc.in_features, 0
-    gram, right = torch.zeros(size, size), torch.zeros(size, hidden)
-    for row in data:
-        batch = reader.collate([row])
-        known = batch["loss_mask"][0]
-        places = known.unfold(0, model.block_size, 1).all(1).nonzero()[:, 0]
-        places = places[places > 0]
-        if not len(places):
-            continue
+    gram, right = target.norm.new_zeros(size, size), target.norm.new_zeros(size, hidden)
+    for batch in batches(data, packs, PACK):
+        # Padding between texts is not known, so no place is near the next text.
+        known = batch["loss_mask"][0].unfold(0, model.block_size, 1).all(1)
+        places = (known & (batch["position_ids"][0, : len(known)] > 0)).nonzero()[:, 0]
         depth = torch.from_numpy(generator.choice(model.block_size, len(places), p=chance / chance.sum()))
+        depth = depth.to(places.device)
         states = batch["hidden_states"][0, places - 1].float()
         inputs = torch.cat([unit * target.embedding[batch["input_ids"][0, places + depth]], states], 1)
         last = batch["verifier_last_hidden_states"][0, places + depth].float()
@@ -92,7 +89,8 @@ def _fit(model: Any, target: Target, data: Dataset, reader: States) -> Fit:
         sample.append(states[::8])
     if not count:
         raise DistillError(f"No answer is longer than the {model.block_size} tokens of a block; lower --depth.")
-    weights = torch.linalg.solve(gram + RIDGE * count * torch.eye(len(gram)), right)
+    gram.diagonal().add_(RIDGE * count)
+    weights = torch.linalg.solve(gram, right)
     from_states, states = weights[hidden:], torch.cat(sample)
     return Fit(unit * weights[:hidden], from_states, states, float((states @ from_states).square().mean().sqrt()))
 

@@ -18,12 +18,11 @@ from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
+from vllm_gsd.tools.distill.stages import logger, stage
 from vllm_gsd.tools.distill.target import check_target
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
-logger = logging.getLogger("vllm_gsd.tools.distill")
+    from vllm_gsd.tools.distill.data import Answer
 
 # Shares of the time limit for answers and training. The rest is for validation in three engines.
 ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.3
@@ -49,22 +48,28 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         minutes = None if options.minutes is None else options.minutes * ANSWERS_SHARE
         _in_own_process(make_answers, options, work, minutes)
     from vllm_gsd.tools.distill.data import load_answers
+    from vllm_gsd.tools.distill.hardware import found_hardware
 
     files = _kept(work / "files.json", lambda: [file.name for file in sorted((answers / "answers").glob("*.parquet"))])
     if not files:
         raise DistillError(f"--data {options.data!r} has no answers/*.parquet; give the work folder of another run.")
     paths = [answers / "answers" / name for name in files]
-    logger.info("the answers are in %d files; reading their states", len(files))
-    _in_own_process(write_states, Path(options.target), paths, answers / "states")
-    data = load_answers(paths, options.longest)
-    held_out = data.select(range(0, len(data), HELD_OUT))
-    training = data.select([i for i in range(len(data)) if i % HELD_OUT]) if len(data) > 1 else data
-    results = _kept(work / "results.json", lambda: _train(options, work, answers / "states", training, held_out))
+    if found_hardware().device == "cpu":
+        with stage("completing the states"):
+            _in_own_process(write_states, Path(options.target), paths, answers / "states")
+    with stage(f"reading the answers in {len(files)} files"):
+        data = load_answers(paths, options.longest)
+    held_out = data[::HELD_OUT]
+    training = [answer for i, answer in enumerate(data) if i % HELD_OUT] if len(data) > 1 else data
+    results = _kept(
+        work / "results.json",
+        lambda: _in_own_process(_train, options, work, answers / "states", training, held_out),
+    )
     if options.engine:
         from vllm_gsd.tools.distill.engine import compare
 
         logger.info("decoding %d prompts with and without the draft", min(ENGINE_PROMPTS, len(held_out)))
-        texts = [row["input_ids"][: int(row["prompt_len"])].tolist() for row in held_out]
+        texts = [answer.input_ids[: answer.prompt_len].tolist() for answer in held_out]
         chosen = texts[:: max(1, len(texts) // ENGINE_PROMPTS)][:ENGINE_PROMPTS]
         results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
     _finish(options, work, out, training, results)
@@ -104,39 +109,53 @@ def _kept(file: Path, make) -> Any:
 
 
 def _in_own_process(function, *arguments):
-    """Call the function in its own process, whose end frees the GPU memory that vLLM takes."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    """Call the function in its own process, whose end frees the GPU memory that it takes. Engines need nearly all."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, _log, (logger.getEffectiveLevel(),)) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def _train(options: Options, work: Path, states: Path, training: Dataset, held_out: Dataset) -> dict[str, Any]:
-    """Train the student, write it to ``work/trained`` and measure its agreement with the target."""
+def _log(level: int) -> None:
+    """Log in a new process as the command does."""
+    logging.basicConfig(level=level, format="%(message)s")
+
+
+def _train(
+    options: Options, work: Path, states: Path, training: list[Answer], held_out: list[Answer]
+) -> dict[str, Any]:
+    """Train the student, write it to ``work/trained`` and measure its agreement with the target.
+
+    Args:
+        states: the folder of the target's states over the answers, which only a CPU has.
+    """
     import numpy as np
 
     from vllm_gsd.tools.distill.data import count_tokens
+    from vllm_gsd.tools.distill.hardware import found_hardware
     from vllm_gsd.tools.distill.lm import LanguageModel
     from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
+    from vllm_gsd.tools.distill.states import ComputedStates, StoredStates
     from vllm_gsd.tools.distill.target import Target
     from vllm_gsd.tools.distill.train import train
     from vllm_gsd.tools.distill.validate import agreement
 
     begun = time.perf_counter()
-    target = Target(Path(options.target))
-    counts = count_tokens(training, target.config["vocab_size"])
-    counts[target.eos_ids] = counts.max() + 1
-    kinds: dict[str, Any] = {
-        "dspark": BlockStudent,
-        "eagle3": Eagle3Student,
-        "lm": LanguageModel,
-    }
-    model = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
+    folder, device = Path(options.target), found_hardware().device
+    with stage("loading the target and making the student"):
+        target = Target(folder, device)
+        counts = count_tokens(training, target.config["vocab_size"])
+        counts[target.eos_ids] = counts.max() + 1
+        kinds: dict[str, Any] = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}
+        model = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
+        packs = model.packs(StoredStates(states) if device == "cpu" else ComputedStates(folder, device))
     share = TRAINING_SHARE if options.data is None else ANSWERS_SHARE + TRAINING_SHARE
     limit = None if options.minutes is None else options.minutes * share
-    reader = model.states(states)
-    model.start(training, reader, options.init is None)
-    steps = train(model, work, training, reader, options, limit)
+    with stage("the student's first weights"):
+        model.start(training, packs, options.init is None)
+    steps = train(model, work, training, packs, options, limit)
     model.save(work / "trained")
-    found = agreement(model, held_out, reader)
+    with stage("measuring agreement"):
+        found = agreement(model, held_out, packs)
     own = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return {
         **found,
@@ -148,13 +167,13 @@ def _train(options: Options, work: Path, states: Path, training: Dataset, held_o
     }
 
 
-def _finish(options: Options, work: Path, out: Path, training: Dataset, results: dict[str, Any]) -> None:
+def _finish(options: Options, work: Path, out: Path, training: list[Answer], results: dict[str, Any]) -> None:
     facts = {
         "target": Path(options.target).name,
         "name": out.name,
         "kind": options.kind,
         "answers": len(training),
-        "tokens": int(sum(len(row["input_ids"]) - int(row["prompt_len"]) for row in training)),
+        "tokens": sum(len(answer.input_ids) - answer.prompt_len for answer in training),
         "prompts": f"to {Path(options.prompts).name}" if options.prompts else "to templates and its own requests",
         "command": shlex.join(["vllm-gsd", *sys.argv[1:]]),
     }

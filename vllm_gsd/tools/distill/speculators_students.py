@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +21,14 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch.nn.attention.flex_attention import create_mask
 from transformers import AttentionInterface
 
-from vllm_gsd.tools.distill.data import States, state_layers
+from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.hardware import found_hardware
 from vllm_gsd.tools.distill.least_squares import start_block
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
+from vllm_gsd.tools.distill.packs import Packs
+from vllm_gsd.tools.distill.states import state_layers
 from vllm_gsd.tools.distill.students import Drafted, Student
 from vllm_gsd.tools.distill.target import Target
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 LOSS = resolve_loss_config("kl_div", "eager")
 
@@ -83,9 +82,9 @@ class SpeculatorsStudent(Student):
         """The arguments of the model class that the kind and the options decide. ``layers``: those with states."""
         raise NotImplementedError
 
-    def start(self, data: Dataset, reader: States, new: bool) -> None:
+    def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """See ``Student``. In training, the weights of ``fc`` are those for standardised states."""
-        self.scale = reader.standardise(data)[: self.model.fc.in_features]
+        self.scale = packs.standardise(data)[: self.model.fc.in_features]
         if not new:
             self._rescale(1 / self.scale)
 
@@ -146,11 +145,11 @@ class BlockStudent(SpeculatorsStudent):
             "confidence_head_with_markov": False,
         }
 
-    def start(self, data: Dataset, reader: States, new: bool) -> None:
+    def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """See ``Student``."""
-        super().start(data, reader, new)
+        super().start(data, packs, new)
         if new:
-            start_block(self.model, self.target, data, reader)
+            start_block(self.model, self.target, data, packs)
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """See ``Student``."""

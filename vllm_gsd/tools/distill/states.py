@@ -1,90 +1,107 @@
-"""The target's states over the answers, recorded while it answers or computed by a separate forward pass.
+"""The target's states over the answers: read from files, or computed where they are used.
 
-``data`` describes the files.
+The states of an answer are bfloat16 [tokens, layers, hidden]. That of its last token is not used, because the target
+need not have run it.
+
+A CPU runs the target slowly, so its states are stored: ``states/{name}.safetensors`` holds one tensor, ``states``, with
+those of all answers of ``answers/{name}.parquet``. On a GPU they are computed again for each pack. A pass of the target
+over a pack costs little beside the student's training on it, or, for a large target, in each epoch what storing would
+have cost once. Storing 9M tokens of a small target took 39 GB and more time than its training.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from vllm_gsd.tools.distill.data import state_layers
-from vllm_gsd.upstream.forwards import unwatch, watch
+from vllm_gsd.tools.distill.data import Answer, read_answers
 
-# Maximum tokens of a forward pass.
-BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
+# Maximum tokens of a forward pass. More need fewer launches for a pack and have more padding.
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 
 
-class Recorder:
-    """Records the target's states while vLLM generates, so that answers need no second forward pass.
+def state_layers(depth: int) -> list[int]:
+    """The layers of a target of ``depth`` layers whose states are kept: about each quarter of them, and the last.
 
-    It reads them from vLLM's V1 model runner in this process, which must run the model without torch.compile.
+    Layer n is the state that layer n reads, and ``depth`` the last layer's output, before the final norm.
+    """
+    return sorted({min(depth, quarter * -(-depth // 4)) for quarter in (1, 2, 3, 4)})
+
+
+class Source(Protocol):
+    """Where states come from."""
+
+    def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
+        """The states of each answer."""
+
+
+class StoredStates:
+    """Reads states from the files in ``folder``."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: dict[str, Any] = {}
+
+    def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
+        """See ``Source``."""
+        return [self._file(answer.file)[answer.first : answer.first + len(answer.input_ids)] for answer in answers]
+
+    def _file(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        if name not in self.files:
+            self.files[name] = safe_open(self.folder / f"{name}.safetensors", "pt").get_slice("states")
+        return self.files[name]
+
+
+class ComputedStates:
+    """Runs the target over answers.
+
+    Args:
+        target: its folder.
+        device: where it runs, and where the states are.
+        batch_tokens: maximum tokens of a forward pass, with padding; None for what suits the device.
     """
 
-    def __init__(self) -> None:
-        self.states: dict[str, torch.Tensor] = {}
-        self.seen: tuple[np.ndarray, torch.Tensor] | None = None
+    def __init__(self, target: Path, device: str, batch_tokens: int | None = None):
+        from transformers import AutoModelForCausalLM
 
-    @classmethod
-    def attached(cls, llm: Any) -> Recorder | None:
-        """A recorder that is active until ``take``, or None where the states cannot be read."""
-        from vllm import envs
+        self.device, self.batch_tokens = device, batch_tokens or BATCH_TOKENS[device]
+        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).base_model
+        self.model.to(device).eval()
+        self.seen: dict[int, torch.Tensor] = {}
+        for layer in state_layers(self.model.config.num_hidden_layers):
+            self.model.layers[layer - 1].register_forward_hook(
+                lambda _, args, output, layer=layer: self.seen.update({layer: output})
+            )
 
-        if envs.VLLM_ENABLE_V1_MULTIPROCESSING or not llm.llm_engine.model_config.enforce_eager:
-            return None
-        recorder = cls()
-        return recorder if all(llm.collective_rpc(recorder._attach)) else None
+    # Not in inference mode, whose tensors a student's backward pass cannot use.
+    @torch.no_grad()
+    def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
+        """See ``Source``. Each text is a line of a forward pass, so it sees no other; padding comes after it."""
+        texts = [answer.input_ids for answer in answers]
+        found: dict[int, torch.Tensor] = {}
+        for chosen in _batches([len(text) for text in texts], self.batch_tokens):
+            ids = np.zeros((len(chosen), len(texts[chosen[-1]])), np.int64)
+            for line, index in enumerate(chosen):
+                ids[line, : len(texts[index])] = texts[index]
+            self.model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False)
+            states = torch.stack([self.seen[layer] for layer in sorted(self.seen)], 2)
+            found |= {index: states[line, : len(texts[index])] for line, index in enumerate(chosen)}
+        return [found[index] for index in range(len(texts))]
 
-    def _attach(self, worker: Any) -> bool:
-        from vllm.model_executor.models.interfaces import supports_eagle3
 
-        self.runner = worker.model_runner
-        self.longest = self.runner.max_model_len
-        model = self.runner.get_model()
-        if not supports_eagle3(model) or not watch(self.runner, self._begin, self._see, self._keep):
-            return False
-        model.set_aux_hidden_state_layers(tuple(state_layers(self.runner.model_config.hf_config.num_hidden_layers)))
-        return True
-
-    def _begin(self) -> None:
-        self.seen = None
-
-    def _see(self, positions: torch.Tensor, output: Any) -> torch.Tensor:
-        last, layers = output
-        self.seen = positions.cpu().numpy().copy(), torch.stack(layers, 1).to("cpu", torch.bfloat16)
-        return last
-
-    def _keep(self, scheduler_output: Any) -> None:
-        if self.seen is None:
-            return
-        positions, states = self.seen
-        row = 0
-        for request in self.runner.input_batch.req_ids:
-            count = scheduler_output.num_scheduled_tokens[request]
-            if request not in self.states:
-                self.states[request] = states.new_full((self.longest, *states.shape[1:]), torch.nan)
-            self.states[request][positions[row : row + count]] = states[row : row + count]
-            row += count
-
-    def take(self, outputs: list[Any]) -> torch.Tensor | None:
-        """Stop, and return the rows of these finished requests one after the other, or None if one is incomplete."""
-        unwatch(self.runner)
-        self.runner.get_model().set_aux_hidden_state_layers(())
-        # vLLM appends a random suffix to its request ids.
-        states = {name.rsplit("-", 1)[0]: rows for name, rows in self.states.items()} | self.states
-        parts = []
-        for output in outputs:
-            length = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
-            rows = states[output.request_id][:length].clone()
-            rows[-1] = 0
-            if rows[:, 0, 0].isnan().any():
-                return None
-            parts.append(rows)
-        return torch.cat(parts) if parts else None
+def _batches(lengths: list[int], most: int) -> list[list[int]]:
+    """Batches of texts (by index) of similar length, shortest first, each of at most ``most`` padded tokens."""
+    batches: list[list[int]] = [[]]
+    for index in np.argsort(lengths, kind="stable"):
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > most:
+            batches.append([])
+        batches[-1].append(int(index))
+    return batches
 
 
 def write(states: torch.Tensor, folder: Path, name: str) -> None:
@@ -96,57 +113,17 @@ def write(states: torch.Tensor, folder: Path, name: str) -> None:
     partial.rename(folder / f"{name}.safetensors")
 
 
-@torch.inference_mode()
 def write_missing(target: Path, answers: list[Path], folder: Path, batch_tokens: int | None = None) -> None:
-    """Run the target over the answers whose states are missing.
+    """Run the target over the answers whose states are missing, on the CPU.
 
     Args:
         answers: files from ``generate.answer``.
-        batch_tokens: maximum tokens of a forward pass; None for what suits the processor.
+        batch_tokens: see ``ComputedStates``.
     """
-    from datasets import Dataset
     from tqdm import tqdm
-    from transformers import AutoModelForCausalLM
 
     folder.mkdir(exist_ok=True)
-    missing = [file for file in answers if not (folder / f"{file.stem}.safetensors").exists()]
-    if not missing:
-        return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch_tokens = batch_tokens or BATCH_TOKENS[device]
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).base_model.to(device).eval()
-    layers = state_layers(model.config.num_hidden_layers)
-    seen: dict[int, torch.Tensor] = {}
-    for layer in layers:
-        model.layers[layer - 1].register_forward_hook(lambda _, args, output, layer=layer: seen.update({layer: output}))
-    with ThreadPoolExecutor(1) as writer:
-        writing: list[Future[None]] = []
+    if missing := [file for file in answers if not (folder / f"{file.stem}.safetensors").exists()]:
+        compute = ComputedStates(target, "cpu", batch_tokens)
         for file in tqdm(missing, desc="states", unit="shard"):
-            texts = [np.asarray(ids) for ids in Dataset.from_parquet(str(file), keep_in_memory=True)["input_ids"]]
-            starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
-            states = torch.zeros(int(starts[-1]), len(layers), model.config.hidden_size, dtype=torch.bfloat16)
-            for chosen in _batches([len(text) for text in texts], batch_tokens):
-                longest = len(texts[chosen[-1]])
-                ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
-                for line, index in enumerate(chosen):
-                    ids[line, : len(texts[index])] = torch.from_numpy(texts[index])
-                model(input_ids=ids.to(device), use_cache=False)
-                found = torch.stack([seen[layer] for layer in layers], 2).cpu()
-                for line, index in enumerate(chosen):
-                    states[starts[index] : starts[index + 1]] = found[line, : len(texts[index])]
-            # A file is written while the next one's states are computed.
-            for before in writing:
-                before.result()
-            writing = [writer.submit(write, states, folder, file.stem)]
-        for before in writing:
-            before.result()
-
-
-def _batches(lengths: list[int], most: int) -> list[list[int]]:
-    """Batches of texts (by index) of similar length, shortest first, each of at most ``most`` padded tokens."""
-    batches: list[list[int]] = [[]]
-    for index in np.argsort(lengths, kind="stable"):
-        if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > most:
-            batches.append([])
-        batches[-1].append(int(index))
-    return batches
+            write(torch.cat(compute(read_answers(file))), folder, file.stem)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from vllm_gsd.tools.distill.data import States
+from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.hardware import found_hardware
+from vllm_gsd.tools.distill.packs import Packs
+from vllm_gsd.tools.distill.states import Source
 from vllm_gsd.tools.distill.target import Target
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 class Drafted(NamedTuple):
@@ -36,7 +35,7 @@ class Student(nn.Module):
     Args:
         model: a model of transformers or of the speculators package, in float32.
         token_ids: the tokens that it can draft, int64 [n], ascending.
-        target: loaded.
+        target: loaded, on the device that the student goes to.
     """
 
     # How many states each text needs behind it, and whether a token is read with the states before it.
@@ -46,12 +45,13 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.target, self.hardware = model, target, found_hardware()
         self.register_buffer("token_ids", token_ids, persistent=False)
+        self.to(self.hardware.device)
 
-    def states(self, folder: Path) -> States:
-        """The reader of the batches that it takes."""
-        return States(folder, self.padding, self.shift)
+    def packs(self, source: Source) -> Packs:
+        """What makes the batches that it takes."""
+        return Packs(source, self.padding, self.shift)
 
-    def start(self, data: Dataset, reader: States, new: bool) -> None:
+    def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """Prepare for training on the answers; a new student gets better first weights than random ones."""
 
     def go_plain(self) -> None:
@@ -61,7 +61,7 @@ class Student(nn.Module):
             torch.compiler.set_stance("force_eager")
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss of a batch of ``States.collate``."""
+        """The loss of a batch of ``Packs.collate``."""
         raise NotImplementedError
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:

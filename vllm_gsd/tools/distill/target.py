@@ -38,9 +38,13 @@ class Target:
     """A Llama-like target's folder, and the weights that turn states into tokens.
 
     ``embedding`` is float32, and ``head`` bfloat16 [vocabulary, hidden]; ``norm`` is float32 [hidden].
+
+    Args:
+        folder: the model's.
+        device: where the weights go.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, device: str = "cpu"):
         from loguru import logger
         from speculators.utils.loading import load_model_layers
 
@@ -48,7 +52,7 @@ class Target:
 
         self.folder, self.config = folder, check_target(folder)
         names = ("embed_tokens.weight", "lm_head.weight", "model.norm.weight")
-        weights = load_model_layers(list(names), str(folder))
+        weights = {name: rows.to(device) for name, rows in load_model_layers(list(names), str(folder)).items()}
         self.embedding = weights[names[0]].float()
         self.head = weights.get(names[1], weights[names[0]]).bfloat16()
         self.norm = weights[names[2]].float()
@@ -73,9 +77,8 @@ class Target:
         """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""
         states = states.float()
         size = states.square().mean(-1, keepdim=True) + self.config.get("rms_norm_eps", 1e-6)
-        normed = self.norm.to(states.device) * states * size.rsqrt()
-        head = self.head if token_ids is None else self.head[token_ids.cpu()]
-        return normed.bfloat16() @ head.to(states.device).T
+        head = self.head if token_ids is None else self.head[token_ids]
+        return (self.norm * states * size.rsqrt()).bfloat16() @ head.T
 
     def copy_tokenizer(self, out: Path) -> None:
         """Copy the files of the tokenizer to a draft."""

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-from vllm_gsd.tools.distill.data import States
+from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.packs import Packs, batches
+from vllm_gsd.tools.distill.stages import logger, stage
 from vllm_gsd.tools.distill.students import Student
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-logger = logging.getLogger("vllm_gsd.tools.distill")
 
 WARM_UP = 0.05
 # How much longer than usual a pack may be before it takes twice the space.
@@ -28,13 +23,14 @@ SLACK = 1.35
 ATTENTION_BLOCK = 128
 
 
-def train(model: Student, work: Path, data: Dataset, states: States, options: Options, minutes: float | None) -> int:
+def train(model: Student, work: Path, data: list[Answer], packs: Packs, options: Options, minutes: float | None) -> int:
     """Train a student, resuming from its checkpoints.
 
     Args:
         model: the student, in float32.
         work: the folder for checkpoints.
         data: from ``load_answers``.
+        packs: makes their batches.
         minutes: the time limit, from which the number of steps is planned; None for no limit.
 
     Returns:
@@ -43,9 +39,9 @@ def train(model: Student, work: Path, data: Dataset, states: States, options: Op
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
-    model.to(model.hardware.device).train()
-    _try(model, data, states)
-    steps = _planned_steps(model, work, data, states, options, minutes)
+    model.train()
+    _try(model, data, packs)
+    steps = _planned_steps(model, work, data, packs, options, minutes)
     hardware = model.hardware
     arguments = TrainingArguments(
         output_dir=str(work / "checkpoints"),
@@ -59,9 +55,7 @@ def train(model: Student, work: Path, data: Dataset, states: States, options: Op
         warmup_steps=max(1, round(WARM_UP * steps)),
         weight_decay=0.01,
         remove_unused_columns=False,
-        dataloader_num_workers=hardware.workers,
-        dataloader_persistent_workers=hardware.workers > 0,
-        dataloader_pin_memory=hardware.device != "cpu",
+        dataloader_pin_memory=False,  # batches are on the device already
         label_names=[],
         logging_steps=max(1, min(50, steps // 10)),
         logging_nan_inf_filter=False,  # the filter waits for the GPU at every step
@@ -71,39 +65,41 @@ def train(model: Student, work: Path, data: Dataset, states: States, options: Op
         seed=options.seed,
     )
     last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=states.collate)
+    trainer: Any = Trainer(model=model, args=arguments, train_dataset=data, data_collator=packs.collate)
     # A pack of an unusual size that does not compile is computed without.
-    with torch._dynamo.config.patch(suppress_errors=True):
+    with stage(f"training in {steps} steps"), torch._dynamo.config.patch(suppress_errors=True):
         trainer.train(resume_from_checkpoint=last)
-    states.multiple = 1
+    packs.multiple = 1
     return steps
 
 
-def _try(model: Student, data: Dataset, states: States) -> None:
+def _try(model: Student, data: list[Answer], packs: Packs) -> None:
     """Compile the model if that is of use, and go on without torch.compile if it fails."""
     if model.hardware.attention == "sdpa":
         return
-    states.multiple = _usual_size(model, data)
-    batch = states.collate([data[int(i)] for i in np.resize(np.arange(len(data)), model.hardware.pack)])
+    packs.multiple = _usual_size(model, data)
+    batch = packs.collate([data[i % len(data)] for i in range(model.hardware.pack)])
     try:
-        _learn(model, batch)
+        with stage("compiling the student"):
+            _learn(model, batch)
+            model.hardware.wait()
     except Exception as error:
         logger.warning("training goes on without torch.compile, which failed: %s", error)
         model.go_plain()
     model.zero_grad()
-    states.multiple = _usual_size(model, data)
+    packs.multiple = _usual_size(model, data)
 
 
-def _usual_size(model: Student, data: Dataset) -> int:
+def _usual_size(model: Student, data: list[Answer]) -> int:
     """Positions that nearly all packs fit in, for which the model is compiled; 1 where nothing is compiled."""
     if model.hardware.attention == "sdpa":
         return 1
-    size = SLACK * model.hardware.pack * (float(np.mean(data["length"])) + model.padding)
+    size = SLACK * model.hardware.pack * (float(np.mean([len(answer.input_ids) for answer in data])) + model.padding)
     return -(-int(size) // ATTENTION_BLOCK) * ATTENTION_BLOCK
 
 
 def _planned_steps(
-    model: Student, work: Path, data: Dataset, states: States, options: Options, minutes: float | None
+    model: Student, work: Path, data: list[Answer], packs: Packs, options: Options, minutes: float | None
 ) -> int:
     """The number of optimiser steps, decided once, so that a resumed run follows the same schedule."""
     plan = work / "steps.json"
@@ -111,37 +107,30 @@ def _planned_steps(
         batch = model.hardware.batch
         steps = max(1, round(options.epochs * len(data) / batch))
         if minutes is not None:
-            per_step = batch * _seconds_per_text(model, data, states, options.seed)
+            with stage("measuring the speed of training"):
+                per_step = batch * _seconds_per_text(model, data, packs, options.seed)
             steps = max(1, min(steps, int(60 * minutes / per_step)))
         plan.write_text(json.dumps({"steps": steps}))
     return int(json.loads(plan.read_text())["steps"])
 
 
-def _seconds_per_text(model: Student, data: Dataset, states: States, seed: int) -> float:
+def _seconds_per_text(model: Student, data: list[Answer], packs: Packs, seed: int) -> float:
     """Mean time to read random texts and to learn from them. The weights do not change."""
     size, count = model.hardware.pack, model.hardware.untimed + model.hardware.timed
     order = np.resize(np.random.default_rng(seed).permutation(len(data)), count * size)
-    packs: DataLoader[dict[str, torch.Tensor]] = DataLoader(
-        data.select(order),
-        size,
-        collate_fn=states.collate,
-        num_workers=model.hardware.workers,
-        pin_memory=model.hardware.device != "cpu",
-    )
     begun = 0.0
-    for number, batch in enumerate(packs, 1):
+    for number, batch in enumerate(batches([data[i] for i in order], packs, size), 1):
         _learn(model, batch)
         model.zero_grad()
         if number == model.hardware.untimed:
+            model.hardware.wait()
             begun = time.perf_counter()
+    model.hardware.wait()
     return (time.perf_counter() - begun) / (size * model.hardware.timed)
 
 
 def _learn(model: Student, batch: dict[str, torch.Tensor]) -> None:
     """A forward and a backward pass, as the Trainer makes them."""
-    device = model.hardware.device
-    with torch.autocast(device, torch.bfloat16):
-        loss = model(**{name: rows.to(device) for name, rows in batch.items()})["loss"]
+    with torch.autocast(model.hardware.device, torch.bfloat16):
+        loss = model(**batch)["loss"]
     loss.backward()
-    if device == "cuda":
-        torch.cuda.synchronize()

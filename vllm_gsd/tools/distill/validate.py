@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from vllm_gsd.tools.distill.data import States, batches
+from vllm_gsd.tools.distill.data import Answer
+from vllm_gsd.tools.distill.packs import Packs, batches
 from vllm_gsd.tools.distill.students import Student
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 WIDEST = 4
 
 
 @torch.no_grad()
-def agreement(model: Student, data: Dataset, states: States) -> dict[str, list[float] | float]:
+def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, list[float] | float]:
     """How often the target's best token is the draft's best (``top_1``) or in its best four (``top_4``), by depth.
 
     The text before is always the true one. ``chain`` is the mean number of a chain's first tokens that agree.
@@ -24,11 +20,9 @@ def agreement(model: Student, data: Dataset, states: States) -> dict[str, list[f
     torch.manual_seed(0)
     model.eval()
     model.go_plain()  # compiling would take longer than it saves
-    device = model.token_ids.device
     found = []
-    for batch in batches(data, states, model.hardware.pack):
-        batch = {name: rows.to(device) for name, rows in batch.items()}
-        with torch.autocast(device.type, torch.bfloat16):
+    for batch in batches(data, packs, model.hardware.pack):
+        with torch.autocast(model.hardware.device, torch.bfloat16):
             drafted = model.drafted(batch)
         best = model.target.logits(batch["verifier_last_hidden_states"][0, drafted.rows]).argmax(1)
         top = model.token_ids[drafted.logits.topk(WIDEST, 1).indices]
