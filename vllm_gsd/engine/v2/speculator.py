@@ -431,7 +431,7 @@ class GraphSpeculator(BaseSpeculator):
             "draft_length": self.drafting.draft_length[input_batch.idx_mapping],
             "counts": self.drafting.counts,
         }
-        if plan.active:
+        if plan.active and fresh.any():
             tensors |= late_graphs(self.proposals.trees, input_batch.idx_mapping)
         if step.trees is not None:
             tensors |= step.trees._asdict()
