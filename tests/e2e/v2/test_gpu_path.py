@@ -121,7 +121,7 @@ def test_launches_of_drafting(watched):
 
 
 def test_launches_of_requests_that_opt_out(graphs, watched, random_prompts):
-    """Their steps launch what plain decoding does, and one operation for ``ends``."""
+    """Their steps are counted, and launch nothing of a graph's verification or drafting."""
     graphs.call(start_again)
     params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "extra_args": {"gsd": False}}
     before = graphs.metrics()["gsd_target_steps"]
