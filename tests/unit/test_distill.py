@@ -253,7 +253,8 @@ class TestStudents:
         states = torch.cat(packs.source(data)).flatten(1)
         usual = (states * packs.scale).abs().median(0).values.float()
         assert usual.mean() == pytest.approx(1, abs=0.2)
-        random = agreement(student("dspark", target), data, Packs(packs.source, model.padding))
+        other = student("dspark", target)
+        random = agreement(other, data, other.packs(packs.source))
         found = agreement(model, data, packs)
         assert found["top_1"][0] > random["top_1"][0] + 0.1 and found["top_4"][0] > random["top_4"][0] + 0.1
         batch = {
@@ -286,6 +287,23 @@ class TestStudents:
             losses[-1].backward()
             assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
+    def test_float32_and_bfloat16(self, target, work, monkeypatch, kind):
+        """Processors without instructions for bfloat16 compute in float32."""
+        data, losses = load_answers(files(work), 640)[:4], []
+        for dtype in (torch.float32, torch.bfloat16):
+            hardware = CPU._replace(dtype=dtype)
+            monkeypatch.setattr("vllm_gsd.tools.distill.students.found_hardware", lambda kept=hardware: kept)
+            model = student(kind, target)
+            batch = model.packs(ComputedStates(target, "cpu", dtype=dtype)).collate(data)
+            assert batch["hidden_states"].dtype == dtype
+            torch.manual_seed(1)
+            with model.hardware.autocast():
+                losses.append(model(**batch)["loss"].float())
+            losses[-1].backward()
+            assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.02)
 
     def test_blocks_that_find_no_place_do_not_count(self, target, work):
         """The number of blocks of a pack is fixed. The loss over all places does not depend on it."""

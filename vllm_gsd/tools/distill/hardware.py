@@ -12,6 +12,7 @@ class Hardware(NamedTuple):
 
     Args:
         device: where the student is.
+        dtype: what the target and the student's forward pass are computed in.
         attention: the implementation that speculators' models use. All but "sdpa" need torch.compile.
         batch: texts per optimiser step.
         pack: texts in one forward pass.
@@ -20,6 +21,7 @@ class Hardware(NamedTuple):
     """
 
     device: str
+    dtype: torch.dtype
     attention: str
     batch: int
     pack: int
@@ -31,16 +33,22 @@ class Hardware(NamedTuple):
         """The same without torch.compile. A dense mask and every intermediate result are in memory then."""
         return self._replace(attention="sdpa", pack=min(self.pack, 4))
 
+    def autocast(self) -> torch.autocast:
+        """The context of the student's forward pass."""
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
     def wait(self) -> None:
         """Wait until the device has finished. The processor that gives it work runs ahead."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
+# Processors without instructions for bfloat16 multiply it several times slower than float32.
+CPU_DTYPE = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32
 # On a CPU a single text costs least, since texts do not attend to each other.
-CPU = Hardware("cpu", "sdpa", batch=8, pack=1, anchors=24, untimed=1, timed=15)
+CPU = Hardware("cpu", CPU_DTYPE, "sdpa", batch=8, pack=1, anchors=24, untimed=1, timed=15)
 # The first passes may compile the model again, for a pack of another size.
-GPU = Hardware("cuda", "simple_flex_attention", batch=32, pack=32, anchors=64, untimed=8, timed=40)
+GPU = Hardware("cuda", torch.bfloat16, "simple_flex_attention", batch=32, pack=32, anchors=64, untimed=8, timed=40)
 
 
 def found_hardware() -> Hardware:

@@ -21,10 +21,11 @@ class Packs:
         source: gives the states of answers.
         padding: unused positions after each text. A block that begins at a text's end reaches into them.
         shift: whether a position holds a token with the states before it, as EAGLE-3 heads read them, or with its own.
+        dtype: that of the states in the batches.
     """
 
-    def __init__(self, source: Source, padding: int = 0, shift: bool = False):
-        self.source, self.padding, self.shift = source, padding, shift
+    def __init__(self, source: Source, padding: int = 0, shift: bool = False, dtype: torch.dtype = torch.bfloat16):
+        self.source, self.padding, self.shift, self.dtype = source, padding, shift, dtype
         self.scale: torch.Tensor | None = None
         # Batches are padded to a multiple of this many positions.
         self.multiple = 1
@@ -39,15 +40,15 @@ class Packs:
         """
         states = self.source(spread(data, SCALE_TEXTS))
         sample = torch.cat([rows[::4].flatten(1).float() for rows in states])
-        # In the states' type, in which the product is as exact as in float32 and takes a fraction of the time.
-        self.scale = (1 / sample.abs().median(0).values.clamp_min(1e-6)).bfloat16()
+        # In bfloat16 the product is as exact as in float32 and takes a fraction of the time.
+        self.scale = (1 / sample.abs().median(0).values.clamp_min(1e-6)).to(self.dtype)
         return self.scale.float()
 
     def collate(self, answers: list[Answer]) -> dict[str, torch.Tensor]:
         """A batch of texts one after the other, on the source's device.
 
         Returns:
-            ``input_ids``, ``position_ids`` and ``document_ids``, int64 [1, n]; ``hidden_states``, bfloat16 [1, n,
+            ``input_ids``, ``position_ids`` and ``document_ids``, int64 [1, n]; ``hidden_states`` [1, n,
             layers * hidden], scaled if ``standardise`` was called; ``verifier_last_hidden_states``, those of the last
             layer as they are; ``loss_mask``, bool [1, n]: whether the target's state at a position is known and
             predicts a token of the answer. Padding is like a text of which nothing is learned.
@@ -63,7 +64,7 @@ class Packs:
                 "loss_mask": torch.zeros_like(place, dtype=torch.bool),
             }
         )
-        states = [pad(rows, (0, 0, 0, 0, 0, self.padding)) for rows in self.source(answers)]
+        states = [pad(rows.to(self.dtype), (0, 0, 0, 0, 0, self.padding)) for rows in self.source(answers)]
         hidden = torch.cat([rows[: len(rows) - self.shift] for rows in states]).flatten(1)
         last = torch.cat([rows[self.shift :, -1] for rows in states])
         batch = {name: torch.cat([text[name] for text in texts]).to(hidden.device) for name in texts[0]}

@@ -22,6 +22,8 @@ from vllm_gsd.tools.distill.stages import logger, stage
 from vllm_gsd.tools.distill.target import check_target
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_gsd.tools.distill.data import Answer
 
 # Shares of the time limit for answers and training. The rest is for validation in three engines.
@@ -54,9 +56,9 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     if not files:
         raise DistillError(f"--data {options.data!r} has no answers/*.parquet; give the work folder of another run.")
     paths = [answers / "answers" / name for name in files]
-    if found_hardware().device == "cpu":
+    if (hardware := found_hardware()).device == "cpu":
         with stage("completing the states"):
-            _in_own_process(write_states, Path(options.target), paths, answers / "states")
+            _in_own_process(write_states, Path(options.target), paths, answers / "states", hardware.dtype)
     with stage(f"reading the answers in {len(files)} files"):
         data = load_answers(paths, options.longest)
     held_out = data[::HELD_OUT]
@@ -76,11 +78,11 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     return results
 
 
-def write_states(target: Path, answers: list[Path], folder: Path) -> None:
+def write_states(target: Path, answers: list[Path], folder: Path, dtype: torch.dtype) -> None:
     """Compute what is missing of the target's states over the answers."""
     from vllm_gsd.tools.distill.states import write_missing
 
-    write_missing(target, answers, folder)
+    write_missing(target, answers, folder, dtype=dtype)
 
 
 def _check(options: Options, out: Path, work: Path) -> None:
@@ -140,14 +142,14 @@ def _train(
     from vllm_gsd.tools.distill.validate import agreement
 
     begun = time.perf_counter()
-    folder, device = Path(options.target), found_hardware().device
+    folder, (device, dtype, *_) = Path(options.target), found_hardware()
     with stage("loading the target and making the student"):
-        target = Target(folder, device)
+        target = Target(folder, device, dtype)
         counts = count_tokens(training, target.config["vocab_size"])
         counts[target.eos_ids] = counts.max() + 1
         kinds: dict[str, Any] = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}
         model = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
-        packs = model.packs(StoredStates(states) if device == "cpu" else ComputedStates(folder, device))
+        packs = model.packs(StoredStates(states) if device == "cpu" else ComputedStates(folder, device, dtype=dtype))
     share = TRAINING_SHARE if options.data is None else ANSWERS_SHARE + TRAINING_SHARE
     limit = None if options.minutes is None else options.minutes * share
     with stage("the student's first weights"):

@@ -64,13 +64,14 @@ class ComputedStates:
         target: its folder.
         device: where it runs, and where the states are.
         batch_tokens: maximum tokens of a forward pass, with padding; None for what suits the device.
+        dtype: what it computes in.
     """
 
-    def __init__(self, target: Path, device: str, batch_tokens: int | None = None):
+    def __init__(self, target: Path, device: str, batch_tokens: int | None = None, dtype: torch.dtype = torch.bfloat16):
         from transformers import AutoModelForCausalLM
 
         self.device, self.batch_tokens = device, batch_tokens or BATCH_TOKENS[device]
-        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).base_model
+        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).base_model
         self.model.to(device).eval()
         self.seen: dict[int, torch.Tensor] = {}
         for layer in state_layers(self.model.config.num_hidden_layers):
@@ -89,7 +90,7 @@ class ComputedStates:
             for line, index in enumerate(chosen):
                 ids[line, : len(texts[index])] = texts[index]
             self.model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False)
-            states = torch.stack([self.seen[layer] for layer in sorted(self.seen)], 2)
+            states = torch.stack([self.seen[layer].bfloat16() for layer in sorted(self.seen)], 2)
             found |= {index: states[line, : len(texts[index])] for line, index in enumerate(chosen)}
         return [found[index] for index in range(len(texts))]
 
@@ -113,17 +114,23 @@ def write(states: torch.Tensor, folder: Path, name: str) -> None:
     partial.rename(folder / f"{name}.safetensors")
 
 
-def write_missing(target: Path, answers: list[Path], folder: Path, batch_tokens: int | None = None) -> None:
+def write_missing(
+    target: Path,
+    answers: list[Path],
+    folder: Path,
+    batch_tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Run the target over the answers whose states are missing, on the CPU.
 
     Args:
         answers: files from ``generate.answer``.
-        batch_tokens: see ``ComputedStates``.
+        batch_tokens, dtype: see ``ComputedStates``.
     """
     from tqdm import tqdm
 
     folder.mkdir(exist_ok=True)
     if missing := [file for file in answers if not (folder / f"{file.stem}.safetensors").exists()]:
-        compute = ComputedStates(target, "cpu", batch_tokens)
+        compute = ComputedStates(target, "cpu", batch_tokens, dtype)
         for file in tqdm(missing, desc="states", unit="shard"):
             write(torch.cat(compute(read_answers(file))), folder, file.stem)

@@ -49,7 +49,7 @@ class Student(nn.Module):
 
     def packs(self, source: Source) -> Packs:
         """What makes the batches that it takes."""
-        return Packs(source, self.padding, self.shift)
+        return Packs(source, self.padding, self.shift, self.hardware.dtype)
 
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """Prepare for training on the answers; a new student gets better first weights than random ones."""

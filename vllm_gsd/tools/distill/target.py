@@ -37,14 +37,15 @@ def check_target(folder: Path) -> dict[str, Any]:
 class Target:
     """A Llama-like target's folder, and the weights that turn states into tokens.
 
-    ``embedding`` is float32, and ``head`` bfloat16 [vocabulary, hidden]; ``norm`` is float32 [hidden].
+    ``embedding`` and ``head`` are [vocabulary, hidden], ``norm`` [hidden]; all but ``head`` are float32.
 
     Args:
         folder: the model's.
         device: where the weights go.
+        dtype: that of the head, in which logits are computed.
     """
 
-    def __init__(self, folder: Path, device: str = "cpu"):
+    def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16):
         from loguru import logger
         from speculators.utils.loading import load_model_layers
 
@@ -54,7 +55,7 @@ class Target:
         names = ("embed_tokens.weight", "lm_head.weight", "model.norm.weight")
         weights = {name: rows.to(device) for name, rows in load_model_layers(list(names), str(folder)).items()}
         self.embedding = weights[names[0]].float()
-        self.head = weights.get(names[1], weights[names[0]]).bfloat16()
+        self.head = weights.get(names[1], weights[names[0]]).to(dtype)
         self.norm = weights[names[2]].float()
 
     @property
@@ -78,7 +79,7 @@ class Target:
         states = states.float()
         size = states.square().mean(-1, keepdim=True) + self.config.get("rms_norm_eps", 1e-6)
         head = self.head if token_ids is None else self.head[token_ids]
-        return (self.norm * states * size.rsqrt()).bfloat16() @ head.T
+        return (self.norm * states * size.rsqrt()).to(head.dtype) @ head.T
 
     def copy_tokenizer(self, out: Path) -> None:
         """Copy the files of the tokenizer to a draft."""

@@ -46,7 +46,7 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
     arguments = TrainingArguments(
         output_dir=str(work / "checkpoints"),
         use_cpu=hardware.device == "cpu",
-        bf16=True,
+        bf16=hardware.dtype == torch.bfloat16,
         max_steps=steps,
         per_device_train_batch_size=hardware.pack,
         gradient_accumulation_steps=hardware.batch // hardware.pack,
@@ -131,6 +131,6 @@ def _seconds_per_text(model: Student, data: list[Answer], packs: Packs, seed: in
 
 def _learn(model: Student, batch: dict[str, torch.Tensor]) -> None:
     """A forward and a backward pass, as the Trainer makes them."""
-    with torch.autocast(model.hardware.device, torch.bfloat16):
+    with model.hardware.autocast():
         loss = model(**batch)["loss"]
     loss.backward()

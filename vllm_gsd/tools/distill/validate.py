@@ -22,7 +22,7 @@ def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, lis
     model.go_plain()  # compiling would take longer than it saves
     found = []
     for batch in batches(data, packs, model.hardware.pack):
-        with torch.autocast(model.hardware.device, torch.bfloat16):
+        with model.hardware.autocast():
             drafted = model.drafted(batch)
         best = model.target.logits(batch["verifier_last_hidden_states"][0, drafted.rows]).argmax(1)
         top = model.token_ids[drafted.logits.topk(WIDEST, 1).indices]
