@@ -9,6 +9,10 @@ import gc
 import multiprocessing
 import runpy
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).with_name("plugins")))
+import waiting_ranks  # noqa: E402
 
 upstream = multiprocessing.get_context
 
@@ -43,17 +47,10 @@ def import_vllm() -> None:
     gc.enable()
 
 
-def wait_without_spinning() -> None:
-    """Let ranks sleep until a message arrives. By default they poll for a second first and keep a processor busy."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    SpinCondition.__init__.__defaults__ = (0,)
-
-
 def run(arguments: list[str]) -> None:
     """Run the program that the arguments name."""
     multiprocessing.get_context = get_context
-    wait_without_spinning()
+    waiting_ranks.register()
     module = arguments[0] == "-m"
     sys.argv = arguments[module:]
     if module:

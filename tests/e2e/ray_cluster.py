@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on this machine, as ``ray start`` makes it: CPUs only, no dashboard."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from patience import SECONDS
 from serve_process import free_port
 
 RAY = Path(sys.executable).parent / "ray"
+PLUGINS = Path(__file__).with_name("plugins")
 # `ray start` would write a token for clients; the processes of a test are a test's own.
 CLIENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 NODE = {
@@ -28,15 +30,22 @@ NODE = {
 
 @dataclass
 class RayCluster:
-    """A running cluster; ``environment`` is what a process needs to join it."""
+    """A running cluster."""
 
     address: str
     folder: Path
     nodes: list[subprocess.Popen] = field(default_factory=list)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**CLIENT, "RAY_ADDRESS": self.address}
+    def environment(self, **ranks: str) -> dict[str, str]:
+        """The variables of a program that joins the cluster.
+
+        Args:
+            ranks: variables of its ranks. Were they the nodes' own, each of Ray's many processes would read them.
+        """
+        path = [ranks.get("PYTHONPATH") or os.environ.get("PYTHONPATH"), PLUGINS]
+        ranks["PYTHONPATH"] = os.pathsep.join(str(folder) for folder in path if folder)
+        job = json.dumps({"runtime_env": {"env_vars": ranks}})
+        return {**CLIENT, "RAY_ADDRESS": self.address, "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
 
     def add_node(self, num_cpus: int = 1, **environment: str) -> subprocess.Popen:
         """Start a node, the first one as head, and wait until it has joined.

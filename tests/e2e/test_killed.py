@@ -99,7 +99,7 @@ def test_plugin_missing_on_a_node(job, cluster, preforked, tmp_path):
     try:
         done = subprocess.run(
             [preforked, PROGRAM, json.dumps(job)],
-            env={**os.environ, **ENVIRONMENT, **cluster.environment},
+            env={**os.environ, **ENVIRONMENT, **cluster.environment()},
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -119,7 +119,7 @@ def test_killed_rank(job, backend, attempt, tmp_path, request):
     environment = {}
     if backend == "ray":
         cluster = request.getfixturevalue("cluster")
-        environment = cluster.environment
+        environment = cluster.environment()
         if len(cluster.nodes) == 1:
             cluster.add_node()
     job["engine"]["distributed_executor_backend"] = backend

@@ -55,7 +55,7 @@ def command(tiny_pair, preforked, tmp_path, random_prompts):
 
 def start(command, cluster, log: Path) -> subprocess.Popen:
     """The job's process, its own and the engine's log going to a file."""
-    environment = {**os.environ, **ENVIRONMENT, **cluster.environment}
+    environment = {**os.environ, **ENVIRONMENT, **cluster.environment()}
     with log.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
 

@@ -119,7 +119,7 @@ def test_ranks_that_would_disagree(run, expected):
 def test_ray_nodes(run, expected, one_rank):
     """One rank on each of two nodes, first without the graph, then with it, then for many steps."""
     with ray_cluster(nodes=2) as cluster:
-        over_ray = {"environment": cluster.environment, "distributed_executor_backend": "ray"}
+        over_ray = {"environment": cluster.environment(), "distributed_executor_backend": "ray"}
         two = run(GRAPH, 2, opt_out=True, steps=STEPS, **over_ray)
     assert two["plain_tokens"] == two["tokens"] == expected
     assert two["accepted"] == one_rank["accepted"]

@@ -109,7 +109,6 @@ def test_ranks_agree_over_ray(run_ranks, drafts, expected, kind):
     The job names the environment of its workers. Were it the nodes' own, each of Ray's many processes would import
     Triton, and on a busy machine no node would start within the thirty seconds that Ray gives it.
     """
-    job = json.dumps({"runtime_env": {"env_vars": variables()}})
     with ray_cluster(nodes=2) as cluster:
-        two = run_ranks(drafts[kind], kind == "eagle3", "ray", RAY_JOB_CONFIG_JSON_ENV_VAR=job, **cluster.environment)
+        two = run_ranks(drafts[kind], kind == "eagle3", "ray", **cluster.environment(**variables()))
     check(two, expected, kind)
