@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).with_name("plugins")))
-import waiting_ranks  # noqa: E402
+import waiting_ranks
 
 upstream = multiprocessing.get_context
 
