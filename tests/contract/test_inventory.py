@@ -250,9 +250,9 @@ def test_speculative_configs_take_our_attribute():
     """Requests are validated with the same object, or with a copy that keeps its attributes."""
     config = SpeculativeConfig.__new__(SpeculativeConfig)
     wire.allow_traces(SimpleNamespace(speculative_config=config), SimpleNamespace(trace="trace.jsonl"))
-    wire.check_trace(SamplingParams(extra_args={"gsd_trace": True}), copy.copy(config))
+    wire.check_request(SamplingParams(extra_args={"gsd_trace": True}), copy.copy(config))
     with pytest.raises(VLLMValidationError, match="allows no traces"):
-        wire.check_trace(SamplingParams(extra_args={"gsd_trace": True}), SpeculativeConfig.__new__(SpeculativeConfig))
+        wire.check_request(SamplingParams(extra_args={"gsd_trace": True}), SpeculativeConfig.__new__(SpeculativeConfig))
 
 
 def test_parts_of_a_step_have_these_names():

@@ -81,6 +81,7 @@ SIGNATURES = [
     ),
     # runtime.v1.model_runner
     (GPUModelRunner._update_states, ["scheduler_output"]),
+    (GPUModelRunner._update_streaming_request, ["req_id", "new_req_data"]),
     (GPUModelRunner._prepare_inputs, ["scheduler_output", "num_scheduled_tokens"]),
     (GPUModelRunner._calc_spec_decode_metadata, ["num_draft_tokens", "cu_num_scheduled_tokens"]),
     (GPUModelRunner._sample, ["logits", "spec_decode_metadata"]),

@@ -177,6 +177,31 @@ def test_flash_prefix(monkeypatch):
         )
 
 
+@pytest.mark.parametrize(
+    ("chosen", "layer", "refused"),
+    [
+        ("kernel", {}, None),
+        ("kernel", {"sliding_window": (3, 0), "logits_soft_cap": 3.0, "kv_cache_dtype": "fp8"}, None),
+        ("kernel", {"head_size": 256}, None),
+        ("kernel", {"head_size": 512}, "heads of size 512, above 256"),
+        ("flash_prefix", {"logits_soft_cap": 3.0}, None),
+        ("flash_prefix", {"sliding_window": (3, 0)}, 'a sliding window with "tree_attention" "flash_prefix"'),
+        ("flash_prefix", {"kv_cache_dtype": "fp8"}, 'a quantised KV cache with "tree_attention" "flash_prefix"'),
+        ("xformers", {"kv_cache_dtype": "fp8_e4m3"}, 'a quantised KV cache with "tree_attention" "xformers"'),
+        ("xformers", {"logits_soft_cap": 3.0}, 'a soft cap with "tree_attention" "xformers"'),
+        ("xformers", {"head_size": 80}, 'heads of size 80 with "tree_attention" "xformers"'),
+        ("xformers", {"sinks": torch.zeros(2)}, 'sinks with "tree_attention" "xformers"'),
+    ],
+)
+def test_layers_that_are_refused(monkeypatch, chosen, layer, refused):
+    monkeypatch.setattr(cuda_attention, "_chosen", chosen)
+    for implementation in (cuda_attention.TreeFlashAttentionImpl, cuda_attention.TreeTritonAttentionImpl):
+        found = impl_of(implementation, **layer).refuses()
+        assert (found and found[0]) == refused
+        # The compiler would fuse it, and tree rows are written without.
+        assert not impl_of(implementation).fused_output_quant_supported(None)
+
+
 def test_refusals():
     kv_cache, tree, query = batch()
     metadata = metadata_with(tree)

@@ -182,8 +182,21 @@ def test_requests_that_ask(given, allowed, sentence):
     engine = SimpleNamespace(speculative_config=SimpleNamespace())
     wire.allow_traces(engine, SimpleNamespace(trace="file" if allowed else None))
     if sentence is None:
-        wire.check_trace(params, engine.speculative_config)
+        wire.check_request(params, engine.speculative_config)
         assert wire.asks_for_trace(params) == bool(given)
         return
     with pytest.raises(VLLMValidationError, match=sentence):
-        wire.check_trace(params, engine.speculative_config)
+        wire.check_request(params, engine.speculative_config)
+
+
+@pytest.mark.parametrize(("given", "out"), [(None, False), (True, False), (1, False), (False, True), (0, True)])
+def test_requests_that_opt_out(given, out):
+    params = SimpleNamespace(extra_args=None if given is None else {"gsd": given})
+    wire.check_request(params, SimpleNamespace())
+    assert wire.opts_out(params) == out
+
+
+@pytest.mark.parametrize("given", ["false", 2, None])
+def test_requests_that_opt_out_by_a_wrong_value(given):
+    with pytest.raises(VLLMValidationError, match=f'"gsd" is {given!r}, but must be true or false'):
+        wire.check_request(SimpleNamespace(extra_args={"gsd": given}), SimpleNamespace())

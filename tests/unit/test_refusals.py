@@ -67,13 +67,21 @@ USED = {
     "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
+    '"tree_attention" "xformers" with float32': (
+        *("V2", "GPU", {"config.tree_attention": "xformers", "model.dtype": "torch.float32"}),
+        "--dtype float32; leave",
+    ),
+    "routed experts in outputs": (
+        *("V2", "GPU", {"vllm_config.aux_output_config": SimpleNamespace(enabled=True)}),
+        "--enable-return-routed-experts",
+    ),
     'an empty list of "sources" on GPUs': ("V2", "GPU", {"config.sources": []}, '"sources" [] on a GPU; name a source'),
     '"tree_attention" "xformers" with KV blocks that are not a multiple of 64 tokens': (
         *("V2", "GPU", {"config.tree_attention": "xformers", "cache.block_size": 16}),
         "with KV blocks of 16 tokens; set --block-size to a multiple of 64.",
     ),
     "a draft's tensor-parallel size that is neither 1 nor the target's": (
-        *("V1", "CPU", {"config.draft_tensor_parallel_size": 2}),
+        *("V1", "CPU", {"config.model": "draft", "config.draft_tensor_parallel_size": 2}),
         '"draft_tensor_parallel_size" 2; set it to 1 or to the target\'s size 1',
     ),
     "Model Runner V1 on GPUs": ("V1", "GPU", {}, "VLLM_USE_V2_MODEL_RUNNER unset"),
@@ -96,6 +104,7 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
         "multimodal_config": None,
         "attention_chunk_size": None,
         "max_model_len": 8192,
+        "dtype": "torch.bfloat16",
     }
     sizes = ("pipeline", "decode_context", "prefill_context", "data", "tensor")
     parallel = {
@@ -107,6 +116,7 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
     configs = ("diffusion", "kv_transfer", "ec_transfer", "watermark", "lora")
     vllm_config = {
         **{f"{name}_config": None for name in configs},
+        "aux_output_config": SimpleNamespace(enabled=False),
         "model_config": SimpleNamespace(**model | of.get("model", {})),
         "parallel_config": SimpleNamespace(**parallel | of.get("parallel", {})),
         "cache_config": SimpleNamespace(

@@ -42,6 +42,14 @@ def test_recent_tokens_are_computed_besides_the_frequent_ones(whole):
     assert logits_by_token(head, hidden).keys() == {1, 4, 9, 30, 31, 7}
 
 
+def test_the_last_ones_are_kept(whole):
+    head, hidden = make(whole, 2), torch.randn(1, 8)
+    head.see(np.array([30, 45, 6, 45, 5]))
+    assert logits_by_token(head, hidden).keys() == {1, 4, 9, 45, 5}
+    head.see(np.array([30]))  # takes the place of the older one
+    assert logits_by_token(head, hidden).keys() == {1, 4, 9, 30, 5}
+
+
 def test_more_than_there_is_room_for(whole):
     head, hidden = make(whole, 4), torch.randn(1, 8)
     for _ in range(3):

@@ -33,6 +33,10 @@ __all__ = ["GSDConfig", "GSDConfigError", "allowed", "check_draft_model", "extra
 METHOD = "gsd"
 # Keys that vLLM's SpeculativeConfig has too. They do not show that a config is ours.
 _SHARED_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
+# Keys that say how a draft model is used.
+_OF_DRAFTS = (
+    "preset", "theta_prob", "theta_sib", "merge_ngram", "draft_tensor_parallel_size", "draft_vocab_size",
+)  # fmt: skip
 _PAPER = {"top_k": 4, "theta_prob": 0.2, "theta_sib": 0.3}
 _PAPER_SHOWN = ", ".join(f"{key} {value}" for key, value in _PAPER.items())
 
@@ -191,8 +195,15 @@ class GSDConfig(BaseModel):
                 f'"sources" is {shown(self.sources)}, which never uses the "model" {shown(self.model)}; '
                 'add "draft" or set "model" to null'
             )
-        if self.model is None and self.draft_vocab_size is not None:
-            raise ValueError(f'"draft_vocab_size" is {self.draft_vocab_size} while "model" is null; name a model')
+        fields = type(self).model_fields
+        for key in _OF_DRAFTS if self.model is None and self.speculates else ():
+            if (given := getattr(self, key)) != fields[key].default:
+                raise ValueError(f'"{key}" is {shown(given)} while "model" is null; name a model or leave "{key}" out')
+        if "shared" not in self.sources and self.shared_responses != fields["shared_responses"].default:
+            raise ValueError(
+                f'"shared_responses" is {self.shared_responses} while "sources" is {shown(self.sources)}; '
+                'add "shared" or leave "shared_responses" out'
+            )
         most = self.num_speculative_tokens
         if self.budget != "auto" and not 1 <= self.budget <= most:
             raise ValueError(f'"budget" is {shown(self.budget)}, but must be {allowed("budget")}, here {most}')

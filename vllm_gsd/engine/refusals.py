@@ -228,6 +228,13 @@ REFUSALS = (
         platforms=("GPU",),
     ),
     Refusal(
+        '"tree_attention" "xformers" with float32',
+        '"tree_attention" "xformers" with --dtype float32',
+        lambda e: e.config.tree_attention == "xformers" and str(e.model.dtype) == "torch.float32",
+        'leave "tree_attention" at "kernel"',
+        platforms=("GPU",),
+    ),
+    Refusal(
         f'"tree_attention" "xformers" with KV blocks that are not a multiple of {XFORMERS_PAGE} tokens',
         '"tree_attention" "xformers" with KV blocks of {e.block_size} tokens',
         lambda e: e.config.tree_attention == "xformers" and e.block_size % XFORMERS_PAGE != 0,
@@ -247,6 +254,12 @@ REFUSALS = (
         "leave VLLM_USE_V2_MODEL_RUNNER unset",
         ("V1",),
         ("GPU",),
+    ),
+    Refusal(
+        "routed experts in outputs",
+        "--enable-return-routed-experts, which reads a step's rows in order, where accepted nodes need not be",
+        lambda e: e.config.speculates and e.vllm_config.aux_output_config.enabled,
+        "leave it out",
     ),
     Refusal(
         "watermarking",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.config.draft_check import kind_of_model
 from vllm_gsd.config.draft_kind import BLOCK_KINDS
 from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layers, check_target_layers
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
@@ -19,6 +18,7 @@ from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import MOST_MISSED, within_reach
+from vllm_gsd.engine.draft.model import kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.observe.step_record import SOURCES
@@ -85,7 +85,7 @@ class Speculation:
         self.drafter: Drafter | BlockDrafter | None = None
         if self.config.model is not None:
             common = vllm_config, self.config, self.stats, self.planner
-            block = kind_of_model(self.config.model) in BLOCK_KINDS
+            block = kind_of_draft(vllm_config, self.config.model) in BLOCK_KINDS
             self.drafter = BlockDrafter(*common) if block else Drafter(*common, capacity)
         self.recorder = recorder_of(vllm_config, self.stats)  # None unless the config allows traces
         if isinstance(self.drafter, Drafter):  # drafts of whole blocks have no levels to record
@@ -195,6 +195,10 @@ class Speculation:
         if self.recorder is not None:
             self.recorder.forget(request_ids)
 
+    def inspect_again(self, request_id: str) -> None:
+        """Forget what was constant for a request whose parameters change: a chunk of a streaming-input session."""
+        self.known.pop(request_id, None)
+
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the proposed trees of these requests, which will not be verified."""
         for request_id in request_ids:
@@ -277,8 +281,9 @@ class Speculation:
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
             drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)
-            # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size.
-            prompts = speculates & ~wanted & (missed <= self.most_missed)
+            # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size or the
+            # answer will be too short to draft for: nothing is drafted for its first token and its last.
+            prompts = speculates & ~batch.sampled & (max_depth > 1) & (missed <= self.most_missed)
             if prompts.any() and self.planner.drafts_pay():
                 due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)

@@ -17,7 +17,7 @@ class Costs:
         target: float64 [n], target forward and logits over that many rows, without attention to the context.
         draft: float64 [n], one draft level over that many rows, including its candidates; zeros without a draft model.
             With Model Runner V2, float64 [levels, n], each level of a draft phase for that many requests.
-        attention: the target's attention of one row to one token of context, over all layers.
+        attention: milliseconds of the target's attention of one row to one token of context, over all layers.
     """
 
     rows: np.ndarray

@@ -196,7 +196,7 @@ def accept_all_sampling_params(upstream: Callable[..., None]) -> Callable[..., N
     @functools.wraps(upstream)
     def _validate_spec_decode(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
         if wire.is_ours(speculative_config):
-            wire.check_trace(self, speculative_config)
+            wire.check_request(self, speculative_config)
         else:
             upstream(self, speculative_config)
 

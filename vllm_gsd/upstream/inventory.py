@@ -58,7 +58,7 @@ PATCHES = (
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         by="hooks.accept_all_sampling_params",
         when="load",
-        delta="Accepts requests with min_p or logit_bias, and refuses gsd_trace where no trace is allowed.",
+        delta="Accepts requests with min_p or logit_bias, and refuses values of gsd and gsd_trace that are not valid.",
         reason="Upstream rejects min_p and logit_bias with any speculative method, because its rejection sampler does "
         "not apply them.",
         expiry="Upstream lets the speculative method decide.",
@@ -253,7 +253,7 @@ PATCHES = (
         "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder",
         by="instances.count_thinking_as_without_speculation",
         when="v1",
-        delta="Turns in_spec_mode off while the walk samples.",
+        delta="Turns in_spec_mode off for good at the first walk with a thinking budget.",
         reason="The walk samples one row per request; upstream's speculative mode expects a row per draft token.",
         expiry="The sampler takes the mode as an argument.",
         contract="test_inventory.py::test_a_thinking_budget_has_a_mode_for_speculation",

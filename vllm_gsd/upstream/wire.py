@@ -173,18 +173,19 @@ def asks_for_trace(sampling_params: SamplingParams | None) -> bool:
     return args.get(_TRACE_KEY) == 1  # over HTTP, vLLM converts true to 1
 
 
-def check_trace(sampling_params: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
-    """Check a request's wish for a trace.
+def check_request(sampling_params: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
+    """Check what a request asks of gsd.
 
     Raises:
-        VLLMValidationError: the wish is neither true nor false, or the engine allows no traces. A server answers 400.
+        VLLMValidationError: a wish is neither true nor false, or the engine allows no traces. A server answers 400.
     """
     from vllm.exceptions import VLLMValidationError
 
-    given = (sampling_params.extra_args or {}).get(_TRACE_KEY, False)
-    if given not in (0, 1):
-        raise VLLMValidationError(f'The request\'s "{_TRACE_KEY}" is {given!r}, but must be true or false.')
-    if given and not getattr(speculative_config, _TRACES, False):
+    asked = sampling_params.extra_args or {}
+    for key in (_REQUEST_KEY, _TRACE_KEY):
+        if asked.get(key, False) not in (0, 1):
+            raise VLLMValidationError(f'The request\'s "{key}" is {asked[key]!r}, but must be true or false.')
+    if asked.get(_TRACE_KEY, False) and not getattr(speculative_config, _TRACES, False):
         raise VLLMValidationError(
             f'The request\'s "{_TRACE_KEY}" is true, but this server allows no traces; name a file as "trace" in its '
             f'gsd.json, or leave "{_TRACE_KEY}" out.'

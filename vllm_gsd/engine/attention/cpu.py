@@ -49,7 +49,7 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Upstream's, spared where its kernel has no rows to attend."""
+    """Upstream's builder, which builds nothing if our kernel attends every row."""
 
     idle = False
 
@@ -60,7 +60,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
 @contextmanager
 def no_rows_left(idle: bool) -> Iterator[None]:
-    """While metadata are built of a batch all of whose rows attend along graphs, if ``idle``."""
+    """Inside this context, build no metadata for upstream's kernel if ``idle``: our kernel attends every row then."""
     TreeCPUAttentionMetadataBuilder.idle = idle
     try:
         yield

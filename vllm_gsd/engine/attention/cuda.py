@@ -30,11 +30,13 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.paged import paged_tree_attention
-from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
+from vllm_gsd.ops.attention.paged_checks import MAX_HEAD_SIZE
+from vllm_gsd.ops.attention.xformers import HEAD_SIZES, load_xformers, xformers_tree_attention
 from vllm_gsd.upstream import wire
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
     from vllm.v1.attention.backend import AttentionLayer, AttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -114,13 +116,25 @@ class _TreeRowsImpl(AttendsTrees):
             output.index_copy_(0, tree.plain_rows, plain_output)
         return output
 
-    def refuses(self) -> str | None:
+    def refuses(self) -> tuple[str, str] | None:
         """See ``AttendsTrees``."""
-        if _chosen == "flash_prefix" and (self.sliding_window[0] >= 0 or self.sinks is not None):
-            return 'a sliding window or sinks with "tree_attention" "flash_prefix"'
-        if _chosen == "xformers" and (self.sliding_window[0] >= 0 or self.sinks is not None or self.logits_soft_cap):
-            return 'a sliding window, a soft cap or sinks with "tree_attention" "xformers"'
-        return None
+        if self.head_size > MAX_HEAD_SIZE:
+            return f"heads of size {self.head_size}, above {MAX_HEAD_SIZE}", "use a model with smaller heads"
+        features = {
+            "a sliding window": self.sliding_window[0] >= 0,
+            "sinks": self.sinks is not None,
+            "a quantised KV cache": is_quantized_kv_cache(self.kv_cache_dtype),
+            "a soft cap": _chosen == "xformers" and bool(self.logits_soft_cap),
+            f"heads of size {self.head_size}": _chosen == "xformers" and self.head_size not in HEAD_SIZES,
+        }
+        used = next((feature for feature, has in features.items() if has), None)
+        if _chosen == "kernel" or used is None:
+            return None
+        return f'{used} with "tree_attention" "{_chosen}"', 'leave "tree_attention" at "kernel"'
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """No: tree rows are written without quantisation, so vLLM's compiler must not fuse it."""
+        return False
 
     def _tree(
         self,
@@ -141,8 +155,6 @@ class _TreeRowsImpl(AttendsTrees):
         query = query[:num_rows].view(heads)
         if query.dtype != output.dtype:  # upstream quantises queries if the cache is fp8
             query = (query.to(torch.float32) * layer._q_scale).to(output.dtype)
-        if tree.slot_positions is not None and _chosen != "xformers":
-            options["slot_positions"] = tree.slot_positions
         _attention(_chosen)(
             output[:num_rows].view(heads), query, key_cache, value_cache, tree.block_table, tree.query_start_loc,
             tree.prefix_lens, tree.positions, tree.mask, self.scale,

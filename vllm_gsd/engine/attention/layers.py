@@ -65,7 +65,8 @@ def check_draft_layers(layers: Mapping[str, AttentionLayerBase]) -> None:
         if getattr(layer.impl, "chunk_lookback", -1) > -1:
             _refuse("chunked attention", name, _OTHER)
         if (refused := layer.impl.refuses()) is not None:
-            _refuse(refused, name, 'leave "tree_attention" at "kernel"')
+            feature, instead = refused
+            _refuse(feature, name, instead)
 
 
 def without_windows(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
@@ -109,5 +110,5 @@ def check_kv_groups(kv_cache_config: KVCacheConfig) -> None:
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(
             f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
-            f"{len(kv_cache_config.kv_cache_groups)} groups."
+            f"{len(kv_cache_config.kv_cache_groups)} groups; use another draft."
         )

@@ -17,7 +17,7 @@ class TreeRows:
     A row of request r attends to two sets of keys. Of the prefix, which is the first ``prefix_lens[r]`` keys, it
     attends to those up to its own position. Of the tree slots, which have logical index ``prefix_lens[r] + j``, it
     attends to those whose bit j is set in its mask. A node's position is at least ``prefix_lens[r]``. A row of text
-    has its own key in the prefix and an empty mask; only CPUs use tree rows for text.
+    has its own key in the prefix and an empty mask; the target uses tree rows for text on CPUs only.
     """
 
     query_start_loc: torch.Tensor  # int32 [num_tree_requests + 1]
@@ -31,15 +31,13 @@ class TreeRows:
     plain_metadata: Any = None
     # For GPUs: maximum rows of a request, which bounds a launch without a device sync; None for the number of all rows.
     max_rows: int | None = None
-    # For sliding windows: int64 [num_tree_requests, slots], positions of the tree slots; None for full attention.
-    slot_positions: torch.Tensor | None = None
 
 
 class AttendsTrees:
     """Mixin of the attention implementations that support TreeRows in their metadata."""
 
-    def refuses(self) -> str | None:
-        """The feature of the layer that the chosen tree attention does not support; None if it supports all."""
+    def refuses(self) -> tuple[str, str] | None:
+        """A feature of the layer that tree attention does not support and what to do instead; None if there is none."""
         return None
 
 

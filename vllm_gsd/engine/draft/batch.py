@@ -12,7 +12,7 @@ class DraftBatch:
     """The batch between two steps, with requests in the runner's order."""
 
     request_ids: list[str]
-    requests: list[Any]  # the runner's records: ``sampling_params``, ``prompt_embeds``, ``lora_request`` are read
+    requests: list[Any]  # the runner's records of the requests
     num_outputs: np.ndarray  # int64 [num_requests], tokens generated so far
     sampled: np.ndarray  # bool [num_requests], whether the last step emitted tokens; False during chunked prefill
     length: np.ndarray  # int64 [num_requests], committed tokens, or the computed part of an unfinished prompt

@@ -112,11 +112,11 @@ class BlockDrafter:
         self.features.write(slots, positions[: len(slots)].clamp(max=self.max_positions - 1), states)
 
     def keep_idle(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
-        """As of ``Drafter``."""
+        """See ``Drafter.keep_idle``."""
         compute_idle(self.model.model, self.model.features_of(hidden, aux))
 
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
-        """As of ``Drafter``: nothing, since the target's steps write the draft's KV."""
+        """See ``Drafter.missed``; always 0, since the target's steps write the draft's KV."""
         return np.zeros(len(length), np.int64)
 
     def catch_up(

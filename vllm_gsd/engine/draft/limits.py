@@ -27,7 +27,7 @@ def within_reach(missed: np.ndarray, most: int) -> np.ndarray:
 
     Args:
         missed: int64 [n], the tokens of each request that the draft has not read.
-        most: of one request, and of all chosen requests but the last together.
+        most: limit on the missed tokens of one request, and of all chosen requests but the last together.
 
     Returns:
         int64 [at most n], indices into ``missed``, the least missed first.

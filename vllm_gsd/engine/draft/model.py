@@ -23,6 +23,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.config import draft_vocab
+from vllm_gsd.config.draft_check import kind_of_model, local_folder
 from vllm_gsd.config.draft_kind import AUX_KINDS, BLOCK_KINDS, EAGLE, EAGLE3, LANGUAGE_MODEL, kind_of_config
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
@@ -377,6 +378,16 @@ def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:
         config_format=target.config_format,
         language_model_only=True,
     )
+
+
+def kind_of_draft(vllm_config: VllmConfig, model: str) -> str:
+    """The kind of a draft, by path or hub id.
+
+    Start-up checks have downloaded the config.json of a hub id on their own node only. Other nodes do it here.
+    """
+    if local_folder(model) is not None:
+        return kind_of_model(model)
+    return kind_of_config(draft_model_config(vllm_config.model_config, model).hf_config.to_dict())
 
 
 def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfig:

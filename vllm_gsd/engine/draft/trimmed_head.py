@@ -64,11 +64,11 @@ class TrimmedHead(torch.nn.Module):
         self.next = 0
 
     def see(self, tokens: np.ndarray) -> None:
-        """Add the rare ones among ``tokens``, int [n], to the ring buffer."""
-        rare = tokens[~self.known[tokens]]
+        """Add the rare ones among ``tokens``, int [n], to the ring buffer; the last ones if it cannot hold all."""
+        rare = tokens[~self.known[tokens]][::-1]
         if len(rare) == 0:
             return
-        rare = np.unique(rare)[-len(self.kept) :]
+        rare = rare[np.sort(np.unique(rare, return_index=True)[1])[: len(self.kept)]][::-1]
         places = (self.next + np.arange(len(rare))) % len(self.kept)
         self.next = int(places[-1]) + 1
         left = self.kept[places]

@@ -1,1 +1,1 @@
-"""The scheduler's part: grammars along graphs, and requests that are decoded without a graph."""
+"""Grammars along graphs in the scheduler, and which requests are decoded without a graph."""

@@ -74,7 +74,7 @@ class GraphScheduling(Scheduler):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Do the same for a step whose rows are already assigned (asynchronous scheduling)."""
+        """Record which nodes the grammar allows, for a step whose rows are already assigned (async scheduling)."""
         drafts = dict(zip(draft_token_ids.req_ids, map(list, draft_token_ids.draft_token_ids), strict=True))
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         scheduled = scheduler_output.scheduled_spec_decode_tokens
@@ -131,7 +131,8 @@ class GraphScheduling(Scheduler):
         """Process the output as upstream does, and keep the step's graph statistics for ``make_stats``."""
         self.graph_stats = wire.stats_of(model_runner_output)
         if self.graph_stats is not None and self.nodes_invalid:
-            self.graph_stats["counts"]["nodes_invalid"] = self.nodes_invalid
+            counts = self.graph_stats["counts"]
+            counts["nodes_invalid"] = counts.get("nodes_invalid", 0) + self.nodes_invalid
             self.nodes_invalid = 0
         return super().update_from_output(scheduler_output, model_runner_output)
 

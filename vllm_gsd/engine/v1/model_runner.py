@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sequence import IntermediateTensors
     from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -115,6 +115,10 @@ class GraphModelRunner(CPUModelRunner):
         self.drafter.forget(scheduler_output.finished_req_ids)
         self.drafter.remember(wire.salts_of(scheduler_output))
         return super()._update_states(scheduler_output)
+
+    def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
+        self.speculation.inspect_again(req_id)
+        return super()._update_streaming_request(req_id, new_req_data)
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray

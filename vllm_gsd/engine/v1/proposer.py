@@ -47,7 +47,8 @@ class GraphProposer:
     def forget(self, request_ids: Collection[str]) -> None:
         """Store the responses of finished requests, whose records the runner still has, and drop their state."""
         shared = self.speculation.copies.shared
-        for request_id in request_ids:
+        # In an order that all ranks have. Given is a set, and suggestions depend on the order of responses.
+        for request_id in sorted(request_ids):
             record = self.runner.requests.get(request_id)
             if shared is not None and record is not None:
                 shared.finished(request_id, record.lora_request, record.output_token_ids)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# The newest copies of ranks in step, which are not waited for. The device does not idle while the host waits for older
-# ones, because it still has a draft phase and a forward pass to run.
+# How many of the newest copies ranks in step leave in the queue. The device does not idle while the host waits for
+# older ones, because it still has a draft phase and a forward pass to run.
 UNDER_WAY = 1
 
 

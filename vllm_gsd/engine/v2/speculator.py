@@ -139,6 +139,11 @@ class GraphSpeculator(BaseSpeculator):
 
     def admit(self, request: NewRequestData, slot: int) -> None:
         """Start or resume a request in a slot."""
+        former = self.requests.get(request.req_id)
+        if former is not None and former.sampling_params != request.sampling_params:
+            self.speculation.inspect_again(request.req_id)
+            if self.grammars is not None:
+                self.grammars.forget([request.req_id])
         self.requests[request.req_id] = request
         self.slots[request.req_id] = slot
         self.tenants[slot] += 1
@@ -158,8 +163,9 @@ class GraphSpeculator(BaseSpeculator):
         """Remove finished requests, before their slots are reused."""
         shared = self.speculation.copies.shared
         if shared is not None and request_ids:
-            self.learn()  # the last tokens of responses have arrived, because the scheduler has seen them
-        for request_id in request_ids:
+            self.learn(wait=True)  # the last tokens of responses; the scheduler has seen them, so they have arrived
+        # In an order that all ranks have. Given is a set, and suggestions depend on the order of responses.
+        for request_id in sorted(request_ids):
             record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
             if slot is not None:
                 self.tenants[slot] += 1
@@ -236,11 +242,13 @@ class GraphSpeculator(BaseSpeculator):
         on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
         self.plan.most = self.num_rows if num_speculative_tokens is None else num_speculative_tokens
         batch = self.batch(input_batch, np.arange(num_requests))
-        kinds = self.plan.choose(batch, self.speculation.speculates(batch) & batch.sampled, self._missed(batch))
+        speculates, missed = self.speculation.speculates(batch), self._missed(batch)
+        kinds = self.plan.choose(batch, speculates & batch.sampled, missed)
         (device,), (host,) = (~on_host).nonzero(), on_host.nonzero()
         if len(device):  # first, so that the device drafts while the host waits for what was accepted
             batch = batch if not len(host) else self.batch(input_batch, device)
-            self._grow_on_device(input_batch, device, batch, kinds[device])
+            missed = None if missed is None else missed[device]
+            self._grow_on_device(input_batch, device, batch, kinds[device], speculates[device], missed)
         if len(host):
             grow_on_host(self, input_batch, host, kinds[host])
         self.clock.proposed(input_batch.req_ids)
@@ -303,7 +311,13 @@ class GraphSpeculator(BaseSpeculator):
         return drafter.missed(tracker, batch.request_ids, batch.length)
 
     def _grow_on_device(
-        self, input_batch: InputBatch, places: np.ndarray, batch: DraftBatch, kinds: np.ndarray
+        self,
+        input_batch: InputBatch,
+        places: np.ndarray,
+        batch: DraftBatch,
+        kinds: np.ndarray,
+        speculates: np.ndarray,
+        missed: np.ndarray | None,
     ) -> None:
         """Draft without knowing the accepted tokens, and write the graphs to ``proposals``.
 
@@ -311,15 +325,18 @@ class GraphSpeculator(BaseSpeculator):
             input_batch: the batch.
             places: int64 [n], the requests' places in it; batch: these requests.
             kinds: int64 [n], from ``Plan.choose``.
+            speculates: bool [n], whether the request uses graph speculation; missed: int64 [n], from ``_missed``.
         """
         assert self.drafting is not None
         speculation, slots = self.speculation, input_batch.idx_mapping_np[places]
         prompts = input_batch.is_prefilling_np[places]
-        speculates, missed = speculation.speculates(batch), self._missed(batch)
         draft_length = np.full(len(slots), -1)
         if missed is not None:
-            known = np.minimum(batch.length, input_batch.prefill_len_np[places])
-            draft_length = self._catch_up(batch, kinds, prompts, np.where(speculates & prompts, known, 0), missed)
+            ends = input_batch.prefill_len_np[places]
+            # Nothing is drafted for an answer's first token and its last.
+            due = speculates & prompts & (batch.sampled | (self.ends[slots] > ends + 2))
+            known = np.where(due, np.minimum(batch.length, ends), 0)
+            draft_length = self._catch_up(batch, kinds, prompts, known, missed)
         if self.plan.active and not kinds.any():
             self.proposals.drop(slots)
             return

@@ -90,7 +90,7 @@ class VerifyStep:
         positions[torch.from_numpy(self._batch_rows()).to(device)] = self.row_positions
 
     def _batch_rows(self) -> np.ndarray:
-        """The same rows as rows of the batch, int64."""
+        """The rows of ``_masked_rows``, numbered as rows of the batch, int64."""
         starts = self.trees.starts
         sizes = (starts[1:] - starts[:-1])[self.tree_requests]
         return self._masked_rows() + np.repeat((self.first_rows - starts[:-1])[self.tree_requests], sizes)

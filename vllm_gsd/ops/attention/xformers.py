@@ -14,7 +14,7 @@ import torch
 
 from vllm_gsd.ops.attention.paged_checks import check_inputs
 
-_HEAD_SIZES = (16, 32, 64, 128, 256)
+HEAD_SIZES = (16, 32, 64, 128, 256)
 _PAGE = 64  # ``BLOCK_N`` of the split-K kernel: the number of keys of a page that it reads at once
 
 
@@ -163,7 +163,7 @@ def _refuse(
         ("sinks", sinks is not None),
         (f"a {key_cache.dtype} cache", key_cache.dtype != query.dtype),
         (f"{query.dtype}", query.dtype == torch.float32),
-        (f"head size {query.shape[2]}", query.shape[2] not in _HEAD_SIZES),
+        (f"head size {query.shape[2]}", query.shape[2] not in HEAD_SIZES),
         ("a cache with heads before tokens in memory", not _flat(key_cache)),
         (f"blocks of {block_size} tokens, only of a multiple of {_PAGE}", block_size % _PAGE != 0),
     ):

@@ -108,7 +108,7 @@ def _best_paths_triton(
 
 
 def _log_probs(scores: torch.Tensor, places: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [n, rows, k] at places [n, rows, k] of scores [n, rows, pool], the lowest number for NaN."""
+    """Log-probabilities [n, rows, k] at places [n, rows, k] of scores [n, rows, pool], -inf for NaN."""
     return (scores.gather(2, places).float() + shift[..., None]).nan_to_num(nan=float("-inf"))
 
 
