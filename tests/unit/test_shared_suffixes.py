@@ -13,6 +13,8 @@ from vllm_gsd.tools.bench.engine import forget_responses
 
 pytest.importorskip("arctic_inference", reason="arctic-inference was not built by scripts/setup")
 from vllm_gsd.engine.draft.shared_suffixes import READER, SharedSuffixes
+from vllm_gsd.engine.v1.proposer import GraphProposer
+from vllm_gsd.engine.v2.speculator import GraphSpeculator
 
 
 def lora(adapter):
@@ -131,3 +133,22 @@ def test_refused_without_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(GSDConfigError, match="arctic-inference"):
         GSDConfig.load(keys)
+
+
+def test_ranks_store_responses_in_one_order():
+    """Which requests end in a step is a set, in which every process has another order."""
+    stored: list[str] = []
+    shared = SimpleNamespace(finished=lambda request_id, *_: stored.append(request_id))
+    speculation = SimpleNamespace(copies=SimpleNamespace(shared=shared), forget=lambda request_ids: None)
+    record = SimpleNamespace(lora_request=None, output_token_ids=[1, 2])
+    runner = SimpleNamespace(requests=dict.fromkeys("abc", record))
+    GraphProposer.forget(SimpleNamespace(speculation=speculation, runner=runner), ["c", "a", "b"])
+    assert stored == ["a", "b", "c"]
+    stored.clear()
+    v2 = SimpleNamespace(
+        **{"speculation": speculation, "requests": dict.fromkeys("abc", record), "slots": {"a": 0, "b": 1, "c": 2}},
+        **{"tenants": [0, 0, 0], "parents": {}, "grammars": None, "learn": lambda wait: None},
+        texts=SimpleNamespace(output=lambda slot: [1, 2]),
+    )
+    GraphSpeculator.forget(v2, ["c", "a", "b"])
+    assert stored == ["a", "b", "c"]
