@@ -235,7 +235,7 @@ def test_engine_that_gsd_refuses(model):
 
 def test_engine_that_vllm_refuses(model):
     (finding,) = engine(model("target"), model("draft"), max_model_len=10**6).values()
-    assert finding.status == "failed" and "vLLM makes no configuration" in finding.detail
+    assert finding.status == "failed" and "vLLM rejects this configuration" in finding.detail
 
 
 def test_every_symbol_is_there():
