@@ -136,6 +136,7 @@ def test_target_that_is_no_model(model, tmp_path, target):
             (folder / "config.json").write_text("{")
     findings, _ = pair(folder if folder.exists() else target, model("draft"))
     assert statuses(findings) == {"target": "failed"}
+    assert ("download it first" in findings[0].detail) == ("/" in target)
 
 
 def test_empty_folder_has_no_weights(tmp_path):
