@@ -14,8 +14,26 @@ import ray
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 from tqdm import tqdm
 
+from vllm_gsd.config import GSDConfig, GSDConfigError, read
+
 ANSWER = ("id", "text", "tokens")
 BEGINNING = b'{"id": '  # how each line of answers begins
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, but must be a whole number above 0")
+    return int(text)
+
+
+def keys(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"it is {text!r}, but must be a JSON object")
+    return value
 
 
 def arguments() -> argparse.Namespace:
@@ -24,17 +42,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gsd", required=True, type=Path, help="gsd.json; its draft must also be on every node")
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--engines", type=int, default=1, help="number of engines")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of each engine, over Ray")
-    parser.add_argument("--batch-size", type=int, default=32, help="prompts per batch sent to an engine")
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--engines", type=count, default=1, help="number of engines")
+    parser.add_argument("--tensor-parallel-size", type=count, default=1, help="ranks of each engine, over Ray")
+    parser.add_argument("--batch-size", type=count, default=32, help="prompts per batch sent to an engine")
+    parser.add_argument("--max-tokens", type=count, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments of vLLM, as JSON")
+    parser.add_argument("--engine", type=keys, default={}, help="further engine arguments of vLLM, as JSON")
     return parser.parse_args()
 
 
 def read_lines(path: Path, text: str, keys: tuple[str, ...]) -> list[dict]:
-    """The JSON objects in a text, one per line. Exits if a line is something else or lacks a key."""
+    """The JSON objects in a text, one per line. Exits if a line is something else, lacks a key or has no usable id."""
     rows = []
     # Not `splitlines`: JSON strings may contain U+2028, at which it splits.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -46,6 +64,9 @@ def read_lines(path: Path, text: str, keys: tuple[str, ...]) -> list[dict]:
             row = None
         if not isinstance(row, dict) or not all(key in row for key in keys):
             raise SystemExit(f"Line {number} of {path} is no JSON object with {' and '.join(keys)}.")
+        if not isinstance(row["id"], str | int | float):
+            given = json.dumps(row["id"])
+            raise SystemExit(f"Line {number} of {path} has the id {given}, but ids must be strings or numbers.")
         rows.append(row)
     return rows
 
@@ -75,7 +96,7 @@ def processor(args: argparse.Namespace):
     config = vLLMEngineProcessorConfig(
         model_source=args.target,
         engine_kwargs={
-            "speculative_config": json.loads(args.gsd.read_text()),
+            "speculative_config": read(args.gsd),
             "tensor_parallel_size": args.tensor_parallel_size,
             **args.engine,
         },
@@ -105,10 +126,22 @@ def processor(args: argparse.Namespace):
 
 def main() -> None:
     args = arguments()
-    prompts = read_lines(args.prompts, args.prompts.read_text("utf-8-sig"), ("id", "prompt"))
+    try:
+        text = args.prompts.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--prompts is {args.prompts}, but cannot be read as a text file ({error}).") from None
+    prompts = read_lines(args.prompts, text, ("id", "prompt"))
     if len({row["id"] for row in prompts}) < len(prompts):
         raise SystemExit(f"In {args.prompts}, some ids are given twice, but each must be given once.")
-    done = answered(args.out)
+    try:
+        GSDConfig.load(args.gsd)
+    except GSDConfigError as error:
+        raise SystemExit(f"--gsd has a mistake: {error}") from None
+    try:
+        done = answered(args.out)
+        args.out.open("a").close()  # before the engines start
+    except OSError as error:
+        raise SystemExit(f"--out is {args.out}, but cannot be written as a file ({error.strerror}).") from None
     missing = [row for row in prompts if row["id"] not in done]
     if not missing:
         print(f"All {len(prompts)} prompts have their answers.")

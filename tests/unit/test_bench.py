@@ -1,15 +1,22 @@
 """The computations of ``vllm-gsd bench``, without engines."""
 
 import random
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from made_up_report import report as made_up_report
+from typer.testing import CliRunner
 
-from vllm_gsd.tools.bench import analyses, contexts, forms
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.tools.bench import analyses, contexts, forms, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
+from vllm_gsd.tools.bench.page import bench_page
+from vllm_gsd.tools.cli.main import app
 from vllm_gsd.tools.prompt_file import Request
 
 PLAIN, GRAPH = (Setting(name, "", None, False) for name in ("plain", "gsd"))
@@ -17,7 +24,8 @@ PLAIN, GRAPH = (Setting(name, "", None, False) for name in ("plain", "gsd"))
 
 def engines(requests, answer, max_tokens=9, repeats=3):
     """Fake engines that answer a job with ``answer(setting, job)``."""
-    work = SimpleNamespace(requests=requests, max_tokens=max_tokens, repeats=repeats)
+    args = {"max_model_len": 100}
+    work = SimpleNamespace(requests=requests, max_tokens=max_tokens, repeats=repeats, engine_args=args)
     return SimpleNamespace(work=work, run=answer)
 
 
@@ -66,7 +74,16 @@ def test_growth_is_of_the_median_step():
 @pytest.mark.parametrize(("count", "max_tokens"), [(1, 9), (3, 1)])
 def test_contexts_need_text_and_steps(count, max_tokens):
     with pytest.raises(BenchError, match="--contexts needs two prompts"):
-        contexts.measure({"plain": PLAIN}, engines(requests(count), None, max_tokens), [4, 40], print)
+        contexts.check(engines(requests(count), None, max_tokens).work, [4, 40])
+
+
+def test_contexts_fit_into_the_model():
+    work = engines(requests(2), None).work
+    contexts.check(work, [4, 91])
+    with pytest.raises(BenchError, match=r"--contexts has 92, but .* allow at most 91"):
+        contexts.check(work, [4, 92])
+    work.engine_args["max_model_len"] = -1  # as long as fits into memory
+    contexts.check(work, [4, 92])
 
 
 def test_forms_are_compared_prompt_by_prompt():
@@ -96,6 +113,94 @@ def test_all_our_methods_have_the_kernels_that_were_asked_for():
     )
     assert off.engine == graph  # so that their difference is the graph
     assert off.speculative["cpu_kernels"] == tree.speculative["cpu_kernels"] == "off"
+
+
+def test_a_language_model_serves_without_a_draft_of_ours():
+    assert Drafts.of(None, "small") == Drafts(None, "small", None)
+    assert Drafts.of(None) == Drafts(None, None, None)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs the command; a test fails if an engine would start."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    monkeypatch.setattr(turns.Engine, "__init__", lambda *_: pytest.fail("an engine started"))
+    out = tmp_path / "out"
+
+    def invoke(*extra):
+        pair = ["--target", "target", "--draft", "draft", "--out", str(out)]
+        return CliRunner().invoke(app, ["bench", str(tmp_path / "prompts.jsonl"), *pair, *extra])
+
+    return invoke
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--gsd", '{"top_kk": 3}'], '"top_kk" is not one of the keys'),
+        (["--gsd", '{"top_kk": 3}', "--methods", "plain"], '"top_kk" is not one of the keys'),
+        (["--gsd", '{"top-k": 300}'], '"top_k" is 300, but must be'),
+        (["--gsd", '{"top-k": 3, "top_k": 3}'], "with '-' and with '_'"),
+        (["--gsd", '{"method": "ngram"}'], '--gsd has "method"'),
+        (["--gsd", '{"model": "other"}'], '--gsd has "model"'),
+        (["--gsd", '{"budget": 8}', "--analyses"], '--gsd has "budget", which --analyses sets itself'),
+        (["--gsd", '{"sources": ["draft"]}', "--analyses"], '--gsd has "sources", which --analyses sets itself'),
+        (["--contexts", "8,2000"], "--contexts has 2000, but"),
+        (["--contexts", "8", "--limit", "1"], "--contexts needs two prompts"),
+        (["--engine-args", '{"max_num_seqs": 3}'], '--engine-args has "max_num_seqs"'),
+        (["--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a folder'),
+    ],
+)
+def test_mistakes_are_refused_before_an_engine_starts(command, extra, sentence):
+    done = command(*extra)
+    assert done.exit_code == 1, done.output
+    assert sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path):
+    """And where the models are, which the page shortens to their names."""
+    seen = {}
+
+    def bench(plan, work, settings, out):
+        seen.update(settings=settings, args=work.engine_args, gsd=plan.gsd)
+        return {"batches": {}}
+
+    monkeypatch.setattr(run, "bench", bench)
+    (tmp_path / "draft").mkdir()
+    extra = ["--draft", str(tmp_path / "draft"), "--target", "hub/target", "--gsd", '{"top-k": 3}']
+    assert command(*extra, "--engine-args", '{"kv_cache_memory_bytes": 5}').exit_code == 0
+    settings = seen["settings"]
+    assert (settings["target"], settings["draft"]) == ("hub/target", str(tmp_path / "draft"))
+    assert settings["kv_cache_memory_bytes"] == seen["args"]["kv_cache_memory_bytes"] == 5
+    assert (settings["modes"], settings["chain_lengths"], settings["dtype"]) == (
+        "eager,compiled",
+        "1,2,3,4,5,6",
+        "bfloat16",
+    )
+    assert seen["gsd"] == {"top_k": 3}
+    made = made_up_report()
+    page = bench_page({**made, "settings": settings})
+    assert str(tmp_path) not in page and "draft: draft" in page and "<title>vllm-gsd bench: target</title>" in page
+
+
+def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
+    """Also if it died between two jobs; and an error of an earlier run in its log is not quoted."""
+    answers = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{}', flush=True); sys.stdin.readline()"
+    die = "print('{}', flush=True); sys.stderr.write('MyError: now')"
+    start = subprocess.Popen
+    monkeypatch.setattr(turns.subprocess, "Popen", lambda _, **to: start([sys.executable, "-c", code], **to))
+    (tmp_path / "plain-eager.log").write_text("OldError: of yesterday\n")
+    work = turns.Work([Request("one")], [1], 1, 4, {}, tmp_path)
+    code = f"{answers}; {die}"
+    with turns.running(PLAIN, work) as engine:
+        engine.run({})
+        engine.process.wait()
+        engine.process.stdin.write("unsent")  # closing flushes it
+        with pytest.raises(BenchError, match="died: MyError: now"):
+            engine.run({})
+    code = "pass"
+    with pytest.raises(BenchError, match="died: see its log"):
+        turns.Engine(PLAIN, work)
 
 
 @dataclass(frozen=True)
@@ -154,6 +259,22 @@ def test_analyses(monkeypatch, blocks):
     assert graph["drafted_per_accepted"] == (2 if blocks else 4)
     assert all(row["at_equal_nodes"] == pytest.approx(2) for row in found["graph_over_tree"])
     assert all(row["at_equal_cost"] == pytest.approx(2) for row in found["graph_over_tree"])
+
+
+def test_analyses_with_a_preset_take_its_thresholds(monkeypatch):
+    ran = []
+
+    @contextmanager
+    def running(setting, work):
+        ran.append(GSDConfig.load(setting.speculative))
+        config = {"num_speculative_tokens": 16, "merge_ngram": 2, **setting.speculative}
+        yield SimpleNamespace(run=lambda job: fake_result(config, False))
+
+    monkeypatch.setattr(analyses, "running", running)
+    monkeypatch.setattr(analyses, "tokens_per_second", lambda result: 1.0)
+    monkeypatch.setattr(analyses, "kind_of_model", lambda model: "draft_model")
+    analyses.analyse("draft", {"preset": "paper"}, False, FakeWork([1]), lambda _: None)
+    assert {config.theta_prob for config in ran[:6]} == {0.2} and {config.theta_sib for config in ran[:6]} == {0.3}
 
 
 def test_a_tree_that_costs_as_much_has_fewer_nodes():

@@ -136,6 +136,7 @@ def test_target_that_is_no_model(model, tmp_path, target):
             (folder / "config.json").write_text("{")
     findings, _ = pair(folder if folder.exists() else target, model("draft"))
     assert statuses(findings) == {"target": "failed"}
+    assert ("download it first" in findings[0].detail) == ("/" in target)
 
 
 def test_empty_folder_has_no_weights(tmp_path):
@@ -235,7 +236,7 @@ def test_engine_that_gsd_refuses(model):
 
 def test_engine_that_vllm_refuses(model):
     (finding,) = engine(model("target"), model("draft"), max_model_len=10**6).values()
-    assert finding.status == "failed" and "vLLM makes no configuration" in finding.detail
+    assert finding.status == "failed" and "vLLM rejects this configuration" in finding.detail
 
 
 def test_every_symbol_is_there():

@@ -1,6 +1,7 @@
 """The parts of ``vllm-gsd distill`` that need no engine."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from vllm_gsd.tools.distill.states import ComputedStates, StoredStates, state_la
 from vllm_gsd.tools.distill.target import Target, check_target
 from vllm_gsd.tools.distill.train import train
 from vllm_gsd.tools.distill.validate import agreement
+from vllm_gsd.tools.output import OutputError
 
 CONFIG = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -313,7 +315,19 @@ def test_what_does_not_go_together(target, tmp_path, options, said):
         run.distill(Options(target=str(target), **options), tmp_path / "out", tmp_path / "work")
 
 
+@pytest.mark.parametrize("name", ["file", "file/out"])
+def test_a_file_in_the_way_is_named_before_the_work(target, tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises((DistillError, OutputError), match=r"--out .*file.*\.$"):
+        run.distill(Options(target=str(target)), tmp_path / name, tmp_path / "work")
+    with pytest.raises(OutputError, match=r'--work is ".*file", but must be a folder'):
+        run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_targets(target, tmp_path):
+    with pytest.raises(DistillError, match="give a folder, not a hub id"):
+        check_target(Path("some/model"))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(DistillError, match="'gpt2'"):
         check_target(tmp_path)

@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from made_up_trace import HOSTILE, REQUEST, lines, records, step
@@ -117,9 +119,28 @@ def test_the_command(tmp_path):
         ([], "either a trace or --prompt"),
         ([str(trace), "--prompt", "x"], "either a trace or --prompt"),
         ([str(trace), "--request", "x"], '--request is "x"'),
-        ([str(trace), "--out", str(tmp_path)], "cannot be written"),
+        ([str(trace), "--out", str(tmp_path)], "must be a file that can be written"),
         (["--prompt", "x", "--target", "t", "--gsd", '{"method": "gsd", "modle": 1}'], '"modle"'),
+        (["--prompt", "x", "--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a file'),
+        (["--prompt", "x", "--trace", "/dev/null/x"], '--trace is "/dev/null/x", but must be a file'),
+        (["--prompt", "x", "--request", "one"], "--request is given with --prompt, but is for traces"),
+        ([str(trace), "--target", "t"], "--target is given with a trace, but is for --prompt"),
+        ([str(trace), "--gsd", "{}"], "--gsd is given with a trace"),
+        ([str(trace), "--engine-args", "{}"], "--engine-args is given with a trace"),
+        ([str(trace), "--max-tokens", "9"], "--max-tokens is given with a trace"),
     ):
         done = CliRunner().invoke(app, ["inspect", *wrong])
         assert (done.exit_code, done.stdout) == (1, "")
         assert sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_engine_that_fails_is_not_blamed_on_the_page(tmp_path, monkeypatch):
+    def no_engine(*_, **__):
+        raise OSError("no/such-model is\nno model.")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine, SamplingParams=None))
+    out = tmp_path / "page.html"
+    options = ["--prompt", "hi", "--target", "no/such-model", "--gsd", '{"method": "gsd", "model": null}']
+    done = CliRunner().invoke(app, ["inspect", *options, "--out", str(out)])
+    assert done.exit_code == 1 and not out.exists()
+    assert done.stderr == 'The engine of "no/such-model" failed (OSError: no/such-model is no model).\n'

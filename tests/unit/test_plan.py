@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from vllm_gsd.tools.plan.fleet import BUSY, replicas
 from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.machine import Machine, PlanError, curve
 from vllm_gsd.tools.plan.model import Form, Model, Workload
+from vllm_gsd.tools.plan.report import Report
 from vllm_gsd.tools.plan.shapes import read_shapes
 from vllm_gsd.tools.plan.trace import observed
 
@@ -251,15 +254,49 @@ def test_a_plan_for_a_gpu(tmp_path):
         (["--validate", "1,2"], 'has no "plain" at batch size 2'),
         (["--validate", "x"], '--validate is "x"'),
         (["--rate", "3", "--latency", "0.001"], "one request alone takes"),
+        (["--latency", "3"], "--latency is only for a fleet; give --rate"),
+        (["--target", "TARGET"], "--target is only for a GPU; give --machine"),
+        (["--draft", "TARGET"], "--draft is only for a GPU; give --machine"),
+        (["--within", "0.2"], "--within is only for --validate"),
+        (["--validate", "1,4", "--rate", "3"], "--rate is given with --validate"),
+        (["--validate", "1,4", "--machine", "tpu"], "--machine is given with --validate"),
+        (["--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a folder'),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path, extra, sentence):
     from vllm_gsd.tools.models import built_in_pair
 
     extra = [str(built_in_pair().target) if word == "TARGET" else word for word in extra]
-    done = run(report(tmp_path), *extra, "--out", str(tmp_path / "out"))
+    done = run(report(tmp_path), "--out", str(tmp_path / "out"), *extra)
     assert done.exit_code == 1
     assert sentence in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("gsd", "form"),
+    [
+        ('{"top-k": 3, "max_depth": 4}', Form(3, 4, 16)),
+        ('{"preset": "paper", "max-depth": 2}', Form(4, 2, 16)),
+        ('{"preset": "paper", "top_k": 5, "sources": ["draft", "shared"]}', Form(5, 6, 16)),
+        ("{}", Form(8, 6, 16)),
+    ],
+)
+def test_the_graphs_of_a_report_are_those_that_ran(tmp_path, gsd, form):
+    path = Path(report(tmp_path))
+    written = json.loads(path.read_text())
+    written["settings"]["gsd"] = gsd
+    path.write_text(json.dumps(written))
+    assert Report(path).form == form
+    written["settings"]["gsd"] = '{"top_k": 300}'
+    path.write_text(json.dumps(written))
+    assert "no usable keys of gsd" in run(str(path), "--out", str(tmp_path / "out")).stderr
+
+
+def test_a_missing_matplotlib_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run(report(tmp_path), "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1 and "matplotlib (pip install 'vllm-gsd[bench]')" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_files_are_no_reports(tmp_path):

@@ -64,3 +64,47 @@ def test_prompts(batch, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"Line 2 of .*prompts\.jsonl is no JSON object with id and prompt"):
         batch.main()
     assert out.read_text() == LINES + "{"
+
+
+GSD = {"method": "gsd", "model": None}
+
+
+@pytest.mark.parametrize(
+    ("files", "extra", "sentence"),
+    [
+        ({"prompts": None}, [], r"--prompts is .*prompts, but cannot be read as a text file"),
+        ({"prompts": b"\xff"}, [], r"--prompts is .*prompts, but cannot be read as a text file"),
+        ({"prompts": b'{"id": [1], "prompt": "one"}'}, [], r"Line 1 of .* has the id \[1\], but ids must be"),
+        ({"gsd": None}, [], r"--gsd has a mistake: .*does not exist"),
+        ({"gsd": b"{"}, [], r"--gsd has a mistake: .*is not JSON"),
+        ({"gsd": b'{"method": "gsd", "model": null, "top_kk": 1}'}, [], "--gsd has a mistake: .*top_kk"),
+        ({}, ["--out", "/dev/null/x"], "--out is /dev/null/x, but cannot be written"),
+        ({}, ["--out", "/"], "--out is /, but cannot be written"),
+    ],
+)
+def test_mistakes_are_said_in_a_sentence(batch, tmp_path, monkeypatch, files, extra, sentence):
+    contents = {"prompts": b'{"id": 1, "prompt": "one"}', "gsd": json.dumps(GSD).encode(), **files}
+    words = ["--target", "t", "--out", str(tmp_path / "out")]
+    for name, content in contents.items():
+        words += [f"--{name}", str(tmp_path / name)]
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["batch.py", *words, *extra])
+    with pytest.raises(SystemExit, match=sentence):
+        batch.main()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--batch-size", "0", "'0', but must be a whole number above 0"),
+        ("--engines", "-1", "'-1', but must be a whole number above 0"),
+        ("--engine", "[]", "'[]', but must be a JSON object"),
+    ],
+)
+def test_wrong_arguments(batch, monkeypatch, capsys, option, value, sentence):
+    words = ["--target", "t", "--gsd", "g", "--prompts", "p", "--out", "o", f"{option}={value}"]
+    monkeypatch.setattr(sys, "argv", ["batch.py", *words])
+    with pytest.raises(SystemExit):
+        batch.main()
+    assert sentence in capsys.readouterr().err

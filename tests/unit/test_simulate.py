@@ -75,5 +75,7 @@ def test_the_command(tmp_path):
         assert sum(row["parts_ms"].values()) == pytest.approx(row["step_ms"]) and row["binds"] in row["parts_ms"]
         took = row["batch"] * row["tokens_a_step"] / row["step_ms"]
         assert row["tokens_per_second"] == pytest.approx(1e3 * took)
+    done = subprocess.run([*command[:2], "--reduce", tmp_path / "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and "needs --trace" in done.stderr and "Traceback" not in done.stderr
     assert isinstance(recorded_acceptance(tmp_path / "trace.jsonl"), Acceptance)
     assert reduced(tmp_path / "trace.jsonl")["top_k"] >= 1

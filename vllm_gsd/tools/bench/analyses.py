@@ -53,10 +53,11 @@ def analyse(draft: str, gsd: dict[str, Any], compiled: bool, work: Work, tick: C
         ``forms[form]``: a row per number of ``nodes``; and ``graph_over_tree``, see ``_graph_over_tree``.
     """
     work = replace(work, batch_sizes=[1])
+    base = {} if gsd.get("preset") else BASE  # which would hide the preset's values
     known: dict[tuple[Any, ...], dict[str, float]] = {}
 
     def row(name: str, **keys: Any) -> dict[str, float]:
-        config = {"method": "gsd", "model": draft, **BASE, **gsd, "sources": ["draft"], **keys}
+        config = {"method": "gsd", "model": draft, **base, **gsd, "sources": ["draft"], **keys}
         config["budget"] = config.get("num_speculative_tokens", 16)
         same = tuple(sorted((key, str(given)) for key, given in config.items()))
         if same not in known:

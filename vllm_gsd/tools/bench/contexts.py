@@ -9,7 +9,22 @@ from typing import Any
 
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.methods import BenchError, Setting
-from vllm_gsd.tools.bench.turns import Engines, rotated
+from vllm_gsd.tools.bench.turns import Engines, Work, rotated
+
+
+def check(work: Work, lengths: list[int]) -> None:
+    """Whether ``measure`` can run.
+
+    Raises:
+        BenchError: there are fewer than two prompts, answers have fewer than two tokens, or a context is too long.
+    """
+    if len(work.requests) < 2 or work.max_tokens < 2:
+        raise BenchError("--contexts needs two prompts, one as context for the other, and --max-tokens of 2 or more.")
+    longest = work.engine_args["max_model_len"]
+    if not isinstance(longest, int) or longest < 0:
+        return  # vLLM chooses it, or refuses it when it starts
+    if lengths[-1] > (most := longest - work.max_tokens):
+        raise BenchError(f"--contexts has {lengths[-1]}, but --max-model-len and --max-tokens allow at most {most}.")
 
 
 def measure(
@@ -21,16 +36,11 @@ def measure(
         settings: one per method.
         lengths: tokens of context before the answer.
 
-    Raises:
-        BenchError: there are fewer than two prompts, or answers have fewer than two tokens.
-
     Returns:
         by method: ``step_ms`` and ``tokens_per_step`` by length, means over the prompts of medians over the turns;
         ``growth``, the ratio of a step at the longest to one at the shortest, see ``mean_with_bounds``.
     """
     work = engines.work
-    if len(work.requests) < 2 or work.max_tokens < 2:
-        raise BenchError("--contexts needs two prompts, one as context for the other, and --max-tokens of 2 or more.")
     steps: dict[tuple[str, int], list[list[tuple[float, float]]]] = {
         (method, length): [[] for _ in work.requests] for method in settings for length in lengths
     }

@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.config.draft_check import kind_of_model, reads_features
 
 METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
@@ -37,7 +38,9 @@ class Drafts:
     @classmethod
     def of(cls, own: str | None, language_model: str | None = None) -> Drafts:
         """The drafts for each method. vLLM's draft_model uses ``language_model`` if ``own`` is not one."""
-        if own is None or not reads_features(own):
+        if own is None:
+            return cls(None, language_model, None)
+        if not reads_features(own):
             return cls(own, own, None)
         return cls(own, language_model, own)
 
@@ -74,7 +77,7 @@ def settings_of(
         modes: a subset of MODES.
 
     Raises:
-        BenchError: the method is unknown.
+        BenchError: the method is unknown, or ``gsd`` has a mistake.
     """
     if method not in METHODS:
         raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
@@ -89,12 +92,26 @@ def settings_of(
     elif method == "suffix":
         configs = {"": {"method": "suffix"}}
     elif method != "plain":
-        configs = {"": {"method": "gsd", "model": drafts.own, **gsd, **FORMS.get(method, {})}}
+        configs = {"": checked(drafts.own, {**gsd, **FORMS.get(method, {})})}
     return [
         Setting(method, detail, config, mode == "compiled", opted_out=method == OFF)
         for detail, config in configs.items()
         for mode in modes
     ]
+
+
+def checked(model: str | None, gsd: dict[str, Any]) -> dict[str, Any]:
+    """The speculative config of a draft with more keys of gsd.json, after the checks that need no engine.
+
+    Raises:
+        BenchError: a key or a value is wrong.
+    """
+    config = {"method": "gsd", "model": model, **gsd}
+    try:
+        GSDConfig.load(config, "--gsd")
+    except GSDConfigError as error:
+        raise BenchError(str(error)) from None
+    return config
 
 
 def missing_for(method: str, drafts: Drafts) -> str | None:

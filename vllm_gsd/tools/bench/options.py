@@ -8,6 +8,11 @@ from typer import Argument, Option
 
 from vllm_gsd.config import GSDConfig
 
+# The keys that --gsd may have; the method and the draft have options of their own.
+KEYS = [key for key in GSDConfig.model_fields if key not in ("method", "model")]
+# What engines get from other options, or from the comparison itself.
+NOT_ENGINE_ARGS = ("model", "max_num_seqs", "speculative_config", "enforce_eager", "disable_log_stats")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -21,7 +26,10 @@ class Options:
     draft: Annotated[Path | None, Option(help="Folder of the draft; the built-in one if no target is given.")] = None
     draft_model: Annotated[
         Path | None,
-        Option(help="Draft for vLLM's draft_model if --draft is not a language model; by default the built-in one."),
+        Option(
+            help="Draft for vLLM's draft_model if --draft is not a language model; the built-in one if no target is "
+            "given."
+        ),
     ] = None
     methods: Annotated[
         str,
@@ -33,16 +41,22 @@ class Options:
     chain_lengths: Annotated[str, Option(help="Draft lengths to try for vLLM's chains.")] = "1,2,3,4,5,6"
     gsd: Annotated[
         str,
-        Option(help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(GSDConfig.model_fields)}."),
+        Option(help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(KEYS)}."),
     ] = "{}"
     batch_sizes: Annotated[str, Option(help="Concurrent requests, comma-separated.")] = "1"
-    limit: Annotated[int | None, Option(min=1, help="Use this many prompts, spread evenly over the file.")] = 12
+    limit: Annotated[int | None, Option(min=1, help="Use at most this many prompts, spread evenly over the file.")] = 12
     max_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 96
     repeats: Annotated[int, Option(min=1, help="Turns of each method.")] = 5
     choose_with: Annotated[int, Option(min=1, help="Prompts used to choose the best settings.")] = 4
     dtype: str = "bfloat16"
     max_model_len: int = 2048
-    engine_args: Annotated[str, Option(help="More arguments of vLLM's LLM, as JSON.")] = "{}"
+    engine_args: Annotated[
+        str,
+        Option(
+            help="More arguments of vLLM's LLM, as JSON. By default every engine gets 1 GiB for keys and values "
+            "(kv_cache_memory_bytes) and no prefix caching."
+        ),
+    ] = "{}"
     apart: Annotated[
         bool, Option("--apart", help="Start a new engine for each turn, if memory cannot hold all engines.")
     ] = False

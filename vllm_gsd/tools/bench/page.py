@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 from vllm_gsd.tools.bench.methods import OFF
@@ -15,6 +16,9 @@ COLUMNS = {"plain": "plain vLLM", OFF: "our engine without a graph", "gsd": "wit
 def bench_page(report: dict[str, Any]) -> str:
     """The HTML page of a report; see ``report.make_report`` and ``run.bench``."""
     optional = dict.fromkeys(("contexts", "forms_in_turns", "analyses"))
+    names = {role: report["settings"].get(role) for role in ("target", "draft")}
+    shown = {role: name and PurePath(name).name for role, name in names.items()}
+    report = {**report, "settings": {**report["settings"], **shown}}
     data = {**optional, **report, "columns": COLUMNS, "parts": PARTS}
     return render("bench", data, bounded=_bounded, columns=COLUMNS, **{**optional, **report})
 

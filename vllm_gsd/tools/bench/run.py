@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.analyses import analyse, num_runs
-from vllm_gsd.tools.bench.methods import BenchError, Drafts, missing_for, settings_of
+from vllm_gsd.tools.bench.methods import BenchError, Drafts, checked, missing_for, settings_of
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import make_report
 from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
+from vllm_gsd.tools.output import make_folder
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
 
     Raises:
         BenchError: the comparison cannot run as asked, or an engine died.
+        OutputError: nothing can be written into ``out``.
     """
     skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.drafts))}
     candidates = {
@@ -50,11 +52,8 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
     }
     if not candidates:
         raise BenchError(f"None of {', '.join(plan.methods)} can run: {'; '.join(skipped.values())}.")
-    if plan.analyses and plan.drafts.own is None:
-        raise BenchError("--analyses needs a draft model.")
-    if plan.forms and "gsd" not in candidates:
-        raise BenchError('--forms needs "gsd" among --methods.')
-    out.mkdir(parents=True, exist_ok=True)
+    _check(plan, work, list(candidates))
+    make_folder(out, "--out")
     choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
     ticks = choices + (work.repeats + 1) * len(work.batch_sizes) * len(candidates)
     ticks += work.repeats * (len(plan.contexts) * len(candidates) + plan.forms)
@@ -76,12 +75,29 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
             assert plan.drafts.own is not None
             report["analyses"] = analyse(plan.drafts.own, plan.gsd, plan.modes[-1] == "compiled", work, tick)
             _write(report, out)
-    (out / "index.html").write_text(bench_page(report), "utf-8")
     return report
+
+
+def _check(plan: Plan, work: Work, methods: list[str]) -> None:
+    """Refuse what would fail only after the comparison.
+
+    Raises:
+        BenchError: see there.
+    """
+    checked(plan.drafts.own, plan.gsd)  # even if no method reads it
+    if plan.analyses and plan.drafts.own is None:
+        raise BenchError("--analyses needs a draft model.")
+    if plan.analyses and (fixed := [key for key in ("sources", "budget") if key in plan.gsd]):
+        raise BenchError(f'--gsd has "{fixed[0]}", which --analyses sets itself; leave it out.')
+    if plan.forms and "gsd" not in methods:
+        raise BenchError('--forms needs "gsd" among --methods.')
+    if plan.contexts:
+        contexts.check(work, plan.contexts)
 
 
 def _write(report: dict[str, Any], out: Path) -> None:
     (out / "bench.json").write_text(json.dumps(report, indent=1))
+    (out / "index.html").write_text(bench_page(report), "utf-8")
 
 
 @contextmanager

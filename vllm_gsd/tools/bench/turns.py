@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Engine:
             "speculative_config": setting.speculative,
             "enforce_eager": not setting.compiled,
         }
-        with self.log.open("a") as log:
+        with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vllm_gsd.tools.bench.engine"],
                 stdin=subprocess.PIPE,
@@ -82,7 +82,8 @@ class Engine:
     def close(self) -> None:
         """Stop the process."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it died between two jobs
+            self.process.stdin.close()
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:

@@ -47,7 +47,7 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
     found.append(Finding("draft", "ok", f"{config.model}, {kind}; the vocabularies are the same"))
     draft = local_folder(config.model)
     if draft is None:
-        return [*found, Finding("memory of the draft", "unknown", "it does not lie on this machine")], {}
+        return [*found, Finding("memory of the draft", "unknown", "it is not on this machine")], {}
     try:
         memory = draft_memory(draft, stored_dtype(target_config), features)
     except ModelFileError as error:
@@ -83,7 +83,8 @@ def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
 def _target(target: str) -> tuple[int, dict[str, Any]]:
     folder = local_folder(target)
     if folder is None:
-        raise ModelFileError(f"The target {target} is no folder and no model in the hub's cache on this machine.")
+        where = "no folder and no model in the hub's cache on this machine"
+        raise ModelFileError(f"The target {target} is {where}; download it first.")
     config = read_config(folder)
     try:
         return int(config["vocab_size"]), config

@@ -95,7 +95,7 @@ def engine(question: dict[str, Any]) -> list[Finding]:
     except GSDConfigError as error:
         return [Finding("engine", "failed", str(error))]
     except Exception as error:  # vLLM raises many types
-        return [Finding("engine", "failed", f"vLLM makes no configuration of it: {_first_line(error)}")]
+        return [Finding("engine", "failed", f"vLLM rejects this configuration: {_first_line(error)}")]
     from vllm.platforms import current_platform
 
     dtype = str(config.model_config.dtype).removeprefix("torch.")

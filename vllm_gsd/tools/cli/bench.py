@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 
-from vllm_gsd.tools.bench.options import Options
+from vllm_gsd.tools.bench.options import NOT_ENGINE_ARGS, Options
 from vllm_gsd.tools.cli.console import err, fail, json_object
 from vllm_gsd.tools.cli.options import takes
 
@@ -25,18 +25,20 @@ Pair = tuple[str, str | None, str | None]
 def bench(**given: Any) -> None:
     """Compare the graph with plain vLLM and its drafters. Methods take turns, each at its best setting."""
     from vllm_gsd.tools.bench.methods import BenchError
+    from vllm_gsd.tools.output import OutputError
     from vllm_gsd.tools.prompt_file import PromptsError
 
     try:
         from vllm_gsd.tools.bench import run
     except ModuleNotFoundError as error:
-        fail(f"The comparison needs the package {error.name} (pip install 'vllm-gsd[bench]').")
+        fail(f"The comparison needs the package {error.name}, which comes with vLLM.")
     options = Options(**given)
     modes = _modes(options.modes)
     pair = _pair(options)
     try:
-        report = run.bench(_plan(options, pair, modes), _work(options, pair), _settings(options, pair), options.out)
-    except (BenchError, PromptsError) as error:
+        plan, work = _plan(options, pair, modes), _work(options, pair)
+        report = run.bench(plan, work, _settings(options, pair, work), options.out)
+    except (BenchError, OutputError, PromptsError) as error:
         fail(str(error))
     table = Table("batch", "method, best setting", "tokens/s", "over plain", "over gsd-off", "tokens/step")
     for row in run.summary(report):
@@ -54,7 +56,7 @@ def _plan(options: Options, pair: Pair, modes: list[str]) -> Plan:
         modes=modes,
         lengths=numbers(options.chain_lengths, "--chain-lengths"),
         drafts=Drafts.of(pair[1], pair[2]),
-        gsd=json_object(options.gsd, "--gsd"),
+        gsd=_gsd(options.gsd),
         contexts=numbers(options.contexts, "--contexts") if options.contexts else [],
         forms=options.forms,
         analyses=options.analyses,
@@ -76,7 +78,7 @@ def _work(options: Options, pair: Pair) -> Work:
             "max_model_len": options.max_model_len,
             "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": False,
-            **json_object(options.engine_args, "--engine-args"),
+            **_engine_args(options.engine_args),
         },
         logs=options.out / "logs",
         apart=options.apart,
@@ -84,15 +86,39 @@ def _work(options: Options, pair: Pair) -> Work:
     )
 
 
-def _settings(options: Options, pair: Pair) -> dict[str, Any]:
+def _settings(options: Options, pair: Pair, work: Work) -> dict[str, Any]:
     """The head of the report."""
-    kept = ("limit", "max_tokens", "repeats", "dtype", "gsd")
+    kept = ("limit", "max_tokens", "repeats", "modes", "chain_lengths", "gsd")
+    target, draft = (name and (os.path.abspath(name) if os.path.exists(name) else name) for name in pair[:2])
     return {
-        "target": Path(pair[0]).name,
-        "draft": pair[1] and Path(pair[1]).name,
+        "target": target,
+        "draft": draft,
         "prompts": options.prompts.name,
         **{name: getattr(options, name) for name in kept},
+        **{name: value for name, value in work.engine_args.items() if name != "model"},
     }
+
+
+def _gsd(text: str) -> dict[str, Any]:
+    """The keys of --gsd. The command fails if one is an option of its own."""
+    from vllm_gsd.config import GSDConfigError
+    from vllm_gsd.config.source import with_underscores
+
+    try:
+        keys = with_underscores(json_object(text, "--gsd"), "--gsd")
+    except GSDConfigError as error:
+        fail(str(error))
+    if own := [key for key in ("method", "model") if key in keys]:
+        fail(f'--gsd has "{own[0]}", but methods are given by --methods and drafts by --draft; leave it out.')
+    return keys
+
+
+def _engine_args(text: str) -> dict[str, Any]:
+    """The keys of --engine-args. The command fails if the comparison would overwrite one."""
+    given = json_object(text, "--engine-args")
+    if own := [key for key in NOT_ENGINE_ARGS if key in given]:
+        fail(f'--engine-args has "{own[0]}", which the comparison sets itself; leave it out.')
+    return given
 
 
 def _pair(options: Options) -> Pair:

@@ -15,7 +15,9 @@ COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"
 
 
 def check(
-    target: Annotated[str | None, typer.Option(help="Folder or hub id of the target.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Folder of the target, or its hub id if it is in the hub's cache.")
+    ] = None,
     draft: Annotated[
         str | None, typer.Option(help='Folder or hub id of the draft. By default the "model" of --gsd.')
     ] = None,

@@ -11,8 +11,12 @@ import typer
 
 from vllm_gsd.tools.cli.console import err, fail, json_object
 
+# Where an option belongs that was given with the other kind of input.
+WITH = {True: "with --prompt, but is for traces", False: "with a trace, but is for --prompt"}
+
 
 def inspect(
+    context: typer.Context,
     trace: Annotated[
         Path | None,
         typer.Argument(help='A trace that an engine wrote (the "trace" of its gsd.json); or give --prompt.'),
@@ -36,10 +40,13 @@ def inspect(
     """Show what token graphs did for a request, as one HTML page: for a prompt, or from an engine's trace."""
     from vllm_gsd.config import GSDConfigError
     from vllm_gsd.tools.inspect.trace import TraceError, choose, read_traces
+    from vllm_gsd.tools.output import OutputError, try_file
 
     if (trace is None) == (prompt is None):
         fail("Give either a trace or --prompt.")
+    _refuse_others(context, prompt is not None)
     try:
+        try_file(out, "--out")
         from vllm_gsd.tools.inspect.page import inspect_page
         from vllm_gsd.tools.inspect.run import record
 
@@ -50,17 +57,30 @@ def inspect(
                 err.print(f"The trace has {len(traces)} requests; this is {shown.request['request']}.", highlight=False)
         else:
             assert prompt is not None
+            if trace_to is not None:
+                try_file(trace_to, "--trace")
             with tempfile.TemporaryDirectory() as folder:
                 pair = _pair(target, draft, gsd, trace_to or Path(folder, "trace.jsonl"))
                 shown = record(prompt, *pair, max_tokens, json_object(engine_args, "--engine-args"))
-        out.write_text(inspect_page(shown), "utf-8")
-    except (GSDConfigError, TraceError) as error:
+        page = inspect_page(shown)
+    except (GSDConfigError, TraceError, OutputError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         fail(f"The inspector needs the package {error.name}, which comes with vLLM.")
+    try:
+        out.write_text(page, "utf-8")
     except OSError as error:
         fail(f'--out is "{out}", but that file cannot be written ({error.strerror}).')
     typer.echo(json.dumps({"page": str(out), "request": shown.request["request"], "steps": len(shown.steps)}))
+
+
+def _refuse_others(context: typer.Context, answers: bool) -> None:
+    """Refuse options that would be ignored: those for --prompt with a trace, and --request with --prompt."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and parameter.name not in ("trace", "prompt", "out") and (parameter.name == "request") == answers:
+            fail(f"{parameter.opts[0]} is given {WITH[answers]}; leave it out.")
 
 
 def _pair(target: str | None, draft: str | None, gsd: str | None, trace: Path) -> tuple[str, dict[str, Any]]:

@@ -70,11 +70,12 @@ def distill(
     """Distil a draft from a target. Run it again with the same options to resume."""
     from vllm_gsd.tools.bench.methods import BenchError
     from vllm_gsd.tools.distill.run import distill as run
+    from vllm_gsd.tools.output import OutputError
     from vllm_gsd.tools.prompt_file import PromptsError
 
     try:
         results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
-    except (BenchError, DistillError, PromptsError) as error:
+    except (BenchError, DistillError, OutputError, PromptsError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         fail(f"Distilling needs the package {error.name}; run: {INSTALL}")

@@ -17,15 +17,16 @@ from vllm_gsd.tools.plan.options import Options
 @takes(Options)
 def plan(**given: Any) -> None:
     """Predict from a bench report what speculation gives by batch size, and how many replicas a load needs."""
+    from vllm_gsd.tools.output import OutputError
     from vllm_gsd.tools.plan.machine import PlanError
     from vllm_gsd.tools.plan.run import plan as run
 
-    options = Options(**given)
     try:
+        options = Options(**given)
         if options.validate:
             _validate(options)
         found = run(options)
-    except PlanError as error:
+    except (OutputError, PlanError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         fail(f"The plan's plot needs the package {error.name} (pip install 'vllm-gsd[bench]').")

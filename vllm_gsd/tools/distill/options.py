@@ -26,7 +26,7 @@ class DistillError(ValueError):
 class Options:
     """What a run was asked for. The command ``vllm-gsd distill`` takes its options from these fields."""
 
-    target: Annotated[str, Option(metavar="PATH", help="Folder of the target, a Llama-like model.")]
+    target: Annotated[str, Option(metavar="PATH", help="Folder (no hub id) of the target, a Llama-like model.")]
     kind: Annotated[
         str,
         Option(

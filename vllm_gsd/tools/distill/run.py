@@ -20,6 +20,7 @@ from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
 from vllm_gsd.tools.distill.stages import logger, stage
 from vllm_gsd.tools.distill.target import check_target
+from vllm_gsd.tools.output import make_folder
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         the measurements ``top_1``, ``top_4`` and ``chain`` and, with ``engine``, ``tokens_per_step`` and ``speed_up``.
 
     Raises:
-        BenchError, DistillError, PromptsError: the message is one sentence.
+        BenchError, DistillError, OutputError, PromptsError: the message is one sentence.
     """
     _check(options, out, work)
     # Before the target answers for hours: the packages that training needs.
@@ -89,13 +90,15 @@ def _check(options: Options, out: Path, work: Path) -> None:
     layers = check_target(Path(options.target))["num_hidden_layers"]
     if options.kind == "eagle3" and layers < EAGLE3_LAYERS:
         raise DistillError(f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {layers}.")
-    if out.exists() and any(out.iterdir()):
-        raise DistillError(f"--out {str(out)!r} is not empty; give a new folder.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "not empty" if out.is_dir() else "no folder"
+        raise DistillError(f"--out {str(out)!r} is {what}; give a new folder.")
     if options.init is not None:
         kind = kind_of(Path(options.init))
         if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
             raise DistillError(f"--init {options.init!r} is of kind {kind}, but --kind is {options.kind}.")
-    work.mkdir(parents=True, exist_ok=True)
+    make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
+    make_folder(work, "--work")
     given = json.loads(json.dumps(asdict(options)))
     if _kept(work / "options.json", lambda: given) != given:
         raise DistillError(f"{str(work)!r} holds a run with other options; give another --work or delete it.")

@@ -23,7 +23,9 @@ def check_target(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
-        raise DistillError(f"The target {str(folder)!r} is no folder with a readable config.json.") from None
+        raise DistillError(
+            f"The target {str(folder)!r} is no folder with a readable config.json; give a folder, not a hub id."
+        ) from None
     if config.get("model_type") not in LLAMA_LIKE:
         allowed = ", ".join(LLAMA_LIKE)
         raise DistillError(

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.config import GSDConfigError
 from vllm_gsd.tools.inspect.trace import Trace, TraceError, read_traces
 from vllm_gsd.tools.prompt_file import token_ids_of
 
@@ -20,7 +21,8 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
         engine_args: more arguments of vLLM's ``LLM``.
 
     Raises:
-        TraceError: the engine's steps were not recorded.
+        TraceError: the engine does not start, fails, or did not record its steps.
+        GSDConfigError: gsd refuses the models or arguments.
     """
     from vllm import LLM, SamplingParams
 
@@ -28,10 +30,16 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     before = read_traces(path).keys() if path.exists() and path.stat().st_size else set()
     # Compiling takes longer than an answer.
     defaults = {"max_num_seqs": 1, "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
-    llm = LLM(target, speculative_config=gsd, **{**defaults, **engine_args})
-    ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"gsd_trace": True})
-    (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    try:
+        llm = LLM(target, speculative_config=gsd, **{**defaults, **engine_args})
+        ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"gsd_trace": True})
+        (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    except GSDConfigError:
+        raise
+    except Exception as error:  # vLLM raises many types
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise TraceError(f'The engine of "{target}" failed ({type(error).__name__}: {reason[:300]}).') from error
     logging.info("%s", answer.outputs[0].text)
     new = [trace for name, trace in read_traces(path).items() if name not in before]
     if not new or not new[-1].steps:

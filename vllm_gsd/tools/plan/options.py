@@ -1,10 +1,12 @@
 """The options of ``vllm-gsd plan``, each with its type, default and help."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
+
+from vllm_gsd.tools.plan.machine import PlanError
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Options:
     machine: Annotated[
         str, Option(help='"report" for the machine that was measured, or a GPU: a10, l4, l40s, a100, h100, h200, b200.')
     ] = "report"
-    target: Annotated[Path | None, Option(help="Folder with the target's config.json, for a GPU.")] = None
-    draft: Annotated[Path | None, Option(help="Folder with the draft's config.json, for a GPU.")] = None
+    target: Annotated[Path | None, Option(help="Folder (no hub id) with the target's config.json, for a GPU.")] = None
+    draft: Annotated[Path | None, Option(help="Folder (no hub id) with the draft's config.json, for a GPU.")] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of a prompt, if not the report's.")] = None
     answer_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of an answer, if not the report's.")] = None
     rate: Annotated[float | None, Option(min=0, help="Requests per second of a fleet, to count its replicas.")] = None
@@ -32,4 +34,24 @@ class Options:
         str,
         Option(help="Batch sizes of the report to learn from, comma-separated: predict all and compare with measured."),
     ] = ""
-    within: Annotated[float, Option(min=0, help="Most error of a validated gain; beyond it the exit code is 1.")] = 0.1
+    within: Annotated[float, Option(min=0, help="Largest accepted error; if exceeded, the exit code is 1.")] = 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse options that would be ignored."""
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        without = {
+            "latency": (self.rate is None, "is only for a fleet; give --rate, too, or leave it out"),
+            "within": (not self.validate, "is only for --validate; leave it out"),
+        }
+        for model in ("target", "draft"):
+            without[model] = (self.machine == "report", "is only for a GPU; give --machine, too, or leave it out")
+        for name in given:
+            if self.validate and name not in ("report", "out", "validate", "within"):
+                raise PlanError(f"{_flag(name)} is given with --validate, which only reads the report; leave it out.")
+            ignored, sentence = without.get(name, (False, ""))
+            if ignored:
+                raise PlanError(f"{_flag(name)} {sentence}.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.config.source import with_underscores
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted
 from vllm_gsd.tools.plan.machine import Curve, Machine, PlanError, curve
@@ -49,15 +50,20 @@ class Report:
         if not self.first["planner"]:
             raise PlanError(f'In {path}, gsd measured no costs; run vllm-gsd bench with "budget": "auto" on CPUs.')
         if not self.first["acceptance_by_depth"]:
-            raise PlanError(f"In {path}, gsd did not draft at batch size {self.batches[0]}, so nothing tells its gain.")
+            first = self.batches[0]
+            raise PlanError(f"In {path}, gsd did not draft at batch size {first}, so its gain cannot be estimated.")
 
     @property
     def form(self) -> Form:
         """The limits of the graphs that were measured."""
-        keys = {name: field.default for name, field in GSDConfig.model_fields.items()} | json.loads(
-            self.settings["gsd"]
-        )
-        return Form(*(keys[name] for name in ("top_k", "max_depth", "num_speculative_tokens")))
+        limits = ("top_k", "max_depth", "num_speculative_tokens")
+        try:
+            keys = with_underscores(json.loads(self.settings["gsd"]), "the report")
+            given = {name: keys[name] for name in (*limits, "preset") if name in keys}
+            config = GSDConfig.load({"method": "gsd", "model": None, **given}, "the report")
+        except (ValueError, KeyError) as error:
+            raise PlanError(f"The report's settings have no usable keys of gsd ({error}).") from None
+        return Form(*(getattr(config, name) for name in limits))
 
     def acceptance(self, observed: Observed | None = None) -> Acceptance:
         """From what was observed; by default at the smallest batch size, where the planner cuts the least."""

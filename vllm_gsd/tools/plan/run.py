@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.tools.output import make_folder
 from vllm_gsd.tools.plan.fleet import BUSY, replicas
 from vllm_gsd.tools.plan.gpus import machine_of
 from vllm_gsd.tools.plan.machine import PlanError
@@ -29,8 +30,12 @@ def plan(options: Options) -> dict[str, Any]:
 
     Raises:
         PlanError: the plan cannot be made as asked.
+        OutputError: nothing can be written into ``options.out``.
     """
+    import matplotlib  # noqa: F401  # if it is missing, this fails before anything is written
+
     report = Report(options.report)
+    make_folder(options.out, "--out")
     workload = report.workload()
     workload = Workload(options.prompt_tokens or workload.prompt, options.answer_tokens or workload.answer)
     if options.machine == "report":
@@ -66,7 +71,6 @@ def plan(options: Options) -> dict[str, Any]:
         "for_requests_at_once": usual,
         "fleet": fleet and {**fleet, "requests_per_second": options.rate, "busy": BUSY},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "plan.json").write_text(json.dumps(found, indent=1))
     _draw(found, options.out / "plan.png")
     return found

@@ -31,7 +31,9 @@ def read_shapes(folder: Path) -> Shapes:
             config["vocab_size"] = len(json.loads(trimmed.read_text())["token_ids"])
         shapes = shapes_of(config)
     except (OSError, ValueError, KeyError) as error:
-        raise PlanError(f"{folder} has no config.json of a Llama-like model ({error!r}).") from error
+        raise PlanError(
+            f"{folder} has no config.json of a Llama-like model ({error!r}); give a folder, not a hub id."
+        ) from error
     if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise PlanError(f"{folder} is a mixture of experts, but plans from data sheets are for dense models only.")
     return shapes

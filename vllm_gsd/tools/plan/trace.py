@@ -28,7 +28,7 @@ def observed(path: Path) -> Observed:
         for depth, taken in zip(depths(verified), verified["accepted"], strict=True):
             accepted[depth] += bool(taken)
     if not +accepted:
-        raise PlanError(f"The trace {path} has no accepted node, so nothing tells what a graph would gain.")
+        raise PlanError(f"The trace {path} has no accepted node, so the gain of a graph cannot be estimated.")
     return [accepted[depth] / graphs for depth in range(1, max(+accepted) + 1)], rows / graphs
 
 

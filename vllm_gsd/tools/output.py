@@ -1,0 +1,42 @@
+"""Tries places for results before the work, so that hours of it are not lost."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+
+class OutputError(ValueError):
+    """Results cannot be written where an option says. The message is one sentence."""
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder unless it exists, and try to write a file in it.
+
+    Raises:
+        OutputError: this fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _refusal(option, folder, "must be a folder for new files", error) from None
+
+
+def try_file(file: Path, option: str) -> None:
+    """Try to open a file for writing. Its content stays, and it is not made.
+
+    Raises:
+        OutputError: this fails.
+    """
+    existed = file.exists()
+    try:
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise _refusal(option, file, "must be a file that can be written", error) from None
+
+
+def _refusal(option: str, path: Path, must: str, error: OSError) -> OutputError:
+    return OutputError(f'{option} is "{path}", but {must} ({error.strerror}).')
