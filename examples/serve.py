@@ -1,4 +1,8 @@
-"""Serve the built-in pair for the other examples. Arguments go to ``vllm serve``, such as ``--port 8001``."""
+"""Serve the built-in pair for the other examples. Arguments go to ``vllm serve``, such as ``--port 8001``.
+
+With ``--adapters``, clients may load LoRA adapters into the server, as ``examples/client/lora.py`` does. They name
+files that the server then reads from its machine, so give this flag only where you trust every client.
+"""
 
 import importlib.util
 import json
@@ -8,21 +12,28 @@ from pathlib import Path
 
 from vllm_gsd.tools.models import built_in_pair
 
+ADAPTERS = "--adapters"
 
-def arguments() -> list[str]:
-    """The model and the options of ``vllm serve``."""
+
+def arguments(given: list[str]) -> list[str]:
+    """The model and the options of ``vllm serve``, for the arguments given to this program."""
     pair = built_in_pair()
     sources = ["draft", "ngram"]
     if importlib.util.find_spec("arctic_inference"):  # pip install 'vllm-gsd[shared]'
         sources.append("shared")
     gsd = {"method": "gsd", "model": str(pair.draft), "sources": sources}
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    adapters = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
-    return [str(pair.target), "--speculative-config", json.dumps(gsd), *tools, *adapters]
+    adapters = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"] if ADAPTERS in given else []
+    others = [argument for argument in given if argument != ADAPTERS]
+    return [str(pair.target), "--speculative-config", json.dumps(gsd), *tools, *adapters, *others]
+
+
+def environment(given: list[str]) -> dict[str, str]:
+    """The environment variables of the server, for the arguments given to this program."""
+    return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if ADAPTERS in given else {}
 
 
 if __name__ == "__main__":
-    # For examples/client/lora.py. Only for clients that you trust, because they name files on this machine.
-    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    os.environ.update(environment(sys.argv[1:]))
     vllm = Path(sys.executable).with_name("vllm")
-    os.execv(vllm, [str(vllm), "serve", *arguments(), *sys.argv[1:]])  # noqa: S606
+    os.execv(vllm, [str(vllm), "serve", *arguments(sys.argv[1:])])  # noqa: S606

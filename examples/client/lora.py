@@ -2,7 +2,8 @@
 
 The draft has no adapter: it proposes as before, and the target with the adapter decides. Without an argument the
 program writes a small random adapter for the built-in target, which stands for one that you trained. The server must be
-on this machine, with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``, as ``examples/serve.py`` starts it.
+on this machine, with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``, as ``examples/serve.py --adapters``
+starts it.
 """
 
 import json

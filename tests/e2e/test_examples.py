@@ -23,9 +23,11 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def server(preforked, tmp_path_factory):
-    arguments = runpy.run_path(str(EXAMPLES / "serve.py"))["arguments"]()
+    program, given = runpy.run_path(str(EXAMPLES / "serve.py")), ["--adapters"]
+    arguments = program["arguments"](given)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        for name, value in program["environment"](given).items():
+            patch.setenv(name, value)
         options = {"command": (preforked, VLLM), "max_model_len": 1024}
         with serving(*arguments[:1], tmp_path_factory.mktemp("examples"), *arguments[1:], **options) as server:
             server.wait()
@@ -70,7 +72,7 @@ def test_code_edits(client):
     counts = re.findall(r": (\d+) tokens in (\d+) steps; copied (\d+) .*, (\d+) from other", client("code_edits.py"))
     for tokens, steps, *_ in counts:
         assert int(tokens) > 1.5 * int(steps)
-    if "shared" in runpy.run_path(str(EXAMPLES / "serve.py"))["arguments"]()[2]:
+    if "shared" in runpy.run_path(str(EXAMPLES / "serve.py"))["arguments"]([])[2]:
         assert int(counts[1][3]) > 0
 
 

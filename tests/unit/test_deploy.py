@@ -1,6 +1,8 @@
 """Dockerfiles, the systemd unit and the values for Helm in ``examples/``."""
 
 import json
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -49,3 +51,19 @@ def test_values_for_the_production_stack():
         flag, config = model["vllmConfig"]["extraArgs"]
         assert flag == "--speculative-config"
         assert GSDConfig.load(json.loads(config)).speculates
+
+
+def test_clients_load_adapters_only_where_the_flag_says_so():
+    """Loading adapters makes a server read files. Containers, which listen on all addresses, do not allow it."""
+    serve = runpy.run_path(str(EXAMPLES / "serve.py"))
+    arguments, environment = serve["arguments"], serve["environment"]
+    port = ["--port", "8001"]
+    without, allowed = arguments(port), arguments(["--adapters", *port])
+    assert "--enable-lora" not in without and environment(port) == {}
+    assert "--enable-lora" in allowed and "--adapters" not in allowed
+    assert environment(["--adapters"]) == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    assert without[-2:] == allowed[-2:] == port
+    composed = yaml.safe_load((EXAMPLES / "observability/docker-compose.yml").read_text())["services"]["vllm"]
+    (started,) = re.findall("^CMD .*", (EXAMPLES / "container/Dockerfile.cpu").read_text(), re.MULTILINE)
+    for command in (composed["command"], started):
+        assert "/opt/examples/serve.py" in command and "--adapters" not in command

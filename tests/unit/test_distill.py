@@ -1,6 +1,7 @@
 """The parts of ``vllm-gsd distill`` that need no engine."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
-from vllm_gsd.tools.distill import answers, generate, recorder, run, states, students
+from vllm_gsd.tools.distill import generate, recorder, run, states, students
 from vllm_gsd.tools.distill.data import count_tokens, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.lm import LanguageModel, project
@@ -25,6 +26,7 @@ from vllm_gsd.tools.distill.target import Target, check_target
 from vllm_gsd.tools.distill.train import train
 from vllm_gsd.tools.distill.validate import agreement
 from vllm_gsd.tools.output import OutputError
+from vllm_gsd.tools.prompt_file import PromptsError
 
 CONFIG = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -307,12 +309,51 @@ class TestStudents:
         ({"prompts": "a", "data": "b"}, "exclude each other"),
         ({"init": "TARGET"}, "language model, but --kind is dspark"),
         ({"data": "nowhere"}, "has no answers"),
+        ({"data": "x", "answers": 8192}, "leave --answers out"),
+        ({"data": "x", "max_tokens": 256}, "leave --max-tokens out"),
+        ({"data": "x", "batch": 96}, "leave --batch out"),
+        ({"kind": "lm", "width": 128}, "--width is 128, but must be at most the target's hidden size, 64"),
+        ({"kind": "lm", "init": "nowhere"}, "no folder with a config.json"),
+        ({"prompts": "nowhere"}, "cannot be read"),
     ],
 )
 def test_what_does_not_go_together(target, tmp_path, options, said):
+    """A mistake is refused before anything is stored, so that it can be corrected."""
     options = {key: str(target) if value == "TARGET" else value for key, value in options.items()}
-    with pytest.raises(DistillError, match=said):
+    with pytest.raises((DistillError, PromptsError), match=said):
         run.distill(Options(target=str(target), **options), tmp_path / "out", tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_answers_of_another_target(target, work, tmp_path, noted):
+    """They are told by the other run's options, and without those by the shape of its states."""
+    other, data = tmp_path / "other", tmp_path / "data"
+    shutil.copytree(target, other)
+    shutil.copytree(work, data)
+    if noted:
+        (data / "options.json").write_text(json.dumps({"target": str(target)}))
+        said = "has answers of"
+    else:
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
+        said = "has states of 3 layers of size 64, but .* has 3 of size 96"
+    run._check(Options(target=str(target), data=str(data)), tmp_path / "out", tmp_path / "work")
+    with pytest.raises(DistillError, match=said):
+        run._check(Options(target=str(other), data=str(data)), tmp_path / "out", tmp_path / "new")
+
+
+def test_answers_that_appear_later_are_found(target, work, tmp_path):
+    """And so are answers that are all too long, before a student is made."""
+    data, options = tmp_path / "data", {"target": str(target), "longest": 16}
+    with pytest.raises(DistillError, match="has no answers"):
+        run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
+    (data / "answers").mkdir(parents=True)
+    rows = [{"input_ids": [1] * 20, "prompt_len": PROMPT, "text": ""}]
+    Dataset.from_list(rows).to_parquet(str(data / "answers" / "first-00000.parquet"))
+    states.write_missing(target, files(data), data / "states")
+    with pytest.raises(DistillError, match="--longest is 16, but no request"):
+        run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
 
 
 @pytest.mark.parametrize("name", ["file", "file/out"])
@@ -336,27 +377,6 @@ def test_targets(target, tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(DistillError, match="reads 3 layers, but the target has only 2"):
         run.distill(Options(target=str(tmp_path), kind="eagle3"), tmp_path / "out", tmp_path / "work")
-
-
-def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(answers.time, "perf_counter", lambda: now[0])
-    left = generate.shard_path(tmp_path / "answers", "first", 0)
-    left.parent.mkdir()
-    left.write_text("of a run that was killed")
-
-    def takes(seconds, chats=()):
-        assert not left.exists() and len(chats) in (0, generate.SHARD)
-        now[0] += seconds
-
-    for _ in range(2):  # decided once
-        planned = answers.planned_answers(
-            Options(target="t"), tmp_path, 8, lambda: takes(100), lambda chats: takes(40, chats)
-        )
-        # 480 seconds, where later shards take 1.5 times as long as the first.
-        assert planned == generate.SHARD * (1 + (480 - 140) // 60)
-    assert now == [140.0]
-    assert answers.planned_answers(Options(target="t", answers=7), tmp_path, None, None, None) == 7
 
 
 def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monkeypatch):
@@ -407,14 +427,6 @@ def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
     assert texts(batch=4) == first
     assert target.turns == [8, 8, 2, 4, 2]
     assert texts(batch=4) == first and len(target.turns) == 5
-
-
-@pytest.mark.parametrize(
-    ("shards", "own", "second"), [(0.5, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 2, 1), (10, 5, 3), (30, 15, 9)]
-)
-def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second):
-    size = generate.SHARD
-    assert answers.later_rounds(int(shards * size)) == (own * size, second * size)
 
 
 class AskingTarget:

@@ -1,10 +1,12 @@
-"""Requests that the target answers for ``vllm-gsd distill``."""
+"""Requests that the target answers for ``vllm-gsd distill``, and how many of them there is time for."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_gsd.tools.distill import prompts
+from vllm_gsd.tools.distill import answers, generate, prompts
+from vllm_gsd.tools.distill.options import DistillError, Options
 from vllm_gsd.tools.prompt_file import PromptsError
 
 
@@ -52,3 +54,72 @@ def test_bad_files(tmp_path, text):
 def test_missing_file(tmp_path):
     with pytest.raises(PromptsError, match="cannot be read"):
         prompts.from_file(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("shards", "own", "second"), [(0.5, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 2, 1), (10, 5, 3), (30, 15, 9)]
+)
+def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second):
+    size = generate.SHARD
+    assert answers.later_rounds(int(shards * size)) == (own * size, second * size)
+
+
+@pytest.mark.parametrize(("given", "name", "later"), [({}, "first", 1.5), ({"prompts": "file"}, "file", 1.0)])
+def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch, given, name, later):
+    now = [0.0]
+    monkeypatch.setattr(answers.time, "perf_counter", lambda: now[0])
+    left = generate.shard_path(tmp_path / "answers", name, 0)
+    left.parent.mkdir()
+    left.write_text("of a run that was killed")
+
+    def takes(seconds, chats=()):
+        assert not left.exists() and len(chats) in (0, generate.SHARD)
+        now[0] += seconds
+
+    asked = prompts.first_round(300, 0)
+    for _ in range(2):  # decided once
+        planned = answers.planned_answers(
+            Options(target="t", **given), tmp_path, 8, asked, lambda: takes(100), lambda chats: takes(40, chats)
+        )
+        # 480 seconds, where later shards of templates take 1.5 times as long as the first.
+        assert planned == generate.SHARD * (1 + int((480 - 140) / (40 * later)))
+    assert now == [140.0]
+    assert answers.planned_answers(Options(target="t", answers=7), tmp_path, None, [], None, None) == 7
+
+
+def words(monkeypatch):
+    """Let every word be a token."""
+    tokenizer = SimpleNamespace(from_pretrained=lambda _: None)
+    monkeypatch.setattr("transformers.AutoTokenizer", tokenizer)
+    monkeypatch.setattr(generate, "token_ids_of", lambda _, chat: chat[-1]["content"].split())
+
+
+def test_requests_without_room_for_an_answer_are_not_asked(tmp_path, monkeypatch, caplog):
+    """An answer to learn from has two tokens or more. The others are answered, as many as there is time for."""
+    words(monkeypatch)
+    file, asked = tmp_path / "prompts.jsonl", []
+    texts = ["w " * length + str(number) for number, length in enumerate([5, 14, 13, 30, 2, 3])]
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    monkeypatch.setattr(generate, "answer", lambda llm, chats, *rest, **_: asked.append(chats))
+    monkeypatch.setattr(generate, "start_target", lambda *_, **__: None)
+    options = Options(target="t", prompts=str(file), longest=16)
+    answers.make_answers(options, tmp_path, None)
+    assert [chat[0]["content"] for chat in asked[-1]] == [texts[i] for i in (0, 2, 4, 5)]
+    assert "2 of 6 requests are left out" in caplog.text
+    monkeypatch.setattr(generate, "SHARD", 1)
+    seconds = iter([0.0, 10.0, 20.0])
+    monkeypatch.setattr(answers.time, "perf_counter", lambda: next(seconds))
+    answers.make_answers(Options(target="t", prompts=str(file), longest=16, batch=1), tmp_path, 0.5)
+    assert [len(chats) for chats in asked[1:]] == [1, 2]  # 30 seconds: 10 to start, and 10 for each request
+
+
+@pytest.mark.parametrize("given", [{}, {"prompts": "prompts.jsonl"}])
+def test_no_request_leaves_room_for_an_answer(tmp_path, monkeypatch, given):
+    """That is known before the target starts."""
+    words(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w " * 16}))
+    monkeypatch.setattr(generate, "start_target", lambda *_, **__: pytest.fail("it starts"))
+    monkeypatch.setattr(prompts, "first_round", lambda count, seed: [[{"role": "user", "content": "w " * 20}]] * count)
+    with pytest.raises(DistillError, match="--longest is 16, but all"):
+        answers.make_answers(Options(target="t", longest=16, **given), tmp_path, None)

@@ -1,6 +1,7 @@
 """The check of the documentation finds faults of a page. ``scripts/lint`` runs it on the real pages."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -88,3 +89,11 @@ def test_every_key_is_described():
     for name, field in GSDConfig.model_fields.items():
         assert field.description and field.description.endswith(".")
         assert allowed(name)
+
+
+def test_counters_that_pages_give_to_prometheus_end_in_total():
+    """Prometheus appends ``_total`` to their names, so expressions without it return nothing."""
+    for name in ("reference/metrics.md", "quickstart.md"):
+        page = (SCRIPTS.parent / "docs" / name).read_text()
+        assert "vllm:gsd_target_steps_total" in page and "vllm:generation_tokens_total" in page
+        assert all(counter.endswith("_total") for counter in re.findall(r"rate\((vllm:\w+)", page))

@@ -1,10 +1,14 @@
 """Prompt files: every valid JSON line is read, and invalid lines give one clear sentence."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
-from vllm_gsd.tools.prompt_file import PromptsError, read_requests
+from vllm_gsd.tools.prompt_file import PromptsError, read_requests, thinned
+
+CHECK_LOSSLESS = Path(__file__).parents[2] / "scripts/check_lossless"
 
 
 @pytest.fixture
@@ -32,3 +36,32 @@ def test_deep_nesting_is_no_prompt(file, line):
     file.write_text('{"prompt": "one"}\n' + line)
     with pytest.raises(PromptsError, match=r"Line 2 of .* is no JSON object"):
         read_requests(file)
+
+
+@pytest.mark.parametrize(
+    ("limit", "chosen"), [(None, range(12)), (40, range(12)), (4, [0, 3, 6, 9]), (5, [0, 2, 4, 7, 9])]
+)
+def test_thinned_requests_are_spread_evenly(limit, chosen):
+    assert thinned(list(range(12)), limit) == list(chosen)
+
+
+def test_check_lossless_starts_its_engines_anew_and_compares_all_prompts(file, tmp_path, monkeypatch, capsys):
+    """Results of earlier runs, which may be of other code or prompts, are not taken for those of this run."""
+    file.write_text("\n".join(json.dumps({"prompt": str(number)}) for number in range(12)))
+    main, started, compared = runpy.run_path(str(CHECK_LOSSLESS))["main"], [], []
+
+    def engine(command, **_):
+        started.append(command[command.index("--method") + 1])
+        tokens = [[len(started)]] * 12  # the engines of each run and method answer differently
+        answer = {"tokens": tokens, "generated": 12, "tokens_per_step": 1.0, "tokens_per_second": [1.0]}
+        Path(command[command.index("--out") + 1]).write_text(json.dumps(answer))
+
+    monkeypatch.setattr("subprocess.run", engine)
+    transformers = {"compare_with_transformers": lambda answered, _: compared.append(answered) or {"different": []}}
+    main.__globals__.update(transformers)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main(file, out=tmp_path / "out", batches="1")
+        assert json.loads(capsys.readouterr().out)["batch 1"]["different"] == list(range(12))
+    assert started == ["plain", "gsd"] * 2
+    assert compared == [[(str(number), [run]) for number in range(12)] for run in (2, 4)]

@@ -146,8 +146,13 @@ def test_ranks_store_responses_in_one_order():
     assert stored == ["a", "b", "c"]
     stored.clear()
     v2 = SimpleNamespace(
-        **{"speculation": speculation, "requests": dict.fromkeys("abc", record), "slots": {"a": 0, "b": 1, "c": 2}},
-        **{"tenants": [0, 0, 0], "parents": {}, "grammars": None, "learn": lambda wait: None},
+        speculation=speculation,
+        requests=dict.fromkeys("abc", record),
+        slots={"a": 0, "b": 1, "c": 2},
+        tenants=[0, 0, 0],
+        parents={},
+        grammars=None,
+        learn=lambda wait: None,
         texts=SimpleNamespace(output=lambda slot: [1, 2]),
     )
     GraphSpeculator.forget(v2, ["c", "a", "b"])

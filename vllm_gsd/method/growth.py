@@ -1,9 +1,10 @@
 """Level-wise growth: turn the draft model's candidates into nodes, and choose the nodes to expand next.
 
 Pruning follows Gong et al. 2024, section 3.3: a candidate far below its best sibling is dropped (``theta_sib``), and a
-node that is unlikely to be reached is not expanded (``theta_prob``). Two bounds of our own keep the work O(nodes)
-without changing the result. Survival only falls along a path, so a node below the ``num_nodes`` best cannot be
-verified. Such candidates are dropped, and such nodes are not expanded.
+node that is unlikely to be reached is not expanded (``theta_prob``). Two bounds of our own keep the work O(nodes):
+candidates below the ``num_nodes`` best are dropped, and such nodes are not expanded. Without merging and calibration
+this changes no result, because survival only falls along a path, so such a node cannot be verified. With them it may:
+a merged edge can be a better path to a node, and calibration can rank it higher.
 """
 
 import numpy as np

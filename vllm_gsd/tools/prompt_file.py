@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 Chat = list[dict[str, str]]
 Prompt = Chat | list[int]  # a chat, or its token ids
+Item = TypeVar("Item")
 
 
 class PromptsError(ValueError):
@@ -38,7 +39,7 @@ def read_requests(path: Path) -> list[Request]:
     return requests
 
 
-def thinned(requests: list[Request], limit: int | None) -> list[Request]:
+def thinned(requests: list[Item], limit: int | None) -> list[Item]:
     """At most ``limit`` requests, spread evenly over the file so that every category remains."""
     if not limit or limit >= len(requests):
         return requests

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_gsd.tools.distill import generate, prompts
 from vllm_gsd.tools.distill.options import Options
 
-# The average time of a shard relative to the first one: its requests are made up, or quote long passages.
-LATER_SHARD = 1.5
+# The average time of a shard relative to the first one: its requests are made up, or quote long passages. Those of a
+# file are alike.
+LATER_SHARD, LATER_SHARD_OF_FILE = 1.5, 1.0
 # Shares of the answers to requests about earlier answers, and to requests that the target made up.
 SECOND_ROUND, OWN = 0.3, 0.5
 
@@ -21,7 +23,12 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
 
     Args:
         minutes: the time limit, from which the number of answers is planned; None for no limit.
+
+    Raises:
+        DistillError: no request leaves room for an answer.
+        PromptsError: the file of requests cannot be used.
     """
+    most, max_tokens, batch = (options.answering(name) for name in ("answers", "max_tokens", "batch"))
     for name in ("answers", "states"):
         (work / name).mkdir(exist_ok=True)
     started: list[Any] = []
@@ -31,25 +38,31 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
             started.append(
                 generate.start_target(
                     options.target,
-                    max_model_len=options.longest + options.max_tokens,
-                    batch=options.batch,
+                    max_model_len=options.longest + max_tokens,
+                    batch=batch,
                     eager=options.eager,
                 )
             )
         return started[0]
 
     def answer(chats: list[prompts.Chat], name: str, seed: int) -> list[str]:
-        return generate.answer(llm, chats, work, name, max_tokens=options.max_tokens, seed=seed, batch=options.batch)
+        return generate.answer(llm, chats, work, name, max_tokens=max_tokens, seed=seed, batch=batch)
+
+    def planned(asked: list[prompts.Chat], name: str) -> int:
+        return planned_answers(options, work, minutes, asked, llm, lambda chats: answer(chats, name, options.seed))
 
     if options.prompts is not None:
-        answer(prompts.from_file(Path(options.prompts))[: options.answers], "file", options.seed)
+        asked = generate.fitting(options.target, prompts.from_file(Path(options.prompts)), options.longest)[:most]
+        answer(asked[: planned(asked, "file")], "file", options.seed)
         return
-    count = planned_answers(options, work, minutes, llm, lambda chats: answer(chats, "first", options.seed))
+    asked = prompts.first_round(min(most, generate.wave(batch) * generate.SHARD), options.seed)
+    generate.fitting(options.target, asked, options.longest)
+    count = planned(asked, "first")
     own, second = later_rounds(count)
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
-        asked = generate.own_requests(llm, own, work / "own.json", options.batch)
+        asked = generate.own_requests(llm, own, work / "own.json", batch)
         # Templates fill up what the target does not make up.
         asked += prompts.first_round(own - len(asked), options.seed + 2)
         about += zip(asked, answer(asked, "own", options.seed + 2_000_000), strict=True)
@@ -68,23 +81,35 @@ def later_rounds(count: int) -> tuple[int, int]:
     return own * generate.SHARD, second * generate.SHARD
 
 
-def planned_answers(options: Options, work: Path, minutes: float | None, llm, answer) -> int:
-    """The number of answers that the time allows, decided once. ``llm`` and ``answer``: see ``make_answers``."""
-    plan = work / "answers.json"
+def planned_answers(
+    options: Options,
+    work: Path,
+    minutes: float | None,
+    asked: list[prompts.Chat],
+    llm: Callable[[], Any],
+    answer: Callable[[list[prompts.Chat]], Any],
+) -> int:
+    """The number of answers that the time allows, decided once.
+
+    Args:
+        asked: the requests that come first, in whole shards or all of them. The time of the first shards is measured.
+        llm, answer: start the target, and answer requests of the first round.
+    """
+    plan, most = work / "answers.json", options.answering("answers")
     if minutes is None:
-        return options.answers
+        return most
     if not plan.is_file():
-        together = generate.wave(options.batch)
-        first = prompts.first_round(min(options.answers, together * generate.SHARD), options.seed)
+        together = generate.wave(options.answering("batch"))
+        name, later = ("first", LATER_SHARD) if options.prompts is None else ("file", LATER_SHARD_OF_FILE)
         # A shard that a killed run left would take no time.
         for number in range(together):
-            generate.shard_path(work / "answers", "first", number).unlink(missing_ok=True)
+            generate.shard_path(work / "answers", name, number).unlink(missing_ok=True)
         begun = time.perf_counter()
         llm()
         ready = time.perf_counter()
-        answer(first)
+        answer(asked[: together * generate.SHARD])
         now = time.perf_counter()
         left = 60 * minutes - (now - begun)
-        shards = together * (1 + max(0, int(left / (LATER_SHARD * (now - ready)))))
-        plan.write_text(json.dumps({"answers": min(options.answers, shards * generate.SHARD)}))
+        shards = together * (1 + max(0, int(left / (later * (now - ready)))))
+        plan.write_text(json.dumps({"answers": min(most, shards * generate.SHARD)}))
     return int(json.loads(plan.read_text())["answers"])

@@ -12,6 +12,8 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gsd.tools.distill.data import SHORTEST
+from vllm_gsd.tools.distill.options import DistillError
 from vllm_gsd.tools.distill.stages import logger
 from vllm_gsd.tools.prompt_file import Chat, token_ids_of
 
@@ -103,6 +105,28 @@ def user_turn(tokenizer: Any) -> tuple[list[int], str]:
     before, _, after = text.partition(mark)
     end = after.strip().split("\n")[0]
     return (tokenizer(before, add_special_tokens=False)["input_ids"], end) if before and end else ([], "")
+
+
+def fitting(target: str, chats: list[Chat], longest: int) -> list[Chat]:
+    """The requests that leave room for an answer within ``longest`` tokens. Those of others would not be learned from.
+
+    Raises:
+        DistillError: there are none.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    found = [chat for chat in chats if len(token_ids_of(tokenizer, chat)) + SHORTEST <= longest]
+    if not found:
+        raise DistillError(
+            f"--longest is {longest}, but all {len(chats)} requests are too long for an answer within it; raise it."
+        )
+    if len(found) < len(chats):
+        logger.warning(
+            "%d of %d requests are left out, because they leave no room for an answer within --longest %d",
+            len(chats) - len(found), len(chats), longest,
+        )  # fmt: skip
+    return found
 
 
 def wave(batch: int) -> int:

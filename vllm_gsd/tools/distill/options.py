@@ -11,6 +11,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"vocab_size": 8192, "depth": 3},
     "lm": {"vocab_size": 12288, "layers": 4, "width": None},
 }
+# The defaults of the options for new answers, which ``--data`` replaces.
+ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 96}
 
 # Without the requirements of speculators, which replace torch, torchvision and torchaudio.
 INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
@@ -42,8 +44,13 @@ class Options:
         str | None,
         Option(metavar="PATH", help="Work folder of another run whose answers are learned from, instead of new ones."),
     ] = None
-    answers: Annotated[int, Option(min=1, help="Number of the target's answers to learn from.")] = 8192
-    max_tokens: Annotated[int, Option(min=2, help="Maximum tokens of an answer.")] = 256
+    answers: Annotated[
+        int | None,
+        Option(min=1, help=f"Number of the target's answers to learn from; by default {ANSWERING['answers']}."),
+    ] = None
+    max_tokens: Annotated[
+        int | None, Option(min=2, help=f"Maximum tokens of an answer; by default {ANSWERING['max_tokens']}.")
+    ] = None
     longest: Annotated[int, Option(min=16, help="Maximum tokens of request and answer; longer ones are left out.")] = (
         1024
     )
@@ -58,7 +65,10 @@ class Options:
     width: Annotated[int | None, Option(min=64, help="Hidden size (lm); by default a third of the target's.")] = None
     epochs: Annotated[float, Option(help="Passes over the answers.")] = 6.0
     learning_rate: float = 1e-3
-    batch: Annotated[int, Option(min=1, help="Concurrent requests while the target answers.")] = 96
+    batch: Annotated[
+        int | None,
+        Option(min=1, help=f"Concurrent requests while the target answers; by default {ANSWERING['batch']}."),
+    ] = None
     seed: int = 0
     engine: Annotated[bool, Option(help="Measure the draft in the real engine at the end.")] = True
     eager: Annotated[
@@ -72,15 +82,28 @@ class Options:
         for name in sorted({name for kind in KINDS.values() for name in kind}):
             if getattr(self, name) is None:
                 continue
-            flag = "--" + name.replace("_", "-")
             if name not in KINDS[self.kind]:
-                raise DistillError(f"A draft of kind {self.kind} has no {flag}; leave it out.")
+                raise DistillError(f"A draft of kind {self.kind} has no {_flag(name)}; leave it out.")
             if self.init is not None:
-                raise DistillError(f"With --init the draft's own {flag} holds; leave it out.")
-        if self.prompts is not None and self.data is not None:
+                raise DistillError(f"With --init the draft's own {_flag(name)} holds; leave it out.")
+        if self.data is None:
+            return
+        if self.prompts is not None:
             raise DistillError("--prompts and --data exclude each other; give only one of them.")
+        for name in ANSWERING:
+            if getattr(self, name) is not None:
+                raise DistillError(f"With --data there are no new answers, so leave {_flag(name)} out.")
 
     def of_kind(self, name: str) -> Any:
         """The value of an option that only some kinds have: what was given, or this kind's default."""
         given = getattr(self, name)
         return KINDS[self.kind][name] if given is None else given
+
+    def answering(self, name: str) -> int:
+        """The value of an option for new answers: what was given, or its default."""
+        given: int | None = getattr(self, name)
+        return ANSWERING[name] if given is None else given
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
+from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
 from vllm_gsd.tools.distill.stages import logger, stage
+from vllm_gsd.tools.distill.states import state_layers, stored_shape
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.output import make_folder
 
@@ -53,15 +55,17 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     from vllm_gsd.tools.distill.data import load_answers
     from vllm_gsd.tools.distill.hardware import found_hardware
 
-    files = _kept(work / "files.json", lambda: [file.name for file in sorted((answers / "answers").glob("*.parquet"))])
-    if not files:
-        raise DistillError(f"--data {options.data!r} has no answers/*.parquet; give the work folder of another run.")
+    files = _kept(work / "files.json", lambda: [file.name for file in _files_of_answers(answers)])
     paths = [answers / "answers" / name for name in files]
     if (hardware := found_hardware()).device == "cpu":
         with stage("completing the states"):
             _in_own_process(write_states, Path(options.target), paths, answers / "states", hardware.dtype)
     with stage(f"reading the answers in {len(files)} files"):
         data = load_answers(paths, options.longest)
+    if not data:
+        raise DistillError(
+            f"--longest is {options.longest}, but no request with an answer of two tokens fits into it; raise it."
+        )
     held_out = data[::HELD_OUT]
     training = [answer for i, answer in enumerate(data) if i % HELD_OUT] if len(data) > 1 else data
     results = _kept(
@@ -87,21 +91,55 @@ def write_states(target: Path, answers: list[Path], folder: Path, dtype: torch.d
 
 
 def _check(options: Options, out: Path, work: Path) -> None:
-    layers = check_target(Path(options.target))["num_hidden_layers"]
-    if options.kind == "eagle3" and layers < EAGLE3_LAYERS:
-        raise DistillError(f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {layers}.")
+    """Refuse what cannot work. The options are stored last, so that a mistake in them can be corrected."""
+    config = check_target(Path(options.target))
+    if options.kind == "eagle3" and config["num_hidden_layers"] < EAGLE3_LAYERS:
+        raise DistillError(
+            f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
+        )
+    if options.width is not None and options.width > config["hidden_size"]:
+        raise DistillError(
+            f"--width is {options.width}, but must be at most the target's hidden size, {config['hidden_size']}."
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "not empty" if out.is_dir() else "no folder"
         raise DistillError(f"--out {str(out)!r} is {what}; give a new folder.")
     if options.init is not None:
+        if not (Path(options.init) / "config.json").is_file():
+            raise DistillError(f"--init {options.init!r} is no folder with a config.json; give the folder of a draft.")
         kind = kind_of(Path(options.init))
         if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
             raise DistillError(f"--init {options.init!r} is of kind {kind}, but --kind is {options.kind}.")
+    if options.prompts is not None:
+        prompts.from_file(Path(options.prompts))
+    if options.data is not None:
+        _check_data(Path(options.data), Path(options.target), config)
     make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
     make_folder(work, "--work")
-    given = json.loads(json.dumps(asdict(options)))
+    given = json.loads(json.dumps({**asdict(options), "target": str(Path(options.target).resolve())}))
     if _kept(work / "options.json", lambda: given) != given:
         raise DistillError(f"{str(work)!r} holds a run with other options; give another --work or delete it.")
+
+
+def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
+    """Refuse answers of another target: by the options of the run that made them, or by the shape of its states."""
+    if not _files_of_answers(data):
+        raise DistillError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
+    stored = data / "options.json"
+    made_by = json.loads(stored.read_text()).get("target") if stored.is_file() else None
+    if made_by is not None and Path(made_by).resolve() != target.resolve():
+        raise DistillError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")
+    expected = len(state_layers(config["num_hidden_layers"])), config["hidden_size"]
+    for file in sorted((data / "states").glob("*.safetensors")):
+        if (found := stored_shape(file)) != expected:
+            raise DistillError(
+                f"--data {str(data)!r} has states of {found[0]} layers of size {found[1]}, but --target "
+                f"{str(target)!r} has {expected[0]} of size {expected[1]}."
+            )
+
+
+def _files_of_answers(folder: Path) -> list[Path]:
+    return sorted((folder / "answers").glob("*.parquet"))
 
 
 def _kept(file: Path, make) -> Any:

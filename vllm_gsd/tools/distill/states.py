@@ -31,6 +31,15 @@ def state_layers(depth: int) -> list[int]:
     return sorted({min(depth, quarter * -(-depth // 4)) for quarter in (1, 2, 3, 4)})
 
 
+def stored_shape(file: Path) -> tuple[int, int]:
+    """The numbers of layers and of numbers in a state, in a file of states."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        _, layers, hidden = opened.get_slice("states").get_shape()
+    return layers, hidden
+
+
 class Source(Protocol):
     """Where states come from."""
 
