@@ -1,0 +1,32 @@
+"""Sessions of streaming input, whose chunks have parameters of their own under one request id."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from engine_process import ENVIRONMENT
+from patience import SECONDS
+
+pytestmark = pytest.mark.e2e
+PROGRAM = Path(__file__).with_name("streaming_run.py")
+
+
+def test_later_chunks_are_drafted_for(tiny_pair, preforked):
+    """What held for the first chunk, which asked for too little to draft, does not hold for the second."""
+    plain, gsd = (
+        json.loads(
+            subprocess.run(
+                [preforked, str(PROGRAM), str(tiny_pair.target), json.dumps(config)],
+                env={**os.environ, **ENVIRONMENT},
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=SECONDS,
+            ).stdout.splitlines()[-1]
+        )
+        for config in (None, {"method": "gsd", "model": str(tiny_pair.draft), "budget": 16})
+    )
+    assert gsd["tokens"] == plain["tokens"]
+    assert plain["accepted"] == 0 < gsd["accepted"]
