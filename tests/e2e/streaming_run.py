@@ -1,4 +1,4 @@
-"""A session of streaming input, as a program: ``streaming_run.py TARGET CONFIG`` prints its tokens and counters as JSON.
+"""A session of streaming input, as a program: ``streaming_run.py TARGET CONFIG`` prints tokens and counters as JSON.
 
 The first chunk asks for one token, for which nothing is drafted, and the second, which repeats it, for many.
 """
