@@ -28,6 +28,7 @@ def layer(kind=Attention, impl=TreeCPUAttentionImpl, window=-1, alibi=None, attr
     made.impl = impl.__new__(impl)
     made.impl.sliding_window, made.impl.alibi_slopes = window, alibi
     made.impl.sinks, made.impl.logits_soft_cap = None, 0
+    made.impl.head_size, made.impl.kv_cache_dtype = 64, "auto"
     for name, value in dict(attributes).items():
         setattr(made.impl, name, value)
     values = {"attn_backend": CPUAttentionBackend, "attn_type": AttentionType.DECODER, "head_size": 64}

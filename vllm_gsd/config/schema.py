@@ -33,10 +33,8 @@ __all__ = ["GSDConfig", "GSDConfigError", "allowed", "check_draft_model", "extra
 METHOD = "gsd"
 # Keys that vLLM's SpeculativeConfig has too. They do not show that a config is ours.
 _SHARED_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
-# Keys that say how a draft model is used.
-_OF_DRAFTS = (
-    "preset", "theta_prob", "theta_sib", "merge_ngram", "draft_tensor_parallel_size", "draft_vocab_size",
-)  # fmt: skip
+# Keys that mean nothing without a draft model.
+_OF_DRAFTS = ("draft_tensor_parallel_size", "draft_vocab_size")
 _PAPER = {"top_k": 4, "theta_prob": 0.2, "theta_sib": 0.3}
 _PAPER_SHOWN = ", ".join(f"{key} {value}" for key, value in _PAPER.items())
 
