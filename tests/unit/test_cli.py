@@ -17,7 +17,7 @@ def run(*arguments, **environment) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
