@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.draft.limits import within_reach
-from vllm_gsd.engine.v2.plan import DRAFTED, Phase
+from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.method.constants import NUM_SOURCES
 
@@ -34,7 +34,7 @@ def test_v2_reads_no_more_of_prompts():
     )
     speculator = GraphSpeculator.__new__(GraphSpeculator)
     speculator.speculation = SimpleNamespace(
-        drafter=drafter, draft_kv=tracker, most_missed=4097, speculates=lambda batch: np.arange(5) != 3, shift=0,
+        drafter=drafter, draft_kv=tracker, most_missed=4097, shift=0,
         copies=SimpleNamespace(packed=lambda *_: None),
         trust=SimpleNamespace(of=lambda ids: np.ones((len(ids), NUM_SOURCES))),
         planner=SimpleNamespace(calibration=SimpleNamespace(factor=None), drafts_pay=lambda: True),
@@ -52,6 +52,15 @@ def test_v2_reads_no_more_of_prompts():
     speculator.ends, speculator.num_rows = length, 16
     speculator.drafting = SimpleNamespace(propose=lambda known, table, levels: sent.append(known), tree_words=0)
     batch = SimpleNamespace(idx_mapping_np=np.arange(5), is_prefilling_np=prompts, prefill_len_np=np.full(5, 6000))
-    speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, DRAFTED))
+    speculates, missed = np.arange(5) != 3, drafter.missed(tracker, requests.request_ids, length)
+    speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, DRAFTED), speculates, missed)
     assert asked == [[10, 0, 6000, 0, 0]]
     assert sent[0].draft_length.tolist() == [10, 1000, 6000, 0, -1]  # the device reads on, a step's rows at a time
+    # Unfinished prompts are read while the target reads them, unless nothing will be drafted behind them.
+    requests.sampled[:] = False
+    for answer, read in ((2, []), (3, [[10, 0, 6000, 0, 0]])):
+        asked.clear()
+        done.update(a=3, c=5700)
+        speculator.ends = np.full(5, 6000 + answer)
+        speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, NO_GRAPH), speculates, missed)
+        assert asked == read
