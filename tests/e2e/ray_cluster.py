@@ -36,8 +36,13 @@ class RayCluster:
     folder: Path
     nodes: list[subprocess.Popen] = field(default_factory=list)
 
+    @property
+    def joining(self) -> dict[str, str]:
+        """The variables of a program that joins the cluster, whose ranks have those of their nodes."""
+        return {**CLIENT, "RAY_ADDRESS": self.address}
+
     def environment(self, **ranks: str) -> dict[str, str]:
-        """The variables of a program that joins the cluster.
+        """The same, with ranks that sleep until a message arrives.
 
         Args:
             ranks: variables of its ranks. Were they the nodes' own, each of Ray's many processes would read them.
@@ -45,7 +50,7 @@ class RayCluster:
         path = [ranks.get("PYTHONPATH") or os.environ.get("PYTHONPATH"), PLUGINS]
         ranks["PYTHONPATH"] = os.pathsep.join(str(folder) for folder in path if folder)
         job = json.dumps({"runtime_env": {"env_vars": ranks}})
-        return {**CLIENT, "RAY_ADDRESS": self.address, "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
+        return {**self.joining, "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
 
     def add_node(self, num_cpus: int = 1, **environment: str) -> subprocess.Popen:
         """Start a node, the first one as head, and wait until it has joined.

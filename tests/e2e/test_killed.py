@@ -99,7 +99,7 @@ def test_plugin_missing_on_a_node(job, cluster, preforked, tmp_path):
     try:
         done = subprocess.run(
             [preforked, PROGRAM, json.dumps(job)],
-            env={**os.environ, **ENVIRONMENT, **cluster.environment()},
+            env={**os.environ, **ENVIRONMENT, **cluster.joining},
             capture_output=True,
             text=True,
             timeout=SECONDS,
