@@ -163,7 +163,9 @@ class GraphSpeculator(BaseSpeculator):
         """Remove finished requests, before their slots are reused."""
         shared = self.speculation.copies.shared
         if shared is not None and request_ids:
-            self.learn(wait=True)  # the last tokens of responses; the scheduler has seen them, so they have arrived
+            # The last tokens of responses have arrived, because the scheduler has seen them. Ranks in step would leave
+            # them in the queue.
+            self.learn(wait=self.late.in_step)
         # In an order that all ranks have. Given is a set, and suggestions depend on the order of responses.
         for request_id in sorted(request_ids):
             record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
