@@ -153,6 +153,7 @@ def test_ranks_store_responses_in_one_order():
         parents={},
         grammars=None,
         learn=lambda wait: None,
+        late=SimpleNamespace(in_step=True),
         texts=SimpleNamespace(output=lambda slot: [1, 2]),
     )
     GraphSpeculator.forget(v2, ["c", "a", "b"])

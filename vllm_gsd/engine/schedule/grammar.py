@@ -1,8 +1,8 @@
 """Structured output along token graphs: which nodes a grammar allows, and the token bitmask of each node.
 
 This code runs in the scheduler's process, where vLLM keeps the grammars, and with Model Runner V2 also in the workers
-(see ``engine.v2.grammars``). vLLM's own manager checks each path, so every
-backend and the reasoning rules (no constraint before reasoning ends) work as they do without a graph.
+(see ``engine.v2.grammars``). vLLM's own manager checks each path, so every backend and the reasoning rules (no
+constraint before reasoning ends) work as they do without a graph.
 """
 
 from __future__ import annotations

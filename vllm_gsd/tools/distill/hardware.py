@@ -43,7 +43,7 @@ class Hardware(NamedTuple):
             torch.cuda.synchronize()
 
 
-# Processors without instructions for bfloat16 multiply it several times slower than float32.
+# Processors without instructions for bfloat16 multiply it less than half as fast as float32.
 CPU_DTYPE = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32
 # On a CPU a single text costs least, since texts do not attend to each other.
 CPU = Hardware("cpu", CPU_DTYPE, "sdpa", batch=8, pack=1, anchors=24, untimed=1, timed=15)
