@@ -56,7 +56,7 @@ def test_rows_without_a_node_belong_to_no_tree():
     ]
     assert step.tree_requests.tolist() == [0, 4]  # the third is a chain: its last rows are nobody's
     assert step.first_rows.tolist() == [0, 13, 17, 22, 25]
-    assert step.deepest == 2
+    assert step.depth.max() == 2
 
 
 def test_rows_know_who_proposed_them():

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_gsd.upstream import workers
+
 if TYPE_CHECKING:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class SharesMemory:
-    """Worker mixin that splits vLLM's KV cache memory between the KV cache and the hidden states stored with it."""
+    """Worker mixin that loads the models, and splits vLLM's KV cache memory with the hidden states stored beside it."""
 
     model_runner: Any
+    backends: Mapping[AttentionBackendEnum, str]  # our attention backends, by upstream's that they replace
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the models as upstream does, then return freed memory to the system."""
-        super().load_model(**kwargs)  # type: ignore[misc]
+        """Load target and draft with our attention backends in their layers, then return freed memory to the system."""
+        with workers.attention_backends(self.backends):
+            super().load_model(**kwargs)  # type: ignore[misc]
         give_back_freed()
 
     def determine_available_memory(self) -> int:

@@ -6,7 +6,7 @@ to upstream's, untouched.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows, TreeRowsOnly, serves_chains
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeBackend, TreeRows, TreeRowsOnly, serves_chains
 from vllm_gsd.ops.attention.cpu import tree_attention
 from vllm_gsd.ops.kv_move.layout import KVLayout
 from vllm_gsd.upstream import wire
@@ -31,30 +31,12 @@ from vllm_gsd.upstream import wire
 BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.TreeCPUAttentionBackend"}
 
 
-class TreeCPUAttentionBackend(CPUAttentionBackend):
-    """Upstream's backend with a tree-aware implementation; same name, same cache layout."""
-
-    # One call of Python a layer instead of two, of some 20 microseconds each.
-    forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_impl_cls() -> type["TreeCPUAttentionImpl"]:
-        """The implementation class vLLM instantiates per layer."""
-        return TreeCPUAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["TreeCPUAttentionMetadataBuilder"]:
-        """The class of what builds the layers' metadata."""
-        return TreeCPUAttentionMetadataBuilder
-
-
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Upstream's builder, which builds nothing if our kernel attends every row."""
 
     idle = False
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream."""
         return TreeRowsOnly() if TreeCPUAttentionMetadataBuilder.idle else super().build(*args, **kwargs)
 
 
@@ -109,22 +91,14 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
                     # reads what rejected nodes left behind a request's last key.
                     key, value = torch.nan_to_num(key), torch.nan_to_num(value)
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
+        upstream = super().forward
         if tree is None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        if tree.rows is None:
-            self._tree(layer, query, kv_cache, tree, output)
-            return output
-        tree_output = torch.empty_like(query[: len(tree.rows)])
-        self._tree(layer, query.index_select(0, tree.rows), kv_cache, tree, tree_output)
-        output.index_copy_(0, tree.rows, tree_output.view(len(tree.rows), *output.shape[1:]))
-        if tree.plain_rows is not None:
-            plain_query = query.index_select(0, tree.plain_rows)
-            plain_output = torch.empty_like(plain_query)
-            super().forward(layer, plain_query, key, value, kv_cache, tree.plain_metadata, plain_output)
-            output.index_copy_(0, tree.plain_rows, plain_output.view(-1, *output.shape[1:]))
-        return output
+            return upstream(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+
+        def plain(rows: torch.Tensor, metadata: Any, out: torch.Tensor) -> None:
+            upstream(layer, rows, key, value, kv_cache, metadata, out)
+
+        return self.attend(plain, layer, query, kv_cache, tree, output)
 
     def do_kv_cache_update(
         self,
@@ -174,19 +148,16 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         )
 
 
+class TreeCPUAttentionBackend(TreeBackend, CPUAttentionBackend):
+    """Upstream's backend with a tree-aware implementation."""
+
+    builder, impl = TreeCPUAttentionMetadataBuilder, TreeCPUAttentionImpl
+    # One call of Python a layer instead of two, of some 20 microseconds each.
+    forward_includes_kv_cache_update = True
+
+
 @lru_cache
 def kv_layout(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> KVLayout:
     """How upstream orders the elements of a KV page on this machine, found by writing through its own op."""
-
-    def write(
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        vllm_ops.cpu_attn_reshape_and_cache(
-            key, value, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-        )
-
+    write = partial(vllm_ops.cpu_attn_reshape_and_cache, isa=isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
     return KVLayout.probe(write, block_size, head_size, dtype)

@@ -15,15 +15,6 @@ from vllm_gsd.upstream import wire
 BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.CausalCPUAttentionBackend"}
 
 
-class CausalCPUAttentionBackend(TreeCPUAttentionBackend):
-    """Its metadata builder attaches the rows for our kernel, so it works with any model runner."""
-
-    @staticmethod
-    def get_builder_cls() -> type["CausalCPUAttentionMetadataBuilder"]:
-        """Return the class of the metadata builder."""
-        return CausalCPUAttentionMetadataBuilder
-
-
 class CausalCPUAttentionMetadataBuilder(TreeCPUAttentionMetadataBuilder):
     """Leaves other data types than bfloat16 and single rows to upstream's kernel, where ours is no faster."""
 
@@ -36,13 +27,18 @@ class CausalCPUAttentionMetadataBuilder(TreeCPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
     ) -> Any:
-        """See upstream."""
         common = common_attn_metadata
         if not self.ours or common.causal is not True or common.num_actual_tokens == 1:
             return super().build(common_prefix_len, common, *args, **kwargs)
         metadata = TreeRowsOnly()
         wire.attach_tree_rows(metadata, rows_of(common))
         return metadata
+
+
+class CausalCPUAttentionBackend(TreeCPUAttentionBackend):
+    """Its metadata builder attaches the rows for our kernel, so it works with any model runner."""
+
+    builder = CausalCPUAttentionMetadataBuilder
 
 
 def rows_of(common: CommonAttentionMetadata) -> TreeRows:

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
+from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeBackend, TreeRows
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.paged import paged_tree_attention
 from vllm_gsd.ops.attention.paged_checks import MAX_HEAD_SIZE
@@ -103,18 +103,12 @@ class _TreeRowsImpl(AttendsTrees):
             return upstream(query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported for tree rows")
-        if tree.rows is None:
-            self._tree(layer, query, kv_cache, tree, output)
-            return output
-        tree_output = output.new_empty((len(tree.rows), *output.shape[1:]))
-        self._tree(layer, query.index_select(0, tree.rows), kv_cache, tree, tree_output)
-        output.index_copy_(0, tree.rows, tree_output)
-        if tree.plain_rows is not None:
-            plain_output = output.new_empty((len(tree.plain_rows), *output.shape[1:]))
+
+        def plain(rows: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
             # Upstream reads keys and values from the cache, which already holds those of this step.
-            upstream(query.index_select(0, tree.plain_rows), key, value, kv_cache, tree.plain_metadata, plain_output)
-            output.index_copy_(0, tree.plain_rows, plain_output)
-        return output
+            upstream(rows, key, value, kv_cache, metadata, out)
+
+        return self.attend(plain, layer, query, kv_cache, tree, output)
 
     def refuses(self) -> tuple[str, str] | None:
         """See ``AttendsTrees``."""
@@ -189,32 +183,16 @@ class TreeTritonAttentionMetadataBuilder(_TreeRowsBuilder, TritonAttentionMetada
     """Builds metadata for ``TreeTritonAttentionImpl``."""
 
 
-class TreeFlashAttentionBackend(FlashAttentionBackend):
-    """Upstream's backend with tree attention. The name, metadata and cache layout are upstream's."""
+class TreeFlashAttentionBackend(TreeBackend, FlashAttentionBackend):
+    """Upstream's backend with tree attention."""
 
-    @staticmethod
-    def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
-        """The metadata builder that vLLM instantiates for each group of layers."""
-        return TreeFlashAttentionMetadataBuilder
-
-    @staticmethod
-    def get_impl_cls() -> type[TreeFlashAttentionImpl]:
-        """The implementation that vLLM instantiates for each layer."""
-        return TreeFlashAttentionImpl
+    builder, impl = TreeFlashAttentionMetadataBuilder, TreeFlashAttentionImpl
 
 
-class TreeTritonAttentionBackend(TritonAttentionBackend):
-    """Upstream's backend with tree attention. The name, metadata and cache layout are upstream's."""
+class TreeTritonAttentionBackend(TreeBackend, TritonAttentionBackend):
+    """Upstream's backend with tree attention."""
 
-    @staticmethod
-    def get_builder_cls() -> type[TreeTritonAttentionMetadataBuilder]:
-        """The metadata builder that vLLM instantiates for each group of layers."""
-        return TreeTritonAttentionMetadataBuilder
-
-    @staticmethod
-    def get_impl_cls() -> type[TreeTritonAttentionImpl]:
-        """The implementation that vLLM instantiates for each layer."""
-        return TreeTritonAttentionImpl
+    builder, impl = TreeTritonAttentionMetadataBuilder, TreeTritonAttentionImpl
 
 
 def _attention(implementation: str) -> Callable[..., None]:

@@ -1,5 +1,6 @@
 """Metadata for the rows of a forward pass that attend along token graphs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,47 @@ class AttendsTrees:
     def refuses(self) -> tuple[str, str] | None:
         """A feature of the layer that tree attention does not support and what to do instead; None if there is none."""
         return None
+
+    def _tree(self, *args: Any, **kwargs: Any) -> None:
+        """Attend tree rows: ``_tree(layer, query, kv_cache, tree, output)``."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        plain: Callable[[torch.Tensor, Any, torch.Tensor], Any],
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        tree: TreeRows,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Fill ``output`` by ``_tree``, and the plain rows by ``plain(query, metadata, output)``."""
+        if tree.rows is None:
+            self._tree(layer, query, kv_cache, tree, output)
+            return output
+        tree_output = output.new_empty((len(tree.rows), *output.shape[1:]))
+        self._tree(layer, query.index_select(0, tree.rows), kv_cache, tree, tree_output)
+        output.index_copy_(0, tree.rows, tree_output)
+        if tree.plain_rows is not None:
+            plain_output = output.new_empty((len(tree.plain_rows), *output.shape[1:]))
+            plain(query.index_select(0, tree.plain_rows), tree.plain_metadata, plain_output)
+            output.index_copy_(0, tree.plain_rows, plain_output)
+        return output
+
+
+class TreeBackend:
+    """Mixin before upstream's backend class, whose name, metadata and cache layout stay. vLLM builds these classes."""
+
+    builder: type
+    impl: type
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return cls.builder
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.impl
 
 
 class TreeRowsOnly:

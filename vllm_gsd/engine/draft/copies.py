@@ -59,9 +59,14 @@ class Copies:
 
     def packed(self, batch: DraftBatch, wanted: np.ndarray, trust: np.ndarray, words: int) -> np.ndarray | None:
         """What the host looks up for graphs that grow on the device; see ``SharedSuffixes.packed``."""
-        return (
-            None if self.shared is None else self.shared.packed(batch, wanted & (trust[:, SHARED] >= OFF_BELOW), words)
-        )
+        if self.shared is None:
+            return None
+        return self.shared.packed(batch, wanted & (trust[:, SHARED] >= OFF_BELOW), words)
+
+    def remember(self, cache_salts: dict[str, str]) -> None:
+        """Store the cache salts of new requests, by request id."""
+        if self.shared is not None:
+            self.shared.salts.update(cache_salts)
 
     def clear(self) -> None:
         """Forget all responses."""

@@ -53,7 +53,7 @@ class GraphModelRunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
         self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
-        self.drafter.bind(self)
+        self.drafter.runner = self
         self.use_aux_hidden_state_outputs = self.speculation.reads_aux
         self.all_rows = torch.arange(self.max_num_tokens)
         self.idle_runs = itertools.count()
@@ -113,7 +113,7 @@ class GraphModelRunner(CPUModelRunner):
         assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
-        self.drafter.remember(wire.salts_of(scheduler_output))
+        self.speculation.copies.remember(wire.salts_of(scheduler_output))
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
@@ -125,15 +125,14 @@ class GraphModelRunner(CPUModelRunner):
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None]:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.step = plan_step(self, scheduler_output, self.speculation.trees)
-        if self.step is not None:
-            listed = self.positions.clone() if self.uses_mrope else None
-            self.step.set_positions(self.positions)
-            if listed is not None:  # text after images advances by one in every dimension
-                moved = self.positions - listed
-                self.mrope_positions.gpu[:, : len(moved)].add_(moved)
-            if self.step.has_placeholders:
-                # Upstream schedules placeholders of -1 where it pads a request to a uniform length.
-                self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
+        listed = self.positions.clone() if self.uses_mrope else None
+        self.step.set_positions(self.positions)
+        if listed is not None:  # text after images advances by one in every dimension
+            moved = self.positions - listed
+            self.mrope_positions.gpu[:, : len(moved)].add_(moved)
+        if self.step.has_placeholders:
+            # Upstream schedules placeholders of -1 where it pads a request to a uniform length.
+            self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
         return result
 
     def _calc_spec_decode_metadata(
@@ -227,9 +226,7 @@ class GraphModelRunner(CPUModelRunner):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         step, self.step = self.step, None
-        if spec_decode_metadata is None or logits is None:
-            return super()._sample(logits, spec_decode_metadata)
-        assert step is not None
+        assert step is not None and logits is not None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
         with self.speculation.stats.timed("walk_seconds"):
             output, paths = walk(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class GraphProposer:
     """The proposer that vLLM's V1 runner creates for ``method="custom_class"``. It gives its batches to speculation."""
 
-    runner: GraphModelRunner
+    runner: GraphModelRunner  # sets itself
 
     def __init__(self, vllm_config: VllmConfig):
         self.speculation = Speculation(vllm_config)
@@ -31,10 +31,6 @@ class GraphProposer:
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the draft model."""
         self.speculation.load_model(target_model)
-
-    def bind(self, runner: GraphModelRunner) -> None:
-        """Set the runner whose batch the proposer drafts for."""
-        self.runner = runner
 
     def initialize_attention(self) -> None:
         """Set up drafting and measure costs, once the KV cache and the attention groups exist."""
@@ -53,11 +49,6 @@ class GraphProposer:
             if shared is not None and record is not None:
                 shared.finished(request_id, record.lora_request, record.output_token_ids)
         self.speculation.forget(request_ids)
-
-    def remember(self, cache_salts: dict[str, str]) -> None:
-        """Store the cache salts of new requests."""
-        if (shared := self.speculation.copies.shared) is not None:
-            shared.salts.update(cache_salts)
 
     def propose(
         self,

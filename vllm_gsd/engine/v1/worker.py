@@ -1,7 +1,5 @@
 """The CPU worker for Model Runner V1, with our model runner and attention backend."""
 
-from typing import Any
-
 from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 
@@ -19,6 +17,8 @@ logger = init_logger("vllm.gsd")
 class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
     """The ``worker_cls`` of V1 engines with gsd."""
 
+    backends = BACKENDS
+
     def init_device(self) -> None:
         """Set up the device as upstream does, but create a ``GraphModelRunner``."""
         if not HAVE_EXTENSION:
@@ -29,8 +29,3 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
         with workers.building_v1_runner(GraphModelRunner):
             super().init_device()
         forget_shared_memory()
-
-    def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft with our attention backend."""
-        with workers.attention_backends(BACKENDS):
-            super().load_model(**kwargs)

@@ -1,7 +1,5 @@
 """The CPU worker with our V2 model runner and attention backend."""
 
-from typing import Any
-
 from vllm.v1.worker import cpu_worker
 
 from vllm_gsd.cpu.packed_weights import PacksWeights
@@ -13,6 +11,8 @@ from vllm_gsd.upstream import workers
 
 class GraphCPUWorker(V2Worker, PacksWeights, cpu_worker.CPUWorker):
     """The ``worker_cls`` of an engine with gsd that runs Model Runner V2 on a CPU."""
+
+    backends = BACKENDS
 
     def init_device(self) -> None:
         """Set up the device as upstream does, but build our model runner and speculator."""
@@ -28,8 +28,3 @@ class GraphCPUWorker(V2Worker, PacksWeights, cpu_worker.CPUWorker):
         with workers.building_v2_cpu_runner(GraphCPUModelRunner), workers.building_speculator(GraphSpeculator):
             super().init_device()
         forget_shared_memory()
-
-    def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft with our attention backend in their layers."""
-        with workers.attention_backends(BACKENDS):
-            super().load_model(**kwargs)

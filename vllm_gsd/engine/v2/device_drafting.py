@@ -23,7 +23,7 @@ from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.copies import MIN_NGRAM_MATCH, PACKED
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
-from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth.api import Limits, begin, grow_level
@@ -196,7 +196,7 @@ class DeviceDrafting:
             part = slice(first, first + self.most)
             count = len(known.slots[part])
             size = None if graphs is None else graphs.size_for(count, levels)
-            (packed,) = Staging(self.device).send(known.packed(part, size or count))
+            (packed,) = send(self.device, known.packed(part, size or count))
             self.known[: len(packed)].copy_(packed)
             self.block_table[:count].copy_(block_table[part])
             if graphs is None or size is None:

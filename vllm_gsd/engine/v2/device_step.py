@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.verify.draft_tree import FlatTree
-from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.ops.flatten.api import DeviceTrees
 
@@ -73,9 +73,9 @@ def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, d
         places = len(tree.token)
         whole[:, row, :places] = tree.token, tree.parent, tree.depth, tree.origin, tree.via_merge
         real[:, row, :places] = tree.survival, value
-    staging, sizes = Staging(device), np.array([tree.num_nodes for tree in trees], np.int64)
-    token, parent, depth, origin, via_merge, size = staging.send(*whole, sizes)
-    survival, value = staging.send(*real)
+    sizes = np.array([tree.num_nodes for tree in trees], np.int64)
+    token, parent, depth, origin, via_merge, size = send(device, *whole, sizes)
+    survival, value = send(device, *real)
     return DeviceTrees(token, parent, depth, origin, via_merge.bool(), survival, value, size)
 
 

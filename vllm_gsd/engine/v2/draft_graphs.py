@@ -45,11 +45,6 @@ class DraftGraphs(CudaGraphManager):
         }
         self._capture_descs = {CUDAGraphMode.FULL: list(reversed(self.variants.values()))}  # the largest first
 
-    @staticmethod
-    def possible(cudagraph_mode: CUDAGraphMode) -> bool:
-        """Whether an engine with this mode can replay whole forwards, those of attention included."""
-        return cudagraph_mode.has_full_cudagraphs()
-
     def capture_all(self) -> None:
         """Capture every variant of the draft phase."""
 

@@ -1,7 +1,5 @@
 """The GPU worker with our V2 model runner and attention backends."""
 
-from typing import Any
-
 from vllm.v1.worker import gpu_worker
 
 from vllm_gsd.engine.attention import cuda as cuda_attention
@@ -14,6 +12,8 @@ from vllm_gsd.upstream import wire, workers
 class GraphGPUWorker(V2Worker, gpu_worker.Worker):
     """The ``worker_cls`` of an engine with gsd on a GPU."""
 
+    backends = cuda_attention.BACKENDS
+
     def _make_model_runner(self) -> GraphModelRunner:
         """Build our model runner with our speculator."""
         config = wire.options_of(self.vllm_config)
@@ -21,8 +21,3 @@ class GraphGPUWorker(V2Worker, gpu_worker.Worker):
         cuda_attention.choose(config.tree_attention)
         with workers.building_speculator(GraphSpeculator):
             return GraphModelRunner(self.vllm_config, self.device)
-
-    def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft with our attention backends in their layers."""
-        with workers.attention_backends(cuda_attention.BACKENDS):
-            super().load_model(**kwargs)

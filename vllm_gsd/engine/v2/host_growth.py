@@ -13,7 +13,7 @@ from vllm_gsd.engine.speculation import Speculation, has_grammar
 from vllm_gsd.engine.v2.device_step import to_device
 from vllm_gsd.engine.v2.plan import DRAFTED
 from vllm_gsd.engine.verify.draft_tree import SOURCE_OF, FlatTree
-from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.engine.verify.staging import send
 
 if TYPE_CHECKING:
     from vllm_gsd.engine.v2.speculator import GraphSpeculator
@@ -57,7 +57,7 @@ def _grow(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, le
             ours.parents[request.req_id] = tree.parent.tolist()
     assert ours.drafting is not None and speculation.draft_kv is not None
     known = batch.token_rows, speculation.draft_kv.lengths(batch.request_ids)
-    slots, done = Staging(ours.device).send(*(of.astype(np.int64) for of in known))
+    slots, done = send(ours.device, *(of.astype(np.int64) for of in known))
     ours.drafting.draft_length[slots] = done
     values = _values(speculation, batch.request_ids, trees)
     ours.proposals.store(slots, to_device(trees, values, ours.num_rows, ours.device))

@@ -157,7 +157,7 @@ class GraphModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Add new and resumed requests, also to the speculator."""
-        self.speculator.remember(wire.salts_of(scheduler_output))
+        self.speculation.copies.remember(wire.salts_of(scheduler_output))
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])

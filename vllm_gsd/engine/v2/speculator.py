@@ -30,7 +30,7 @@ from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan, late_graphs
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import Paths
-from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.ops.flatten.api import NUM_SOURCES
 from vllm_gsd.ops.growth.state import COUNTS
@@ -121,7 +121,7 @@ class GraphSpeculator(BaseSpeculator):
         drafting = self.drafting
         assert drafting is not None
         self.draft_graphs = None
-        if DraftGraphs.possible(cudagraph_mode):
+        if cudagraph_mode.has_full_cudagraphs():  # whole forwards can be replayed, those of attention included
             self.draft_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
             self.plan.levels = drafting.variants
             # A weak reference, because vLLM drops the graphs that it captures to profile memory.
@@ -186,11 +186,6 @@ class GraphSpeculator(BaseSpeculator):
             slot = self.slots.pop(request_id, None)
             if slot is not None:
                 self.tenants[slot] += 1
-
-    def remember(self, cache_salts: dict[str, str]) -> None:
-        """Store the cache salts of new requests, by request id."""
-        if self.speculation.copies.shared is not None:
-            self.speculation.copies.shared.salts.update(cache_salts)
 
     def share_of(self, request_id: str) -> int:
         """How many nodes of a request's next graph are verified at most."""
@@ -393,7 +388,7 @@ class GraphSpeculator(BaseSpeculator):
         request_ids = [input_batch.req_ids[place] for place in places]
         block_table = self.block_tables.input_block_tables[0][: input_batch.num_reqs]
         if len(places) < input_batch.num_reqs:
-            block_table = block_table[Staging(self.device).send(places)[0]]
+            block_table = block_table[send(self.device, places)[0]]
         # Exact in the middle of a prompt, where nothing was drafted; otherwise an upper bound.
         computed = (input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens)[places]
         sampled = computed >= input_batch.prefill_len_np[places]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
-from vllm_gsd.engine.verify.staging import Staging
-from vllm_gsd.engine.verify.step import VerifyStep
+from vllm_gsd.engine.verify.staging import send
+from vllm_gsd.engine.verify.step import attach_part, verified_rows
 from vllm_gsd.ops.flatten.api import DeviceTrees
 from vllm_gsd.ops.lay_out.api import lay_out_rows
 
@@ -111,7 +111,7 @@ class DeviceStep:
         self.slot_mapping = slot_mapping
         if not self.num_tree_requests:
             return
-        (fresh,) = Staging(slots.device).send(self.proposals.fresh[batch.idx_mapping_np].astype(np.int32))
+        (fresh,) = send(slots.device, self.proposals.fresh[batch.idx_mapping_np].astype(np.int32))
         self.trees = lay_out_rows(
             self.proposals.trees, slots, fresh, batch.cu_num_logits, batch.query_start_loc, batch.positions,
             buffers.mask, buffers.prefix_lens,
@@ -126,12 +126,9 @@ class DeviceStep:
         common: CommonAttentionMetadata,
     ) -> None:
         """Add the tree mask to the target layers' attention metadata, for a batch with other rows too."""
-        index, sizes = self.tree_requests, self.sizes[self.tree_requests]
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        place = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
-        rows = np.repeat((self.batch_ends - self.sizes)[index], sizes) + place
-        lines = np.repeat(self.batch.cu_num_logits_np[index].astype(np.int64), sizes) + place
-        on_device = Staging(buffers.mask.device).send(index, starts, rows, lines)
+        index, first_rows = self.tree_requests, self.batch_ends - self.sizes
+        starts, rows, lines = verified_rows(index, self.sizes, first_rows, self.batch.cu_num_logits_np)
+        on_device = send(buffers.mask.device, index, starts, rows, lines)
         tree_rows = TreeRows(
             query_start_loc=on_device[1].int(),
             prefix_lens=buffers.prefix_lens[on_device[0]],
@@ -141,4 +138,4 @@ class DeviceStep:
             rows=on_device[2],
             max_rows=buffers.rows_per_request,
         )
-        VerifyStep.attach(tree_rows, rows, index, groups, draft_layers, attn_metadata, common)
+        attach_part(tree_rows, rows, index, groups, draft_layers, attn_metadata, common)

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
-from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.ops.walk.api import Accepted, accept_walk
 
 BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)  # the processors of upstream's sampler that are not custom
@@ -218,7 +218,7 @@ class _PathSampler:
         if sampled is not None:
             whole[:num_rows] = sampled
         kept = None if scores is None else _widened(scores)
-        (requests,) = Staging(self.logits.device).send(requests_np)
+        (requests,) = send(self.logits.device, requests_np)
         drawn: torch.Tensor | None = None
         assert own.step is not None
         for level in range(int(own.step.sizes.max())):

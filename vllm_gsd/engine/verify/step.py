@@ -12,7 +12,7 @@ import torch
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, SOURCE_OF, FlatTree, WalkTrees
-from vllm_gsd.engine.verify.staging import Staging
+from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.host import ancestor_masks, batch_masks, is_chain, lay_tree
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.upstream import wire
@@ -37,71 +37,33 @@ class VerifyStep:
     has_placeholders: bool = False  # whether scheduled tokens include placeholders
     # Set by ``mask_all`` if all rows of the batch use the mask: int32 [num_requests + 1], first batch row per request.
     batch_starts: np.ndarray | None = None
-    # Set by ``set_positions``, int64: positions of the tree requests' roots, and of all their rows.
-    root_positions: torch.Tensor | None = None
-    row_positions: torch.Tensor | None = None
-    # Set by ``set_positions`` if all rows of the batch use the mask: makes their TreeRows from the block table.
+    # Set by ``set_positions``: make the TreeRows of all requests, or of the tree requests, from their block table.
     batch: Callable[..., TreeRows] | None = None
-
-    @property
-    def num_tree_requests(self) -> int:
-        """Number of requests whose rows use the tree mask. These include all requests whose tree is not a chain."""
-        return len(self.tree_requests)
+    part: Callable[..., TreeRows] | None = None
 
     @property
     def masked(self) -> bool:
-        """Whether any row of the batch uses the tree mask."""
-        return self.batch_starts is not None or self.num_tree_requests > 0
+        """Whether any row of the batch uses the tree mask, as it does for all requests whose tree is not a chain."""
+        return self.batch_starts is not None or len(self.tree_requests) > 0
 
     def mask_all(self, batch_starts: np.ndarray) -> None:
-        """Use our kernel for all rows of the batch. Prompt rows attend causally. Positions must be on the host.
+        """Use our kernel for all rows of the batch. Prompt rows attend causally.
 
         Args:
             batch_starts: int32 [num_requests + 1], first batch row of each request.
         """
         self.batch_starts = batch_starts
 
-    def _masked_rows(self) -> np.ndarray:
-        """All rows of the requests that use the tree mask, int64."""
-        starts = self.trees.starts[self.tree_requests]
-        sizes = self.trees.starts[self.tree_requests + 1] - starts
-        return np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-
-    @property
-    def deepest(self) -> int:
-        """Depth of the deepest node of the step."""
-        return int(self.depth.max(initial=0))
-
     def set_positions(self, positions: torch.Tensor) -> None:
         """Change the positions of tree rows from list order to depth, in place. KV slots keep list order.
 
         Args:
-            positions: int64 [>= number of batch rows], in list order. The true text lengths come from these positions,
-                because a host that runs ahead of the device only has estimates.
+            positions: int64 [>= number of batch rows], in list order, on the host.
         """
         if self.batch_starts is not None:
             self.batch = self._whole_batch(self.batch_starts, positions)
-            return
-        if not self.num_tree_requests:
-            return
-        device = positions.device
-        self.root_positions = positions[torch.from_numpy(self.first_rows[self.tree_requests]).to(device)]
-        self.row_positions = self._tree_positions()
-        positions[torch.from_numpy(self._batch_rows()).to(device)] = self.row_positions
-
-    def _batch_rows(self) -> np.ndarray:
-        """The rows of ``_masked_rows``, numbered as rows of the batch, int64."""
-        starts = self.trees.starts
-        sizes = (starts[1:] - starts[:-1])[self.tree_requests]
-        return self._masked_rows() + np.repeat((self.first_rows - starts[:-1])[self.tree_requests], sizes)
-
-    def _tree_positions(self) -> torch.Tensor:
-        assert self.root_positions is not None
-        device = self.root_positions.device
-        starts = self.trees.starts
-        request = np.repeat(np.arange(self.num_tree_requests), (starts[1:] - starts[:-1])[self.tree_requests])
-        depth = torch.from_numpy(self.depth[self._masked_rows()]).to(device)
-        return self.root_positions[torch.from_numpy(request).to(device)] + depth
+        elif self.masked:
+            self.part = self._tree_requests(positions)
 
     def attach_tree_rows(
         self,
@@ -122,31 +84,35 @@ class VerifyStep:
             tree_rows = self.batch(block_table=common.block_table_tensor[: len(self.has_tree)])
             attach_to(tree_rows, groups, draft_layers, attn_metadata)
             return
-        self.attach(*self._tree_requests(common), self.tree_requests, groups, draft_layers, attn_metadata, common)
+        assert self.part is not None
+        tree_rows = self.part(block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)])
+        assert tree_rows.rows is not None
+        rows = tree_rows.rows.numpy()
+        attach_part(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
 
-    def _tree_requests(self, common: CommonAttentionMetadata) -> tuple[TreeRows, np.ndarray]:
-        """The TreeRows of the requests that use the mask, and their rows of the batch, int64."""
-        assert self.root_positions is not None and self.row_positions is not None
-        starts = self.trees.starts
-        sizes = (starts[1:] - starts[:-1])[self.tree_requests]
-        tree_starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        lines = self._masked_rows()
-        rows = self._batch_rows()
-        tree_rows = TreeRows(
-            query_start_loc=torch.from_numpy(tree_starts),
-            prefix_lens=self.root_positions.to(torch.int32),
-            block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)],
-            positions=self.row_positions,
-            # Rows without a node attend to the prefix and themselves.
-            mask=_masks(np.maximum(self.trees.parent[lines], NONE), tree_starts),
+    def _tree_requests(self, positions: torch.Tensor) -> Callable[..., TreeRows]:
+        """Describe the rows of the requests that use the mask, and set their positions by depth."""
+        requests, trees = self.tree_requests, self.trees
+        starts, rows, lines = verified_rows(requests, np.diff(trees.starts), self.first_rows, trees.starts)
+        roots = positions[torch.from_numpy(self.first_rows[requests])]
+        row_positions = roots.repeat_interleave(torch.from_numpy(np.diff(starts))) + torch.from_numpy(self.depth[lines])
+        positions[torch.from_numpy(rows)] = row_positions
+        starts = starts.astype(np.int32)
+        masks = np.zeros((len(lines), (int(np.diff(starts).max()) + 63) // 64), np.int64)
+        ancestor_masks(np.maximum(trees.parent[lines], NONE), starts, masks)  # rows without a node attend as roots do
+        return partial(
+            TreeRows,
+            query_start_loc=torch.from_numpy(starts),
+            prefix_lens=roots.to(torch.int32),
+            positions=row_positions,
+            mask=torch.from_numpy(masks),
             rows=torch.from_numpy(rows),
         )
-        return tree_rows, rows
 
     def _whole_batch(self, starts: np.ndarray, positions: torch.Tensor) -> Callable[..., TreeRows]:
         """Describe all rows of the batch, with rows before a root as text, and set the positions of nodes by depth."""
         num_rows, prefix = int(starts[-1]), np.zeros(len(self.has_tree), np.int64)
-        sizes = (self.trees.starts[1:] - self.trees.starts[:-1])[self.has_tree]
+        sizes = np.diff(self.trees.starts)[self.has_tree]
         masks = np.empty((num_rows, (int(sizes.max(initial=0)) + 63) // 64), np.int64)
         trees = self.trees.parent, self.trees.starts, self.depth, self.has_tree, self.first_rows
         batch_masks(*trees, starts, positions.numpy(), prefix, masks)
@@ -159,66 +125,81 @@ class VerifyStep:
             rows=None,
         )
 
-    @staticmethod
-    def attach(
-        tree_rows: TreeRows,
-        rows: np.ndarray,
-        tree_requests: np.ndarray,
-        groups: Sequence[AttentionGroup],
-        draft_layers: set[str],
-        attn_metadata: dict[str, Any],
-        common: CommonAttentionMetadata,
-    ) -> None:
-        """Add tree rows to the target layers' attention metadata.
 
-        Args:
-            tree_rows: rows of the requests that use the mask.
-            rows: their rows of the batch, int64 on the host.
-            tree_requests: int64 [num_tree_requests], indices of these requests.
-            groups, draft_layers, attn_metadata, common: as in ``attach_tree_rows``.
-        """
-        num_rows = common.num_actual_tokens
-        if len(rows) == num_rows:
-            tree_rows = replace(tree_rows, rows=None)
-        if tree_rows.rows is None:
-            attach_to(tree_rows, groups, draft_layers, attn_metadata)
-            return
-        for group in groups:
-            group_rows = VerifyStep._with_plain_rows(tree_requests, tree_rows, rows, group, common)
-            attach_to(group_rows, [group], draft_layers, attn_metadata)
+def verified_rows(
+    requests: np.ndarray, sizes: np.ndarray, first_rows: np.ndarray, first_lines: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Number the verified rows of some requests.
 
-    @staticmethod
-    def _with_plain_rows(
-        tree_requests: np.ndarray,
-        tree_rows: TreeRows,
-        rows: np.ndarray,
-        group: AttentionGroup,
-        common: CommonAttentionMetadata,
-    ) -> TreeRows:
-        """Add the other requests of the batch, with metadata for upstream's kernel as a batch of their own."""
-        num_requests = common.num_reqs
-        plain = np.setdiff1d(np.arange(num_requests), tree_requests)
-        plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
-        start_loc = common.query_start_loc_cpu.numpy()
-        lengths = (start_loc[1:] - start_loc[:-1])[plain]
-        index, rows_index, starts = Staging(common.block_table_tensor.device).send(
-            plain, plain_rows, np.concatenate([[0], np.cumsum(lengths)])
-        )
-        plain_common = replace(
-            common,
-            query_start_loc=starts.int(),
-            query_start_loc_cpu=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-            seq_lens=common.seq_lens[index],
-            seq_lens_cpu_upper_bound=None,
-            num_reqs=len(plain),
-            num_actual_tokens=len(plain_rows),
-            max_query_len=int(lengths.max()),
-            block_table_tensor=common.block_table_tensor[index],
-            slot_mapping=common.slot_mapping[rows_index],
-            is_prefilling=None,
-        )
-        metadata = group.get_metadata_builder(0).build(0, plain_common)
-        return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
+    Args:
+        requests: int64 [n], the requests.
+        sizes, first_rows, first_lines: int [>= num_requests], how many rows of each request are verified, and the first
+            of them among the rows of the batch and among all verified rows.
+
+    Returns:
+        int64 each: [n + 1], where each request's rows begin among these, and [rows], their rows of the batch and their
+        places among all verified rows.
+    """
+    sizes = sizes[requests]
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    place = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
+    rows, lines = (np.repeat(first[requests].astype(np.int64), sizes) + place for first in (first_rows, first_lines))
+    return starts, rows, lines
+
+
+def attach_part(
+    tree_rows: TreeRows,
+    rows: np.ndarray,
+    tree_requests: np.ndarray,
+    groups: Sequence[AttentionGroup],
+    draft_layers: set[str],
+    attn_metadata: dict[str, Any],
+    common: CommonAttentionMetadata,
+) -> None:
+    """Add tree rows of some requests to the target layers' attention metadata.
+
+    Args:
+        tree_rows: rows of the requests that use the mask.
+        rows: their rows of the batch, int64 on the host.
+        tree_requests: int64 [num_tree_requests], indices of these requests.
+        groups, draft_layers, attn_metadata, common: as in ``VerifyStep.attach_tree_rows``.
+    """
+    if len(rows) == common.num_actual_tokens:
+        attach_to(replace(tree_rows, rows=None), groups, draft_layers, attn_metadata)
+        return
+    for group in groups:
+        group_rows = _with_plain_rows(tree_requests, tree_rows, rows, group, common)
+        attach_to(group_rows, [group], draft_layers, attn_metadata)
+
+
+def _with_plain_rows(
+    tree_requests: np.ndarray,
+    tree_rows: TreeRows,
+    rows: np.ndarray,
+    group: AttentionGroup,
+    common: CommonAttentionMetadata,
+) -> TreeRows:
+    """Add the other requests of the batch, with metadata for upstream's kernel as a batch of their own."""
+    plain = np.setdiff1d(np.arange(common.num_reqs), tree_requests)
+    plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
+    lengths = np.diff(common.query_start_loc_cpu.numpy())[plain]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    index, rows_index, on_device = send(common.block_table_tensor.device, plain, plain_rows, starts)
+    plain_common = replace(
+        common,
+        query_start_loc=on_device.int(),
+        query_start_loc_cpu=torch.from_numpy(starts.astype(np.int32)),
+        seq_lens=common.seq_lens[index],
+        seq_lens_cpu_upper_bound=None,
+        num_reqs=len(plain),
+        num_actual_tokens=len(plain_rows),
+        max_query_len=int(lengths.max()),
+        block_table_tensor=common.block_table_tensor[index],
+        slot_mapping=common.slot_mapping[rows_index],
+        is_prefilling=None,
+    )
+    metadata = group.get_metadata_builder(0).build(0, plain_common)
+    return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
 
 
 def attach_to(
@@ -246,13 +227,6 @@ def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None
             raise RuntimeError(f"gsd: {layer} got no tree rows, so it would attend the graph as if it were a chain.")
 
 
-def _masks(parent: np.ndarray, starts: np.ndarray) -> torch.Tensor:
-    """``ancestor_masks`` as an int64 tensor [num_rows, words for the largest tree]."""
-    masks = np.zeros((len(parent), (int(np.diff(starts).max()) + 63) // 64), np.int64)
-    ancestor_masks(parent, starts, masks)
-    return torch.from_numpy(masks)
-
-
 def lay_out(matched: list[FlatTree | None], sizes: np.ndarray, batch_ends: np.ndarray) -> VerifyStep:
     """Lay the trees of a batch out as the rows that a step verifies.
 
@@ -266,11 +240,9 @@ def lay_out(matched: list[FlatTree | None], sizes: np.ndarray, batch_ends: np.nd
     sizes.cumsum(out=starts[1:])
     num_rows = int(starts[-1])
     token = np.zeros(num_rows, np.int64)
-    parent = np.empty(num_rows, np.int32)
-    parent.fill(FOREIGN)
+    parent = np.full(num_rows, FOREIGN, np.int32)
     depth = np.zeros(num_rows, np.int32)
-    source = np.empty(num_rows, np.int8)
-    source.fill(NONE)
+    source = np.full(num_rows, NONE, np.int8)
     survival = np.zeros(num_rows, np.float32)
     parent[starts[:-1]] = NONE
     has_tree, chains = np.zeros(len(matched), np.bool_), np.zeros(len(matched), np.bool_)
