@@ -33,8 +33,6 @@ def block_problem(folder: Path, config: dict[str, Any], target: dict[str, Any]) 
     """What is wrong with a draft of whole blocks, as the end of a sentence about it; None if nothing is.
 
     Args:
-        folder: the draft's.
-        config: its config.json.
         target: the target's text config; empty if it is not on this machine.
 
     Raises:

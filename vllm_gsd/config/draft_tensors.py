@@ -40,7 +40,6 @@ def tensors_problem(folder: Path, what: str, vocab: int, expected: Iterable[tupl
     """What is wrong with a draft's tensors, as the end of a sentence about it; None if nothing is.
 
     Args:
-        folder: the draft's.
         what: its kind, with an article.
         vocab: the size of the target's vocabulary.
         expected: names and shapes of the tensors that vLLM's class needs.

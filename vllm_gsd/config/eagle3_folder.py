@@ -32,7 +32,6 @@ def eagle3_problem(folder: Path, keys: dict[str, Any], target: dict[str, Any]) -
     """What is wrong with an EAGLE-3 head, as the end of a sentence about it; None if nothing is.
 
     Args:
-        folder: the head's.
         keys: result of ``flattened``.
         target: the target's text config; empty if it is not on this machine.
     """

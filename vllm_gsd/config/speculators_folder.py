@@ -24,7 +24,6 @@ def speculators_problem(config: dict[str, Any], target_name: str | None, target:
     """What is wrong with such a config.json, as the end of a sentence about it; None if nothing is.
 
     Args:
-        config: the config.json.
         target_name: the target's path or hub id, if known.
         target: the target's config.json; empty if it is not on this machine.
     """

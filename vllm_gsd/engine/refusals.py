@@ -137,7 +137,8 @@ REFUSALS = (
         'sliding windows of at most "num_speculative_tokens" tokens',
         lambda e: e.config.speculates and e.window is not None and e.window <= e.config.num_speculative_tokens,
         "set it below the window",
-        name='sliding-window attention (window {e.window}) with "num_speculative_tokens" {e.config.num_speculative_tokens}',
+        name="sliding-window attention (window {e.window}) with"
+        ' "num_speculative_tokens" {e.config.num_speculative_tokens}',
     ),
     Refusal(
         "pipeline parallelism",
@@ -154,8 +155,8 @@ REFUSALS = (
         "data parallelism of mixture-of-experts models",
         lambda e: e.parallel.data_parallel_size > 1 and e.model.is_moe,
         "set --data-parallel-size to 1 and put a load balancer in front of several servers",
-        name="data parallelism (size {e.parallel.data_parallel_size}) of mixture-of-experts models, where every forward of"
-        " an engine waits for the others' and an idle engine's dummy step runs no draft",
+        name="data parallelism (size {e.parallel.data_parallel_size}) of mixture-of-experts models, where every forward"
+        " of an engine waits for the others' and an idle engine's dummy step runs no draft",
     ),
     Refusal(
         "data parallelism over Ray",

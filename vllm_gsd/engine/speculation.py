@@ -56,11 +56,7 @@ ACCEPTED_COUNTERS = {
 
 
 class Speculation:
-    """Grows token graphs for the requests of a batch and learns from the nodes that the target accepts.
-
-    Args:
-        vllm_config: the engine's configuration, which contains gsd's.
-    """
+    """Grows token graphs for the requests of a batch and learns from the nodes that the target accepts."""
 
     def __init__(self, vllm_config: VllmConfig):
         config = wire.options_of(vllm_config)
@@ -205,13 +201,7 @@ class Speculation:
             self.trees.pop(request_id, None)
 
     def observe(self, request_ids: list[str], step: VerifyStep, paths: Paths) -> None:
-        """Learn which nodes of a step's trees the target accepted.
-
-        Args:
-            request_ids: the requests of the step's batch.
-            step: the rows that the step verified.
-            paths: the accepted paths.
-        """
+        """Learn which nodes of a step's trees the target accepted."""
         emitting = paths.num_tokens > 0
         has_tree = emitting & step.has_tree
         rows = step.trees.parent, step.trees.starts, paths.last, has_tree, step.depth, step.source, step.survival
@@ -391,7 +381,6 @@ class Speculation:
         """Grow and flatten the token graph of every request.
 
         Args:
-            requests: the requests and their limits.
             drafted: bool [num_graphs], graphs to grow with the draft model; None to use the other sources only.
             hidden: [sum(drafted), hidden], the draft's hidden states of the roots of these graphs.
 

@@ -46,8 +46,6 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
     """Reject models and engine features that gsd does not support.
 
     Args:
-        vllm_config: the engine's configuration.
-        config: gsd's own configuration.
         v2: whether gsd was configured for Model Runner V2.
 
     Raises:

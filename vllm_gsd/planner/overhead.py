@@ -64,7 +64,6 @@ class Learned:
     """A linear function fitted by least squares to recent observations and a prior.
 
     Args:
-        prior: the weights of the prior.
         doubt: the standard deviation of each weight, where that of an observation is 1.
     """
 

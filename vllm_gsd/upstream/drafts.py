@@ -43,7 +43,6 @@ def share_ends(draft: Any, target: Any) -> None:
     A copy of the embedding is replaced by it, too.
 
     Args:
-        draft: an EAGLE or DFlash model of vLLM.
         target: the target, which may be multimodal.
     """
     target = target.get_language_model() if supports_multimodal(target) else target

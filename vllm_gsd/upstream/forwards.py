@@ -13,7 +13,6 @@ def watch(runner: Any, begun: Callable[[], None], forward: Callable[..., Any], d
     """Call the given functions at every step until :func:`unwatch`.
 
     Args:
-        runner: the model runner.
         begun: called before a step.
         forward: called after each forward pass with its positions and the model's output. The runner gets what it
             returns.

@@ -33,7 +33,6 @@ def with_option_type(upstream: Callable[..., Any], parse: Callable[[Callable[[st
     """Wrap ``EngineArgs.add_cli_args`` so that ``parse`` converts the value of ``--speculative-config``.
 
     Args:
-        upstream: the wrapped method.
         parse: takes upstream's own conversion function and the value.
     """
 

@@ -32,7 +32,6 @@ def prepare(patch: Patch, make: Callable[[Any], Any]) -> Replacement:
     """Create the replacement of a symbol without applying it.
 
     Args:
-        patch: the symbol's entry in the inventory.
         make: takes the original (a callable or a property) and returns the replacement.
     """
     owner, name = owner_of(patch)

@@ -34,8 +34,6 @@ def fill_mask(manager: StructuredOutputManager, request: Request, row: int, appl
     """Write the mask for the current state of the request's grammar to row ``row`` of the manager's masks.
 
     Args:
-        manager: the scheduler's.
-        request: a request with structured output.
         row: index of the mask.
         applies: whether the grammar constrains this row; if not, the mask allows every token.
     """
@@ -64,7 +62,6 @@ def first_masks(output: GrammarOutput, rows: Sequence[tuple[int, int]]) -> Gramm
     """Keep the first masks of each request.
 
     Args:
-        output: a step's masks.
         rows: for each of its requests, how many rows were scheduled and how many of them are kept.
     """
     if SINCE_0_33 or all(scheduled == kept for scheduled, kept in rows):

@@ -19,7 +19,6 @@ def problem_with(patch: Patch, load: bool = True) -> str | None:
     """Describe what is wrong with a symbol.
 
     Args:
-        patch: the symbol's entry in the inventory.
         load: whether to import the symbol's module. If False, and the module is not imported yet, its source is parsed
             instead: importing a worker's modules takes seconds and may have side effects in other processes.
 
@@ -83,7 +82,6 @@ def _read(patch: Patch, sources: Path | None = None) -> Any:
     """The syntax node that defines a symbol in the source of its module.
 
     Args:
-        patch: the symbol's entry in the inventory.
         sources: the folder of the package, or None for the installed package.
     """
     package, *parts = patch.module.split(".")

@@ -67,10 +67,7 @@ def engine_args(
     """The fields of ``EngineArgs`` that replace a gsd config.
 
     Args:
-        config: the gsd config.
         v2: whether vLLM will use Model Runner V2.
-        cpu: whether vLLM runs on the CPU.
-        additional_config: the user's ``additional_config``.
         data_parallel: whether there are several engines, for which vLLM captures graphs of all nodes only.
     """
     options = {"additional_config": with_options(additional_config, config)}

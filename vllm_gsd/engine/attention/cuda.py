@@ -111,7 +111,6 @@ class _TreeRowsImpl(AttendsTrees):
         return self.attend(plain, layer, query, kv_cache, tree, output)
 
     def refuses(self) -> tuple[str, str] | None:
-        """See ``AttendsTrees``."""
         if self.head_size > MAX_HEAD_SIZE:
             return f"heads of size {self.head_size}, above {MAX_HEAD_SIZE}", "use a model with smaller heads"
         features = {

@@ -23,7 +23,6 @@ def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int) ->
     """Check the target's layers themselves, since its configuration may not reveal how they attend.
 
     Args:
-        layers: the target's layers by name.
         nodes: maximum number of nodes of a tree. Attention among them ignores sliding windows.
 
     Raises:
@@ -39,9 +38,6 @@ def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int) ->
 
 def check_draft_layers(layers: Mapping[str, AttentionLayerBase]) -> None:
     """Check that layers are of a kind that can attend along token graphs.
-
-    Args:
-        layers: the layers by name.
 
     Raises:
         GSDConfigError: names the first unsupported layer and the reason.
@@ -74,9 +70,6 @@ def without_windows(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 
     Only the attention then applies the windows. Upstream does the same for models that mix layers with and without
     windows where its hybrid KV cache is off, as on CPUs.
-
-    Args:
-        specs: the layers' specs by name.
     """
     return {
         name: replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",), sliding_window=None)

@@ -50,9 +50,7 @@ class BlockDrafter:
     its own token.
 
     Args:
-        vllm_config: the engine's configuration.
         config: gsd's configuration; ``config.model`` must not be None.
-        stats: counters to update.
         planner: prices the forward and chooses how many nodes to verify.
     """
 
@@ -112,7 +110,6 @@ class BlockDrafter:
         self.features.write(slots, positions[: len(slots)].clamp(max=self.max_positions - 1), states)
 
     def keep_idle(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
-        """See ``Drafter.keep_idle``."""
         compute_idle(self.model.model, self.model.features_of(hidden, aux))
 
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
@@ -171,7 +168,6 @@ class BlockDrafter:
             graphs: one graph per request, each with a root only.
             drafted: bool [num_graphs], graphs with a block.
             hidden: [sum(drafted), depth, hidden], as ``catch_up`` returns them.
-            requests: the requests and their limits.
         """
         roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
         tokens, probs = (of.cpu().numpy() for of in self.candidates(hidden, roots))

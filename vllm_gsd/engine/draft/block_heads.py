@@ -10,6 +10,7 @@ Each kind scores a depth's tokens after each candidate of the depth before, as v
 Where only a pool of the draft's best tokens is scored, all others keep their probability without a score.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -39,11 +40,9 @@ class DFlashHead:
         self.logits = logits.view(*hidden.shape[:2], -1)
 
     def scores(self, level: int, places: torch.Tensor | None) -> Scores:
-        """See ``BlockHead``."""
         return self.logits[:, level, None], None
 
     def tokens(self, places: torch.Tensor) -> torch.Tensor:
-        """See ``BlockHead``."""
         return places
 
 
@@ -59,14 +58,12 @@ class DFlash2Head:
         self.share = share_of_pool(self.of_pool, unary, log_total(logits).view(*shape[:2], 1))
 
     def scores(self, level: int, places: torch.Tensor | None) -> Scores:
-        """See ``BlockHead``."""
         scores, share = self.of_pool[:, level], self.share[:, level]
         if places is None:
             return scores[:, :1], share[:, :1]  # all rows are those of the root
         return scores.gather(1, places[:, :, None].expand(-1, -1, self.size)), share.gather(1, places)
 
     def tokens(self, places: torch.Tensor) -> torch.Tensor:
-        """See ``BlockHead``."""
         return self.ids.gather(2, places)
 
 
@@ -85,7 +82,6 @@ class DSparkHead:
         self.base = base.view(*hidden.shape[:2], -1)
 
     def scores(self, level: int, places: torch.Tensor | None) -> Scores:
-        """See ``BlockHead``."""
         before = self.roots[:, None] if places is None else self.tokens(places[:, None], level - 1)[:, 0]
         embedded = self.model.markov_embed(before.flatten())
         share = None
@@ -138,7 +134,7 @@ def share_of_pool(scores: torch.Tensor, base: torch.Tensor, whole: torch.Tensor)
     return torch.sigmoid(scores.float().logsumexp(-1) - others)
 
 
-HEADS: dict[str, Any] = {"dflash": DFlashHead, "dflash2": DFlash2Head, "dspark": DSparkHead}
+HEADS: dict[str, Callable[..., BlockHead]] = {"dflash": DFlashHead, "dflash2": DFlash2Head, "dspark": DSparkHead}
 
 
 def block_candidates(
@@ -157,6 +153,6 @@ def block_candidates(
     Returns:
         their tokens, int64 [n, depth, k], and conditional probabilities, float32 [n, depth, k, k].
     """
-    head: Any = HEADS[kind](model, hidden, roots)
+    head = HEADS[kind](model, hidden, roots)
     places, probs = choose_candidates(head.scores, hidden.shape[1], min(k, head.size), merge)
     return head.tokens(places), probs

@@ -44,9 +44,7 @@ class Drafter:
     """Grows token graphs for the requests of a batch with the draft model.
 
     Args:
-        vllm_config: the engine's configuration.
         config: gsd's configuration; ``config.model`` must not be None.
-        stats: counters to update.
         planner: decides how far to draft.
         capacity: maximum number of nodes in a graph.
     """
@@ -113,7 +111,6 @@ class Drafter:
         """Run the draft over committed text for which it has no KV yet.
 
         Args:
-            batch: the batch.
             tracker: the valid draft KV; it is updated.
             known: int64 [num_requests], leading tokens of each request that need draft KV; 0 for none.
             wanted: bool [num_requests], requests to draft for.
@@ -190,7 +187,6 @@ class Drafter:
             graphs: one graph per request, each with a root only.
             drafted: bool [num_graphs], graphs to grow.
             root_hidden: [sum(drafted), hidden], the draft's hidden states of the roots.
-            requests: the requests and their limits.
         """
         batch, length = requests.batch, requests.length - self.model.shift
         count = len(length)

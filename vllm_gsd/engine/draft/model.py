@@ -48,7 +48,6 @@ class DraftModel:
     """Loads the draft model and runs it over rows of the current batch.
 
     Args:
-        vllm_config: the target engine's configuration.
         model: path or hub id of the draft.
         tensor_parallel_size: the draft's tensor-parallel size; None for the target's.
         vocab_size: number of tokens whose logits the draft computes; None for the number stored with the model.
@@ -343,7 +342,6 @@ def head_rows(lm_head: ParallelLMHead, ids: torch.Tensor) -> torch.Tensor:
     """Rows [n, hidden] of an LM head that may be sharded over ranks.
 
     Args:
-        lm_head: the draft's LM head.
         ids: tokens, int64 [n], the same on all ranks.
     """
     if lm_head.tp_size == 1:

@@ -66,8 +66,6 @@ class SharedSuffixes:
         """Store the response of a finished request.
 
         Args:
-            request_id: the request.
-            lora_request: its LoRA adapter, if any.
             response: its output token ids. Negative ids are placeholders and are left out.
         """
         reader = self._reader(request_id, lora_request)
@@ -109,8 +107,6 @@ class SharedSuffixes:
         """Look continuations of the text's longest known suffixes up; None if nothing may be read.
 
         Args:
-            request_id: the request.
-            lora_request: its LoRA adapter, if any.
             text: int32 [length], its committed tokens.
             num_nodes: maximum number of tokens of the continuations.
         """

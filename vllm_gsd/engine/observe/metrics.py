@@ -107,7 +107,6 @@ class GraphPrometheus:
 
         Args:
             data: as sent by ``wire.attach_metrics``.
-            engine_idx: the index of the engine that sent them.
         """
         stats = wire.metrics_of(data)
         assert stats is not None  # gsd does not support KV connectors

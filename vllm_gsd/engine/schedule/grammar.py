@@ -108,9 +108,6 @@ def allowed_nodes(
     is forced: its node is added at once. If it allows a few, they are added while budget is left.
 
     Args:
-        manager: vLLM's manager of structured output.
-        request: the scheduler's record of the request.
-        tree: the proposed nodes and their limits.
         choices: ``GrammarTokens.after``; None to add no nodes.
     """
     nodes = _Nodes(request, tree, choices)
@@ -185,8 +182,6 @@ def judged_tree(
     """Find the nodes that the request's grammar allows, for a tree whose rows are already assigned.
 
     Args:
-        manager: vLLM's manager of structured output.
-        request: the scheduler's record of the request.
         drafts: tokens of the request's rows below the root. There are more than nodes if some rows have no node, and
             fewer if the scheduler cut the list.
         parents: the parent of each place of the tree, NONE for the root.
@@ -212,7 +207,6 @@ def tree_bitmask(
     """Token bitmasks of the root and all scheduled nodes of the given requests, in the order of their rows.
 
     Args:
-        manager: vLLM's manager of structured output.
         requests: the scheduler's requests by id.
         request_ids: requests with structured output.
         scheduled: draft tokens scheduled for each request.

@@ -23,11 +23,7 @@ logger = init_logger("vllm.gsd")
 
 
 class CustomProcessors:
-    """The custom logits processors of a batch.
-
-    Args:
-        processors: all processors in the batch's sampling metadata.
-    """
+    """The custom logits processors of a batch."""
 
     def __init__(self, processors: LogitsProcessors):
         custom = [processor for processor in processors.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]

@@ -46,7 +46,6 @@ def walk(
         sampler: vLLM's sampler.
         logits: [num_rows, vocab], the target's logits for all rows of ``trees``.
         metadata: the batch's sampling metadata, one entry per request.
-        trees: the rows to verify.
         outputs: the requests' lists of output tokens. Penalties, bad words and logits processors read them, so they are
             extended during the walk and restored before returning.
         stateful: whether a built-in logits processor is active. These index the batch by request and need all its rows.
@@ -144,8 +143,6 @@ def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarr
     """End the walks for which custom logits processors must not be called again.
 
     Args:
-        custom: the batch's custom processors.
-        stops: the stop tokens of each request.
         column: int64 [num_requests], the tokens sampled last.
         active: bool [num_requests], walks that continue; updated.
     """
@@ -176,7 +173,6 @@ def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, all_rows: bool,
     """Sampling metadata for the requests ``chosen``, whose walks continue.
 
     Args:
-        metadata: the batch's sampling metadata.
         chosen: int64, indices of these requests.
         all_rows: whether the rows of all requests are sampled.
         num_requests: requests of the batch.

@@ -96,7 +96,6 @@ class DeviceDrafting:
         req_states: V2's request states.
         capacity: the most nodes of a graph.
         trees: the flattened graphs by V2's request slot; ``propose`` writes them.
-        device: the engine's device.
     """
 
     def __init__(

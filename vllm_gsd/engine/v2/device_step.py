@@ -19,7 +19,6 @@ class Proposals:
     Args:
         num_slots: the most concurrent requests.
         num_nodes: the most nodes of a graph.
-        device: the target's device.
     """
 
     def __init__(self, num_slots: int, num_nodes: int, device: torch.device) -> None:
@@ -32,7 +31,6 @@ class Proposals:
 
         Args:
             slots: int64 [num_requests], on the device.
-            trees: the graphs, one per request.
         """
         for kept, new in zip(self.trees, trees, strict=True):
             kept[slots] = new

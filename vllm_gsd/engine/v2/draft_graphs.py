@@ -24,8 +24,6 @@ class DraftGraphs(CudaGraphManager):
     """CUDA graphs of ``DeviceDrafting.draft``.
 
     Args:
-        vllm_config: the engine's configuration.
-        device: the engine's device.
         drafting: what is captured.
         stats: counts the draft phases with and without a CUDA graph.
     """

@@ -23,11 +23,7 @@ from vllm_gsd.engine.schedule.grammar import GrammarTokens, GrammarTree, Propose
 
 
 class WorkerGrammars:
-    """The grammars of running requests, each as far as its text is known to the host.
-
-    Args:
-        vllm_config: the engine's configuration.
-    """
+    """The grammars of running requests, each as far as its text is known to the host."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.manager = StructuredOutputManager(vllm_config)
@@ -56,7 +52,6 @@ class WorkerGrammars:
         All tensor-parallel ranks choose the same, as the others wait for grammars that the first rank has compiled.
 
         Args:
-            request_id: the request.
             output: all tokens that it has generated.
             proposed: its proposed nodes.
 

@@ -23,8 +23,6 @@ def grow_on_host(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndar
     """Wait for the accepted tokens, then grow graphs as planned and write them to ``proposals``.
 
     Args:
-        ours: the speculator.
-        input_batch: the batch.
         places: int64 [n >= 1], the requests' places in it.
         kinds: int64 [n], from ``Plan.choose``.
     """

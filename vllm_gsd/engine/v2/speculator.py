@@ -57,10 +57,6 @@ class GraphSpeculator(BaseSpeculator):
     requests with a grammar depend on the host. The host waits for the accepted tokens of such requests and grows their
     graphs itself, while the device drafts for the others. Tensor-parallel ranks
     draft from the first rank's candidates and learn of each step at the same time, so all draft the same graphs.
-
-    Args:
-        vllm_config: the engine's configuration.
-        device: the engine's device.
     """
 
     supports_mm_inputs = False
@@ -319,7 +315,6 @@ class GraphSpeculator(BaseSpeculator):
         """Draft without knowing the accepted tokens, and write the graphs to ``proposals``.
 
         Args:
-            input_batch: the batch.
             places: int64 [n], the requests' places in it; batch: these requests.
             kinds: int64 [n], from ``Plan.choose``.
             speculates: bool [n], whether the request uses graph speculation; missed: int64 [n], from ``_missed``.
@@ -422,8 +417,6 @@ class GraphSpeculator(BaseSpeculator):
         """Start copying the results of a verified step to the host.
 
         Args:
-            input_batch: the batch.
-            step: the verified step.
             ends: int64 [num_requests], the row at which each walk ended.
             sampled: int64 [num_requests, levels], the sampled tokens.
             num_sampled: int [num_requests], the number of valid tokens in each row of ``sampled``.

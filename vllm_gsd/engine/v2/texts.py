@@ -25,7 +25,6 @@ class Texts:
         """Start a request, or resume one together with the tokens that it has generated.
 
         Args:
-            slot: the request's slot.
             tokens: all its tokens so far.
             prompt_length: the number of prompt tokens among them.
         """

@@ -31,7 +31,6 @@ class RowBuffers:
     Args:
         num_requests: the most requests of a batch.
         rows_per_request: the rows of a full graph, its root included.
-        device: the target's device.
     """
 
     def __init__(self, num_requests: int, rows_per_request: int, device: torch.device) -> None:
@@ -76,7 +75,6 @@ class DeviceStep:
     """The graphs that a step verifies. Rows are numbered per request, and row 0 is the root.
 
     Args:
-        proposals: the latest proposals.
         batch: the batch, whose ``num_draft_tokens_per_req`` says how many rows each request verifies.
     """
 

@@ -80,7 +80,6 @@ class GraphSampler:
 
         Args:
             logits: [num_rows, vocab], with grammar masks applied.
-            input_batch: the batch.
             draft_logits: unused, because nodes are chosen rather than sampled.
             invalid_drafts: bool [num_rows], rows that the request's grammar has not checked; None if there are none.
         """
@@ -149,8 +148,6 @@ class GraphSampler:
 
         Args:
             logits: [n, vocab], the logits of these rows.
-            input_batch: the batch.
-            rows: the rows.
 
         Returns:
             The sampled tokens, [n], and their log probabilities if any request of the batch asks for them.

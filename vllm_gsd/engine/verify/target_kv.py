@@ -55,7 +55,6 @@ class CPUTargetKV(TargetKV):
             del self.layouts[1:]  # one layout for all caches
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """See ``TargetKV.move``."""
         if sources.dim() > 1:
             real = sources >= 0
             sources, destinations = sources[real], destinations[real]
@@ -75,7 +74,6 @@ class PagedTargetKV(TargetKV):
         self.paged = [PagedCaches(caches) for caches in alike.values()]
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """See ``TargetKV.move``."""
         from vllm_gsd.ops.kv_move.paged import move_paged_kv
 
         for caches in self.paged:

@@ -20,8 +20,6 @@ def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:
 
     Args:
         topic: a key of ``probe.PROBES``.
-        question: the probe's arguments.
-        timeout: the time limit in seconds.
     """
     command = [sys.executable, "-m", f"{__package__}.probe", topic, json.dumps(question)]
     try:

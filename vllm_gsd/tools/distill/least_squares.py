@@ -50,8 +50,6 @@ def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) ->
 
     Args:
         model: the model, in float32, on the device of the target and the packs.
-        target: the target.
-        data: the answers to fit.
         packs: makes their batches, standardised.
     """
     data = spread(data, TEXTS)

@@ -57,7 +57,6 @@ class LanguageModel(Student):
         return cls(model, ranking[: options.of_kind("vocab_size")], target)
 
     def tie_weights(self) -> None:
-        """See ``Student``."""
         self.model.tie_weights()
 
     def _logits(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,19 +67,16 @@ class LanguageModel(Student):
         return nn.functional.linear(hidden[0, rows], head), rows
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See ``Student``."""
         logits, rows = self._logits(batch)
         with torch.no_grad():
             wanted = self.target.logits(batch["verifier_last_hidden_states"][0, rows], self.token_ids)
         return {"loss": kl_div_loss(logits, wanted).mean()}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        """See ``Drafted``."""
         logits, rows = self._logits(batch)
         return Drafted(logits, rows, torch.arange(len(rows), device=rows.device)[:, None])
 
     def save(self, out: Path) -> None:
-        """See ``Student``."""
         super().save(out)
         write_draft_vocab(out, self.listed)
         self.target.copy_tokenizer(out)

@@ -133,7 +133,6 @@ class BlockStudent(SpeculatorsStudent):
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
-        """See ``SpeculatorsStudent``."""
         from transformers import Qwen3Config
 
         return {
@@ -146,18 +145,15 @@ class BlockStudent(SpeculatorsStudent):
         }
 
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
-        """See ``Student``."""
         super().start(data, packs, new)
         if new:
             start_block(self.model, self.target, data, packs)
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See ``Student``."""
         _, loss, _ = self.model(**batch, loss_config=LOSS, tv_loss_fn=tv_loss, max_anchors=self.anchors)
         return {"loss": loss}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        """See ``Drafted``."""
         _, logits, _, known, rows = self.model._backbone_forward(**batch, max_anchors=self.anchors)
         before = batch["input_ids"][:, rows]
         logits = logits + self.model.markov_head.block_bias(prev_token_ids=before, hidden_states=logits)
@@ -174,7 +170,6 @@ class Eagle3Student(SpeculatorsStudent):
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
-        """See ``SpeculatorsStudent``."""
         from transformers import LlamaConfig
 
         return {
@@ -194,12 +189,10 @@ class Eagle3Student(SpeculatorsStudent):
         return {**batch, "hidden_states": batch["hidden_states"][..., : self.model.fc.in_features]}
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See ``Student``."""
         _, loss, _ = self.model(**self._of_own_layers(batch), loss_config=LOSS, ttt_steps=self.depth)
         return {"loss": loss}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        """See ``Drafted``."""
         logits: list[torch.Tensor] = []
         inputs = {name: rows for name, rows in self._of_own_layers(batch).items() if "verifier" not in name}
         with self.model.lm_head.register_forward_hook(lambda head, args, output: logits.append(output[0])):

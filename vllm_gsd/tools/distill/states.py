@@ -55,7 +55,6 @@ class StoredStates:
         self.files: dict[str, Any] = {}
 
     def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
-        """See ``Source``."""
         return [self._file(answer.file)[answer.first : answer.first + len(answer.input_ids)] for answer in answers]
 
     def _file(self, name: str) -> Any:
@@ -70,7 +69,6 @@ class ComputedStates:
     """Runs the target over answers.
 
     Args:
-        target: its folder.
         device: where it runs, and where the states are.
         batch_tokens: maximum tokens of a forward pass, with padding; None for what suits the device.
         dtype: what it computes in.

@@ -65,7 +65,6 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        """See ``Drafted``."""
         raise NotImplementedError
 
     def save(self, out: Path) -> None:
