@@ -262,7 +262,7 @@ def test_parts_of_a_step_have_these_names():
 
 
 def test_v2_is_asked_for_what_is_replaced():
-    """``wrap_dispatch`` and ``wrap_prepare_attn`` stand between the runner and these."""
+    """``instances.wrap`` stands between the runner and these."""
     assert "self.model_state.prepare_attn(" in test_upstream_v2.source(test_upstream_v2.RUNNER, "GPUModelRunner")
     assert "cudagraph_manager.dispatch(" in (test_upstream_v2.ROOT / "v1/worker/gpu/dp_utils.py").read_text()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
-@contextmanager
-def tensor_parallel_group(group: GroupCoordinator) -> Iterator[None]:
+def tensor_parallel_group(group: GroupCoordinator) -> AbstractContextManager[None]:
     """Build models inside this context with ``group`` as their tensor-parallel group."""
-    with replaced("vllm.distributed.parallel_state:_TP", lambda upstream: group):
-        yield
+    return replaced("vllm.distributed.parallel_state:_TP", lambda upstream: group)
 
 
 def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig, block_depth: int | None = None) -> None:

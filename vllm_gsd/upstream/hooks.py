@@ -114,7 +114,7 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if config.speculates:
             wire.allow_traces(vllm_config, config)
         if config.speculates and vllm_config.scheduler_config.async_scheduling:
-            vllm_config.scheduler_config.scheduler_cls = wire.scheduler_class(asynchronous=True)
+            vllm_config.scheduler_config.scheduler_cls = wire.ASYNC_SCHEDULER
         parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend == "ray" and cpu:
             from vllm_gsd.engine.parallel.ray_executor import CPURayExecutor

@@ -11,22 +11,12 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-
-def wrap_prepare_attn(model_state: ModelState, wrapper: Wrapper) -> None:
-    """Wrap ``prepare_attn`` of a V2 runner's model state, which builds the attention metadata."""
-    model_state.prepare_attn = wrapper(model_state.prepare_attn)
-
-
-def wrap_prepare_inputs(model_state: ModelState, wrapper: Wrapper) -> None:
-    """Wrap ``prepare_inputs`` of a V2 runner's model state, which computes M-RoPE positions."""
-    model_state.prepare_inputs = wrapper(model_state.prepare_inputs)
-
-
-def wrap_dispatch(cudagraph_manager: CudaGraphManager, wrapper: Wrapper) -> None:
-    """Wrap ``dispatch`` of a V2 runner's CUDA-graph manager, which selects the CUDA graph of a step."""
-    cudagraph_manager.dispatch = wrapper(cudagraph_manager.dispatch)
+def wrap(
+    owner: ModelState | CudaGraphManager, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Wrap a method of a V2 runner's model state or CUDA-graph manager."""
+    setattr(owner, name, wrapper(getattr(owner, name)))
 
 
 def count_thinking_as_without_speculation(thinking_budget: ThinkingBudgetStateHolder) -> None:

@@ -97,7 +97,7 @@ PATCHES = (
     ),
     Patch(
         "vllm.config.speculative:SpeculativeConfig.__init__",
-        by="refusal.refusing_keys",
+        by="refusal.refusing_method",
         when="fallback",
         delta="Rejects gsd with one clear sentence if both create_engine_config and the method above are missing.",
         reason="Without this change the user would see an unrelated error.",
@@ -219,7 +219,7 @@ PATCHES = (
     ),
     Patch(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
-        by="instances.wrap_prepare_attn",
+        by="instances.wrap",
         when="v2",
         delta="Adds the tree mask to the attention metadata.",
         reason="The model runner builds this metadata without calling the speculator.",
@@ -230,7 +230,7 @@ PATCHES = (
     ),
     Patch(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs",
-        by="instances.wrap_prepare_inputs",
+        by="instances.wrap",
         when="v2",
         delta="Sets the M-RoPE positions of nodes by depth.",
         reason="Upstream counts them from the order of the rows, after the positions of nodes are set.",
@@ -241,7 +241,7 @@ PATCHES = (
     ),
     Patch(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.dispatch",
-        by="instances.wrap_dispatch",
+        by="instances.wrap",
         when="v2",
         delta="Counts forward passes that replay a CUDA graph and forward passes that no CUDA graph fits.",
         reason="Upstream does not count them.",

@@ -29,10 +29,6 @@ def runner_of(llm: Any) -> Any:
 def wrap_parts(llm: Any, wrapper: Callable[[Function, str, str], Function]) -> bool:
     """Replace every method of a step with ``wrapper(method, method name, part of the step)``.
 
-    Args:
-        llm: vLLM's ``LLM``.
-        wrapper: returns the replacement of a method.
-
     Returns:
         False if the engine runs in other processes; nothing is replaced then.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_gsd.upstream.patching import replace, replaced
@@ -52,11 +52,9 @@ def second_executor() -> bool:
     return getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
 
 
-@contextmanager
-def ranks_on_cpus(worker: type) -> Iterator[None]:
+def ranks_on_cpus(worker: type) -> AbstractContextManager[None]:
     """Start ranks as actors of the class ``worker`` inside this context."""
-    with replaced("vllm.v1.executor.ray_executor_v2:RayWorkerProc", lambda upstream: worker):
-        yield
+    return replaced("vllm.v1.executor.ray_executor_v2:RayWorkerProc", lambda upstream: worker)
 
 
 def keep_shared_memory_to_nodes(node: str) -> None:

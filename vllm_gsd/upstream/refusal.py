@@ -11,17 +11,13 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_gsd.config import GSDConfigError, is_gsd
 from vllm_gsd.upstream import hooks
 from vllm_gsd.upstream.inventory import patch_of
 from vllm_gsd.upstream.patching import replace
 from vllm_gsd.upstream.symbols import problem_with
-
-if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
-    from vllm.engine.arg_utils import EngineArgs
 
 Maker = Callable[[Any], Any]
 
@@ -36,7 +32,7 @@ def install(sentence: str) -> None:
     engines: dict[str, Maker] = {
         "vllm.engine.arg_utils:EngineArgs.create_engine_config": method,
         "vllm.engine.arg_utils:EngineArgs.create_speculative_config": method,
-        "vllm.config.speculative:SpeculativeConfig.__init__": refusing_keys(sentence),
+        "vllm.config.speculative:SpeculativeConfig.__init__": refusing_method(sentence, given_keys=True),
     }
     for places in (command_line, engines):
         for symbol, make in places.items():
@@ -77,32 +73,17 @@ def refusing_arguments(sentence: str) -> Maker:
     return make
 
 
-def refusing_method(sentence: str) -> Maker:
-    """Wrapper of a method that ``EngineArgs`` calls for every engine; it rejects gsd."""
+def refusing_method(sentence: str, given_keys: bool = False) -> Maker:
+    """Wrapper of a method that rejects gsd in its object's ``speculative_config``, or in the keys that it is given."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        def method(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-            if _asks_for_gsd(self.speculative_config):
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _asks_for_gsd(kwargs if given_keys else self.speculative_config):
                 raise GSDConfigError(sentence)
             return upstream(self, *args, **kwargs)
 
         return method
-
-    return make
-
-
-def refusing_keys(sentence: str) -> Maker:
-    """Wrapper of ``SpeculativeConfig.__init__`` that rejects gsd."""
-
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(upstream)
-        def init(self: SpeculativeConfig, *args: Any, **kwargs: Any) -> None:
-            if _asks_for_gsd(kwargs):
-                raise GSDConfigError(sentence)
-            upstream(self, *args, **kwargs)
-
-        return init
 
     return make
 

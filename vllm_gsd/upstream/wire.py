@@ -29,7 +29,7 @@ _WORKER_V2_CPU = "vllm_gsd.engine.v2.cpu_worker.GraphCPUWorker"
 _WORKER_V2_GPU = "vllm_gsd.engine.v2.gpu_worker.GraphGPUWorker"
 _WORKER_KERNELS = "vllm_gsd.engine.kernels_only.KernelsCPUWorker"  # either runner, no speculation
 _SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphScheduler"
-_ASYNC_SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphAsyncScheduler"
+ASYNC_SCHEDULER = "vllm_gsd.engine.schedule.scheduler.GraphAsyncScheduler"
 
 # The speculative config that stands for gsd with each of vLLM's model runners. ``model`` identifies the config as ours;
 # vLLM itself reads it with V1 only. V2 rejects "custom_class". Of the methods that V2 accepts, only "ngram_gpu" loads
@@ -76,18 +76,15 @@ def engine_args(
     nodes = config.num_speculative_tokens
     if v2 and config.budget != "auto":
         nodes = config.budget  # V2 schedules this many rows even if the graph has fewer nodes
-    shares = shares_of(nodes) if config.budget == "auto" and not data_parallel else ()
+    shares: Sequence[int] = ()
+    if config.budget == "auto" and not data_parallel:
+        shares = sorted({nodes, nodes // 4, 0}, reverse=True)  # so that a plan can leave nodes out
     return {
         **options,
         "speculative_config": speculative_config(v2, nodes, shares),
-        "worker_cls": worker_class(v2, cpu),
-        "scheduler_cls": scheduler_class(asynchronous=False),
+        "worker_cls": _WORKER_V1 if not v2 else _WORKER_V2_CPU if cpu else _WORKER_V2_GPU,
+        "scheduler_cls": _SCHEDULER,
     }
-
-
-def shares_of(nodes: int) -> list[int]:
-    """The numbers of nodes for which V2 captures full CUDA graphs, so that a plan can leave nodes out."""
-    return sorted({nodes, nodes // 4, 0}, reverse=True)
 
 
 def speculative_config(v2: bool, num_speculative_tokens: int, shares: Sequence[int] = ()) -> dict[str, Any]:
@@ -113,18 +110,6 @@ def is_ours(speculative_config: SpeculativeConfig | dict[str, Any] | None) -> bo
     else:
         model = getattr(speculative_config, "model", None)
     return model in (_PROPOSER, _SPECULATOR)
-
-
-def worker_class(v2: bool, cpu: bool) -> str:
-    """The dotted path of our worker class."""
-    if not v2:
-        return _WORKER_V1
-    return _WORKER_V2_CPU if cpu else _WORKER_V2_GPU
-
-
-def scheduler_class(asynchronous: bool) -> str:
-    """The dotted path of our scheduler class."""
-    return _ASYNC_SCHEDULER if asynchronous else _SCHEDULER
 
 
 def with_options(additional_config: dict[str, Any] | None, config: GSDConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.upstream.patching import replaced
@@ -27,22 +27,18 @@ def building_v1_runner(runner: type) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def building_v2_cpu_runner(runner: type) -> Iterator[None]:
+def building_v2_cpu_runner(runner: type) -> AbstractContextManager[None]:
     """Make a CPU worker build ``runner`` as its V2 model runner."""
-    with replaced("vllm.v1.worker.cpu.model_runner:CPUModelRunner", lambda upstream: runner):
-        yield
+    return replaced("vllm.v1.worker.cpu.model_runner:CPUModelRunner", lambda upstream: runner)
 
 
-@contextmanager
-def building_speculator(build: Callable[..., Any]) -> Iterator[None]:
+def building_speculator(build: Callable[..., Any]) -> AbstractContextManager[None]:
     """Make a V2 model runner build its speculator with ``build(vllm_config, device)``."""
 
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
         return build(vllm_config, device)
 
-    with replaced("vllm.v1.worker.gpu.model_runner:init_speculator", lambda upstream: init_speculator):
-        yield
+    return replaced("vllm.v1.worker.gpu.model_runner:init_speculator", lambda upstream: init_speculator)
 
 
 @contextmanager

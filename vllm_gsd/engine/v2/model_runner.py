@@ -70,9 +70,9 @@ class GraphModelRunner(GPUModelRunner):
         self.rejection_sampler = GraphSampler(self.sampler)
         self.row_buffers = RowBuffers(self.max_num_reqs, self.decode_query_len, self.device)
         self.speculator.prepare(self.req_states)
-        instances.wrap_prepare_attn(self.model_state, self._with_tree_rows)
+        instances.wrap(self.model_state, "prepare_attn", self._with_tree_rows)
         if self.model_config.uses_mrope:
-            instances.wrap_prepare_inputs(self.model_state, self._with_positions_of_nodes)
+            instances.wrap(self.model_state, "prepare_inputs", self._with_positions_of_nodes)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """KV cache specs that keep all tokens; see ``without_windows``."""
@@ -88,7 +88,7 @@ class GraphModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
         assert self.cudagraph_manager is not None
-        instances.wrap_dispatch(self.cudagraph_manager, self._counted)
+        instances.wrap(self.cudagraph_manager, "dispatch", self._counted)
         self.speculation.prepare(self.kv_cache_config, self.attn_groups)
         self.speculator.bind(self.block_tables)
 
