@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gsd.tools.errors import ToolError
+
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import GgufConfig
@@ -34,8 +36,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 TARGET_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
 
 
-class ModelsError(RuntimeError):
-    """The built-in pair cannot be prepared. The message is one sentence for the user."""
+class ModelsError(ToolError):
+    """The built-in pair cannot be prepared. The message is one sentence."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from vllm_gsd.tools.errors import ToolError
 
-class OutputError(ValueError):
+
+class OutputError(ToolError):
     """Results cannot be written where an option says. The message is one sentence."""
 
 

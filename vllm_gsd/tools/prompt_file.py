@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from vllm_gsd.tools.errors import ToolError
+
 Chat = list[dict[str, str]]
 Prompt = Chat | list[int]  # a chat, or its token ids
 Item = TypeVar("Item")
 
 
-class PromptsError(ValueError):
+class PromptsError(ToolError):
     """The prompt file cannot be used. The message is one sentence."""
 
 

@@ -25,7 +25,8 @@ def measure(setting: Setting, engines: Engines, tick: Callable[[str], None]) -> 
     work, order = engines.work, random.Random(0)
     speeds: list[dict[str, list[float]]] = [{form: [] for form in FORMS} for _ in work.requests]
     for turn in range(work.repeats + 1):
-        for prompt, form in _shuffled([(p, form) for p in range(len(work.requests)) for form in FORMS], order):
+        runs = [(prompt, form) for prompt in range(len(work.requests)) for form in FORMS]
+        for prompt, form in order.sample(runs, len(runs)):
             chats = [work.requests[prompt].chat]
             job = {"chats": chats, "concurrency": 1, "max_tokens": work.max_tokens, "form": form}
             speed = tokens_per_second(engines.run(setting, job))
@@ -82,8 +83,3 @@ class FormSwitch:
         for part in (mine, mine.drafter, self.clock):
             if part is not None:
                 part.planner = self.planners[form]
-
-
-def _shuffled(items: list[Any], order: random.Random) -> list[Any]:
-    order.shuffle(items)
-    return items

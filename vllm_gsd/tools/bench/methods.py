@@ -6,8 +6,9 @@ import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_gsd.config import GSDConfig, GSDConfigError
+from vllm_gsd.config import GSDConfig
 from vllm_gsd.config.draft_check import kind_of_model, reads_features
+from vllm_gsd.tools.errors import ToolError
 
 METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
 # The engine of "gsd" with every request opted out of the graph. It shows the gain of our CPU kernels alone.
@@ -23,7 +24,7 @@ FORMS: dict[str, dict[str, Any]] = {
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
-class BenchError(ValueError):
+class BenchError(ToolError):
     """The comparison cannot run as asked. The message is one sentence."""
 
 
@@ -77,7 +78,8 @@ def settings_of(
         modes: a subset of MODES.
 
     Raises:
-        BenchError: the method is unknown, or ``gsd`` has a mistake.
+        BenchError: the method is unknown.
+        GSDConfigError: ``gsd`` has a mistake.
     """
     if method not in METHODS:
         raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
@@ -104,13 +106,10 @@ def checked(model: str | None, gsd: dict[str, Any]) -> dict[str, Any]:
     """The speculative config of a draft with more keys of gsd.json, after the checks that need no engine.
 
     Raises:
-        BenchError: a key or a value is wrong.
+        GSDConfigError: a key or a value is wrong.
     """
     config = {"method": "gsd", "model": model, **gsd}
-    try:
-        GSDConfig.load(config, "--gsd")
-    except GSDConfigError as error:
-        raise BenchError(str(error)) from None
+    GSDConfig.load(config, "--gsd")
     return config
 
 

@@ -45,21 +45,15 @@ class PartsClock:
             if not self.on or (self.running and self.running[-1].startswith("draft") and part != "draft forward"):
                 return function(*args, **kwargs)
             self.draft_levels += name == "_call"
-            self._enter(part)
+            self._charge()
+            self.running.append(part)
             try:
                 return function(*args, **kwargs)
             finally:
-                self._leave()
+                self._charge()
+                self.running.pop()
 
         return timed
-
-    def _enter(self, part: str) -> None:
-        self._charge()
-        self.running.append(part)
-
-    def _leave(self) -> None:
-        self._charge()
-        self.running.pop()
 
     def _charge(self) -> None:
         """Add the time since the last change to the part that was running."""

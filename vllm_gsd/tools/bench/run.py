@@ -41,7 +41,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
         settings: the options, written at the head of the report.
 
     Raises:
-        BenchError: the comparison cannot run as asked, or an engine died.
+        BenchError, GSDConfigError: the comparison cannot run as asked, or an engine died.
         OutputError: nothing can be written into ``out``.
     """
     skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.drafts))}
@@ -79,11 +79,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
 
 
 def _check(plan: Plan, work: Work, methods: list[str]) -> None:
-    """Refuse what would fail only after the comparison.
-
-    Raises:
-        BenchError: see there.
-    """
+    """Refuse what would fail only after the comparison."""
     checked(plan.drafts.own, plan.gsd)  # even if no method reads it
     if plan.analyses and plan.drafts.own is None:
         raise BenchError("--analyses needs a draft model.")

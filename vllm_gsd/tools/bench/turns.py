@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_gsd.tools.bench.methods import BenchError, Setting
 from vllm_gsd.tools.prompt_file import Request
@@ -106,29 +106,18 @@ class Engine:
         return answer
 
 
-@contextmanager
-def running(setting: Setting, work: Work) -> Iterator[Engine]:
+def running(setting: Setting, work: Work) -> closing[Engine]:
     """An engine that runs until the context ends."""
-    engine = Engine(setting, work)
-    try:
-        yield engine
-    finally:
-        engine.close()
+    return closing(Engine(setting, work))
 
 
-class Engines:
+class Engines(ExitStack):
     """Engines by setting, each started when first needed. A context manager that stops them at its end."""
 
     def __init__(self, work: Work):
+        super().__init__()
         self.work = work
         self.alive: dict[str, Engine] = {}
-        self.stack = ExitStack()
-
-    def __enter__(self) -> Engines:
-        return self
-
-    def __exit__(self, *failed: object) -> None:
-        self.stack.close()
 
     def run(self, setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
         """Run a job on the engine of this setting."""
@@ -137,7 +126,7 @@ class Engines:
                 return engine.run(job)
         name = setting.engine.name
         if name not in self.alive:
-            self.alive[name] = self.stack.enter_context(running(setting.engine, self.work))
+            self.alive[name] = self.enter_context(running(setting.engine, self.work))
         return self.alive[name].run({**job, "opted_out": setting.opted_out})
 
 
@@ -166,12 +155,11 @@ def choose(candidates: dict[str, list[Setting]], work: Work, tick: Callable[[str
     return chosen
 
 
-@dataclass
-class Runs:
+class Runs(NamedTuple):
     """Results: ``timed[method][batch]`` has one per repeat, ``parts[method][batch]`` one with the clock on."""
 
-    timed: dict[str, dict[int, list[dict[str, Any]]]] = field(default_factory=dict)
-    parts: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    timed: dict[str, dict[int, list[dict[str, Any]]]]
+    parts: dict[str, dict[int, dict[str, Any]]]
 
 
 def take_turns(chosen: dict[str, dict[int, Any]], engines: Engines, tick: Callable[[str], None]) -> Runs:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from vllm_gsd.tools.bench.options import NOT_ENGINE_ARGS, Options
-from vllm_gsd.tools.cli.console import err, fail, json_object
+from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence
 from vllm_gsd.tools.cli.options import takes
 
 if TYPE_CHECKING:
@@ -24,22 +24,14 @@ Pair = tuple[str, str | None, str | None]
 @takes(Options)
 def bench(**given: Any) -> None:
     """Compare the graph with plain vLLM and its drafters. Methods take turns, each at its best setting."""
-    from vllm_gsd.tools.bench.methods import BenchError
-    from vllm_gsd.tools.output import OutputError
-    from vllm_gsd.tools.prompt_file import PromptsError
-
-    try:
+    with one_sentence("The comparison needs the package {}, which comes with vLLM."):
         from vllm_gsd.tools.bench import run
-    except ModuleNotFoundError as error:
-        fail(f"The comparison needs the package {error.name}, which comes with vLLM.")
-    options = Options(**given)
-    modes = _modes(options.modes)
-    pair = _pair(options)
-    try:
+
+        options = Options(**given)
+        modes = _modes(options.modes)
+        pair = _pair(options)
         plan, work = _plan(options, pair, modes), _work(options, pair)
         report = run.bench(plan, work, _settings(options, pair, work), options.out)
-    except (BenchError, OutputError, PromptsError) as error:
-        fail(str(error))
     table = Table("batch", "method, best setting", "tokens/s", "over plain", "over gsd-off", "tokens/step")
     for row in run.summary(report):
         table.add_row(*row)
@@ -101,13 +93,9 @@ def _settings(options: Options, pair: Pair, work: Work) -> dict[str, Any]:
 
 def _gsd(text: str) -> dict[str, Any]:
     """The keys of --gsd. The command fails if one is an option of its own."""
-    from vllm_gsd.config import GSDConfigError
     from vllm_gsd.config.source import with_underscores
 
-    try:
-        keys = with_underscores(json_object(text, "--gsd"), "--gsd")
-    except GSDConfigError as error:
-        fail(str(error))
+    keys = with_underscores(json_object(text, "--gsd"), "--gsd")
     if own := [key for key in ("method", "model") if key in keys]:
         fail(f'--gsd has "{own[0]}", but methods are given by --methods and drafts by --draft; leave it out.')
     return keys
@@ -127,12 +115,9 @@ def _pair(options: Options) -> Pair:
     )
     if target is not None:
         return target, draft, other
-    from vllm_gsd.tools.models import ModelsError, built_in_pair
+    from vllm_gsd.tools.models import built_in_pair
 
-    try:
-        pair = built_in_pair()
-    except ModelsError as error:
-        fail(str(error))
+    pair = built_in_pair()
     return str(pair.target), draft or str(pair.draft), other or str(pair.draft_model)
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.tools.errors import ToolError
 
 out = Console()
 err = Console(stderr=True)
@@ -16,6 +21,17 @@ def fail(sentence: str) -> NoReturn:
     """End the command with one sentence on stderr and exit code 1."""
     err.print(sentence, style="red", soft_wrap=True, highlight=False, markup=False)
     raise typer.Exit(1)
+
+
+@contextmanager
+def one_sentence(missing: str = "This needs the package {}.") -> Iterator[None]:
+    """End the command with one sentence if it refuses something, or with ``missing`` if a package is missing."""
+    try:
+        yield
+    except (GSDConfigError, ToolError) as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(missing.format(error.name))
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:

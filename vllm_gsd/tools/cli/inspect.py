@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_gsd.tools.cli.console import err, fail, json_object
+from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence
 
 # Where an option belongs that was given with the other kind of input.
 WITH = {True: "with --prompt, but is for traces", False: "with a trace, but is for --prompt"}
@@ -38,14 +38,13 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what token graphs did for a request, as one HTML page: for a prompt, or from an engine's trace."""
-    from vllm_gsd.config import GSDConfigError
-    from vllm_gsd.tools.inspect.trace import TraceError, choose, read_traces
-    from vllm_gsd.tools.output import OutputError, try_file
+    from vllm_gsd.tools.inspect.trace import choose, read_traces
+    from vllm_gsd.tools.output import try_file
 
     if (trace is None) == (prompt is None):
         fail("Give either a trace or --prompt.")
     _refuse_others(context, prompt is not None)
-    try:
+    with one_sentence("The inspector needs the package {}, which comes with vLLM."):
         try_file(out, "--out")
         from vllm_gsd.tools.inspect.page import inspect_page
         from vllm_gsd.tools.inspect.run import record
@@ -63,10 +62,6 @@ def inspect(
                 pair = _pair(target, draft, gsd, trace_to or Path(folder, "trace.jsonl"))
                 shown = record(prompt, *pair, max_tokens, json_object(engine_args, "--engine-args"))
         page = inspect_page(shown)
-    except (GSDConfigError, TraceError, OutputError) as error:
-        fail(str(error))
-    except ModuleNotFoundError as error:
-        fail(f"The inspector needs the package {error.name}, which comes with vLLM.")
     try:
         out.write_text(page, "utf-8")
     except OSError as error:
@@ -87,14 +82,11 @@ def _pair(target: str | None, draft: str | None, gsd: str | None, trace: Path) -
     """The target, and the keys of the gsd config."""
     from vllm_gsd.config import GSDConfig
     from vllm_gsd.config.source import read
-    from vllm_gsd.tools.models import ModelsError, built_in_pair
+    from vllm_gsd.tools.models import built_in_pair
 
     keys: dict[str, Any] = {"method": "gsd", "model": None} if gsd is None else read(gsd)
     if target is None:
-        try:
-            pair = built_in_pair()
-        except ModelsError as error:
-            fail(str(error))
+        pair = built_in_pair()
         target, draft = str(pair.target), draft or keys.get("model") or str(pair.draft)
     if draft is not None:
         keys = {**keys, "model": draft}

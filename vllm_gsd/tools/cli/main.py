@@ -12,12 +12,12 @@ from rich.table import Table
 
 from vllm_gsd.tools.cli.bench import bench
 from vllm_gsd.tools.cli.check import check
-from vllm_gsd.tools.cli.console import fail
+from vllm_gsd.tools.cli.console import one_sentence
 from vllm_gsd.tools.cli.console import out as console
 from vllm_gsd.tools.cli.inspect import inspect
 from vllm_gsd.tools.cli.options import takes
 from vllm_gsd.tools.cli.plan import plan
-from vllm_gsd.tools.distill.options import INSTALL, DistillError, Options
+from vllm_gsd.tools.distill.options import INSTALL, Options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -42,12 +42,10 @@ def models(
     ] = None,
 ) -> None:
     """Prepare the built-in pair of models and print its folders."""
-    from vllm_gsd.tools.models import ModelsError, built_in_pair
+    from vllm_gsd.tools.models import built_in_pair
 
-    try:
+    with one_sentence():
         pair = built_in_pair(cache_dir)
-    except ModelsError as error:
-        fail(str(error))
     paths = {"target": str(pair.target), "draft": str(pair.draft), "draft_model": str(pair.draft_model)}
     if as_json:
         typer.echo(json.dumps(paths))
@@ -68,17 +66,10 @@ def distill(
     **given: Any,
 ) -> None:
     """Distil a draft from a target. Run it again with the same options to resume."""
-    from vllm_gsd.tools.bench.methods import BenchError
-    from vllm_gsd.tools.distill.run import distill as run
-    from vllm_gsd.tools.output import OutputError
-    from vllm_gsd.tools.prompt_file import PromptsError
+    with one_sentence(f"Distilling needs the package {{}}; run: {INSTALL}"):
+        from vllm_gsd.tools.distill.run import distill as run
 
-    try:
         results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
-    except (BenchError, DistillError, OutputError, PromptsError) as error:
-        fail(str(error))
-    except ModuleNotFoundError as error:
-        fail(f"Distilling needs the package {error.name}; run: {INSTALL}")
     typer.echo(json.dumps({"draft": str(out), **results}))
 
 

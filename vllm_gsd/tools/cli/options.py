@@ -7,6 +7,11 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 
+def flag(name: str) -> str:
+    """How a user writes an option."""
+    return "--" + name.replace("_", "-")
+
+
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add the fields of a dataclass to a command as options. It receives them as keyword arguments.
 

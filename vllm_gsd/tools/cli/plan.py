@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from vllm_gsd.tools.cli.bench import numbers
-from vllm_gsd.tools.cli.console import err, fail
+from vllm_gsd.tools.cli.console import err, one_sentence
 from vllm_gsd.tools.cli.options import takes
 from vllm_gsd.tools.plan.options import Options
 
@@ -17,19 +17,13 @@ from vllm_gsd.tools.plan.options import Options
 @takes(Options)
 def plan(**given: Any) -> None:
     """Predict from a bench report what speculation gives by batch size, and how many replicas a load needs."""
-    from vllm_gsd.tools.output import OutputError
-    from vllm_gsd.tools.plan.machine import PlanError
     from vllm_gsd.tools.plan.run import plan as run
 
-    try:
+    with one_sentence("The plan's plot needs the package {} (pip install 'vllm-gsd[bench]')."):
         options = Options(**given)
         if options.validate:
             _validate(options)
         found = run(options)
-    except (OutputError, PlanError) as error:
-        fail(str(error))
-    except ModuleNotFoundError as error:
-        fail(f"The plan's plot needs the package {error.name} (pip install 'vllm-gsd[bench]').")
     table = Table("requests at once", "plain", "our engine", "chain", "graph", "over plain", "speculate")
     for batch, row in found["batches"].items():
         speeds = [f"{row[name]:.0f}" for name in ("plain", "off", "chain", "graph")]

@@ -5,6 +5,9 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from vllm_gsd.tools.cli.options import flag
+from vllm_gsd.tools.errors import ToolError
+
 # The kinds of drafts, and the defaults of the options that only some of them have.
 KINDS: dict[str, dict[str, Any]] = {
     "dspark": {"vocab_size": 8192, "layers": 1, "depth": 7, "rank": 64},
@@ -20,7 +23,7 @@ INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators=
 EAGLE3_LAYERS = 3
 
 
-class DistillError(ValueError):
+class DistillError(ToolError):
     """The run is not possible as asked. The message is one sentence."""
 
 
@@ -83,16 +86,16 @@ class Options:
             if getattr(self, name) is None:
                 continue
             if name not in KINDS[self.kind]:
-                raise DistillError(f"A draft of kind {self.kind} has no {_flag(name)}; leave it out.")
+                raise DistillError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
             if self.init is not None:
-                raise DistillError(f"With --init the draft's own {_flag(name)} holds; leave it out.")
+                raise DistillError(f"With --init the draft's own {flag(name)} holds; leave it out.")
         if self.data is None:
             return
         if self.prompts is not None:
             raise DistillError("--prompts and --data exclude each other; give only one of them.")
         for name in ANSWERING:
             if getattr(self, name) is not None:
-                raise DistillError(f"With --data there are no new answers, so leave {_flag(name)} out.")
+                raise DistillError(f"With --data there are no new answers, so leave {flag(name)} out.")
 
     def of_kind(self, name: str) -> Any:
         """The value of an option that only some kinds have: what was given, or this kind's default."""
@@ -103,7 +106,3 @@ class Options:
         """The value of an option for new answers: what was given, or its default."""
         given: int | None = getattr(self, name)
         return ANSWERING[name] if given is None else given
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

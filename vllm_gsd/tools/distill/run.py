@@ -20,13 +20,11 @@ from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
 from vllm_gsd.tools.distill.stages import logger, stage
-from vllm_gsd.tools.distill.states import state_layers, stored_shape
+from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_missing
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.output import make_folder
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_gsd.tools.distill.data import Answer
 
 # Shares of the time limit for answers and training. The rest is for validation in three engines.
@@ -59,7 +57,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     paths = [answers / "answers" / name for name in files]
     if (hardware := found_hardware()).device == "cpu":
         with stage("completing the states"):
-            _in_own_process(write_states, Path(options.target), paths, answers / "states", hardware.dtype)
+            _in_own_process(write_missing, Path(options.target), paths, answers / "states", hardware.dtype)
     with stage(f"reading the answers in {len(files)} files"):
         data = load_answers(paths, options.longest)
     if not data:
@@ -81,13 +79,6 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
     _finish(options, work, out, training, results)
     return results
-
-
-def write_states(target: Path, answers: list[Path], folder: Path, dtype: torch.dtype) -> None:
-    """Compute what is missing of the target's states over the answers."""
-    from vllm_gsd.tools.distill.states import write_missing
-
-    write_missing(target, answers, folder, dtype=dtype)
 
 
 def _check(options: Options, out: Path, work: Path) -> None:

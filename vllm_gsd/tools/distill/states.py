@@ -11,8 +11,9 @@ have cost once. Storing 9M tokens of a small target took 39 GB and more time tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,11 +41,8 @@ def stored_shape(file: Path) -> tuple[int, int]:
     return layers, hidden
 
 
-class Source(Protocol):
-    """Where states come from."""
-
-    def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
-        """The states of each answer."""
+#: Where states come from: gives those of each answer.
+Source = Callable[[list[Answer]], list[torch.Tensor]]
 
 
 class StoredStates:
@@ -125,15 +123,10 @@ def write_missing(
     target: Path,
     answers: list[Path],
     folder: Path,
-    batch_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    batch_tokens: int | None = None,
 ) -> None:
-    """Run the target over the answers whose states are missing, on the CPU.
-
-    Args:
-        answers: files from ``generate.answer``.
-        batch_tokens, dtype: see ``ComputedStates``.
-    """
+    """Run the target on the CPU over the files of answers whose states are missing. See ``ComputedStates``."""
     from tqdm import tqdm
 
     folder.mkdir(exist_ok=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_gsd.config.draft_kind import read_config
 from vllm_gsd.tools.distill.options import DistillError
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
@@ -20,12 +20,10 @@ def check_target(folder: Path) -> dict[str, Any]:
     Raises:
         DistillError: the model is not Llama-like, or has no readable config.json or safetensors files.
     """
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    if not (config := read_config(folder)):
         raise DistillError(
             f"The target {str(folder)!r} is no folder with a readable config.json; give a folder, not a hub id."
-        ) from None
+        )
     if config.get("model_type") not in LLAMA_LIKE:
         allowed = ", ".join(LLAMA_LIKE)
         raise DistillError(

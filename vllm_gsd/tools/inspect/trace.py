@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_gsd.tools.errors import ToolError
+
 VERSION = 1
 
 
-class TraceError(ValueError):
+class TraceError(ToolError):
     """The trace cannot be shown. The message is one sentence."""
 
 

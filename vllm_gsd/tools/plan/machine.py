@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_gsd.planner.costs import Costs
+from vllm_gsd.tools.errors import ToolError
 
 Curve = Callable[[float], float]
 
 
-class PlanError(ValueError):
+class PlanError(ToolError):
     """The plan cannot be made as asked. The message is one sentence."""
 
 

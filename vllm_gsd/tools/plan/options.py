@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.plan.machine import PlanError
 
 
@@ -47,11 +48,7 @@ class Options:
             without[model] = (self.machine == "report", "is only for a GPU; give --machine, too, or leave it out")
         for name in given:
             if self.validate and name not in ("report", "out", "validate", "within"):
-                raise PlanError(f"{_flag(name)} is given with --validate, which only reads the report; leave it out.")
+                raise PlanError(f"{flag(name)} is given with --validate, which only reads the report; leave it out.")
             ignored, sentence = without.get(name, (False, ""))
             if ignored:
-                raise PlanError(f"{_flag(name)} {sentence}.")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+                raise PlanError(f"{flag(name)} {sentence}.")

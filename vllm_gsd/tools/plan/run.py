@@ -29,7 +29,7 @@ def plan(options: Options) -> dict[str, Any]:
     """Write ``plan.json`` and ``plan.png`` into ``options.out``. Returns what is in the JSON.
 
     Raises:
-        PlanError: the plan cannot be made as asked.
+        PlanError, TraceError: the plan cannot be made as asked.
         OutputError: nothing can be written into ``options.out``.
     """
     import matplotlib  # noqa: F401  # if it is missing, this fails before anything is written

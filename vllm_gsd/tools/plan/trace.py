@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from vllm_gsd.tools.inspect.trace import TraceError, depths, read_traces
+from vllm_gsd.tools.inspect.trace import depths, read_traces
 from vllm_gsd.tools.plan.machine import PlanError
 
 # Share of the verified graphs with an accepted node at depth 1, 2, ..., and mean number of their nodes.
@@ -17,7 +17,8 @@ def observed(path: Path) -> Observed:
     """The acceptance in a trace.
 
     Raises:
-        PlanError: the file is no trace, or has no verified graph.
+        TraceError: the file is no trace.
+        PlanError: it has no verified graph.
     """
     accepted: Counter[int] = Counter()
     graphs = rows = 0
@@ -36,7 +37,7 @@ def children(path: Path) -> list[float]:
     """The draft's average probabilities of the best, second best... child of the nodes in a trace's graphs.
 
     Raises:
-        PlanError: the file is no trace.
+        TraceError: the file is no trace.
     """
     totals: dict[int, float] = defaultdict(float)
     counts: Counter[int] = Counter()
@@ -53,7 +54,4 @@ def children(path: Path) -> list[float]:
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [step for trace in read_traces(path).values() for step in trace.steps]
-    except TraceError as error:
-        raise PlanError(str(error)) from error
+    return [step for trace in read_traces(path).values() for step in trace.steps]
