@@ -127,6 +127,12 @@ def test_kinds_by_architecture(tmp_path, architecture, kind):
     assert kind_of(tmp_path) == kind
 
 
+@pytest.mark.parametrize("config", ["7", "[]", "{", '{"architectures": 7}'])
+def test_a_damaged_config_counts_as_a_language_model(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    assert kind_of(tmp_path) == "language model"
+
+
 def test_heads_that_name_a_language_model(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}')
     assert kind_of(tmp_path) == "eagle3"

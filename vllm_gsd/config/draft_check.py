@@ -17,6 +17,7 @@ from vllm_gsd.config.draft_kind import (
     LANGUAGE_MODEL,
     kind_of,
     kind_of_config,
+    read_config,
 )
 from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab
 from vllm_gsd.config.eagle3_folder import eagle3_problem, flattened
@@ -58,9 +59,10 @@ def check_draft(
     if not (draft / "config.json").is_file():
         what = "is a folder without config.json" if draft.is_dir() else "is no folder"
         _refuse(model, f"{what}, but must be the folder of a Hugging Face model")
-    config = _config(model, draft)
+    if not (config := read_config(draft)):
+        _refuse(model, _UNREADABLE)
     target_folder = local_folder(target) if target is not None else None
-    target_config = {} if target_folder is None else _config_or_nothing(target_folder)
+    target_config = {} if target_folder is None else read_config(target_folder)
     kind = kind_of_config(config)
     name = None if target is None else os.fspath(target)
     if is_speculators(config) and (problem := _speculators_problem(kind, config, name, target_config)):
@@ -124,14 +126,6 @@ def _block_problem(draft: Path, config: dict, target: dict, draft_vocab_size: in
         return f"has a config.json that lacks or garbles {error}, but must be a whole draft"
 
 
-def _config_or_nothing(folder: Path) -> dict:
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        return config if isinstance(config, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
 def _refuse(model: str, clause: str) -> NoReturn:
     fail(f'"model" is {shown(model, limit=200)}, which {clause}')
 
@@ -165,13 +159,6 @@ def _from_hub(model: str) -> Path:
     except Exception as error:  # the hub client and its HTTP library raise many kinds
         reason = type(error).__name__
         _refuse(model, f"is no folder here and could not be had from the hub ({reason})")
-
-
-def _config(model: str, folder: Path) -> dict:
-    config = _config_or_nothing(folder)
-    if not config:
-        _refuse(model, _UNREADABLE)
-    return config
 
 
 def _vocab_size(model: str, config: dict) -> int:

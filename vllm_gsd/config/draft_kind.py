@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.config.speculators_folder import is_speculators
+
 LANGUAGE_MODEL, EAGLE, EAGLE3 = "language model", "eagle", "eagle3"
 # Drafts of a whole block in one forward pass.
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
@@ -21,9 +23,9 @@ def kind_of_config(config: dict[str, Any]) -> str:
     A folder in the format of the speculators package states its kind. EAGLE's own checkpoints name the architecture of
     the target, so they count as language models, as does everything else that is not recognised.
     """
-    if "speculators_config" in config or "speculators_model_type" in config:
+    if is_speculators(config):
         return str(config.get("speculators_model_type"))
-    names = " ".join(map(str, config.get("architectures") or [])).lower()
+    names = str(config.get("architectures")).lower()
     for kind in _IN_NAMES:
         if kind in names:
             return kind
@@ -34,7 +36,13 @@ def kind_of_config(config: dict[str, Any]) -> str:
 
 def kind_of(folder: Path) -> str:
     """The kind of the draft in a folder; a language model if its config.json cannot be read."""
+    return kind_of_config(read_config(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json in a model's folder; empty if it cannot be read."""
     try:
-        return kind_of_config(json.loads((folder / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return LANGUAGE_MODEL
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        return config if isinstance(config, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}

@@ -21,11 +21,8 @@ def flattened(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: one of the two is no dict.
     """
-    return {**(config.get("transformer_layer_config") or {}), **(config.get("eagle_config") or {}), **_given(config)}
-
-
-def _given(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if value is not None}
+    given = {key: value for key, value in config.items() if value is not None}
+    return {**(config.get("transformer_layer_config") or {}), **(config.get("eagle_config") or {}), **given}
 
 
 def eagle3_problem(folder: Path, keys: dict[str, Any], target: dict[str, Any]) -> str | None:

@@ -47,10 +47,6 @@ def _either(values: Iterable[Any], last: str = "or") -> str:
     return f"{', '.join(some)} {last} {end}" if some else end
 
 
-def _default_sources(earlier: dict[str, Any]) -> tuple[Source, ...]:
-    return ("draft", "ngram") if earlier.get("model") else ("ngram",)
-
-
 class GSDConfig(BaseModel):
     """The keys that a user may set. Build it with ``load``, whose errors are written for users."""
 
@@ -84,7 +80,7 @@ class GSDConfig(BaseModel):
         "of a depth are merged if their tokens agree, unless it is 0.",
     )
     sources: tuple[Source, ...] = Field(
-        default_factory=_default_sources,
+        default_factory=lambda earlier: ("draft", "ngram") if earlier.get("model") else ("ngram",),
         description="Where hypotheses come from: the draft model, n-gram matches of the request's own text, or "
         "finished responses to other requests. An empty list serves plain decoding by our CPU kernels.",
         json_schema_extra={
