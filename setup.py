@@ -50,7 +50,7 @@ def extensions():
     # It computes what its specification in Python computes, to the last bit, so nothing is contracted.
     core = Extension(
         "vllm_gsd._core",
-        ["kernels/cpu/core/all.cpp"],
+        ["kernels/cpu/core/module.cpp"],
         depends=sorted(glob("kernels/cpu/core/*")),
         include_dirs=[pybind11.get_include()],
         extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off"],

@@ -8,6 +8,16 @@
 #error "define GSD_KERNEL_BODY before including each_isa.h"
 #endif
 
+#define GSD_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define GSD_BEGIN_TARGET(features) \
+  GSD_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define GSD_END_TARGET GSD_PRAGMA(clang attribute pop)
+#else
+#define GSD_BEGIN_TARGET(features) GSD_PRAGMA(GCC push_options) GSD_PRAGMA(GCC target(features))
+#define GSD_END_TARGET GSD_PRAGMA(GCC pop_options)
+#endif
+
 #define GSD_BF16 0
 #define GSD_LANES 4
 namespace gsd::baseline {
@@ -18,67 +28,39 @@ namespace gsd::baseline {
 
 #if GSD_X86
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+GSD_BEGIN_TARGET("avx2,fma,f16c")
 #define GSD_LANES 8
 namespace gsd::avx2 {
 #include "simd_body.h"
 #include GSD_KERNEL_BODY
 }
 #undef GSD_LANES
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+GSD_END_TARGET
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
-#endif
 #define GSD_LANES 16
+GSD_BEGIN_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 namespace gsd::avx512 {
 #include "simd_body.h"
 #include GSD_KERNEL_BODY
 }
-#undef GSD_LANES
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+GSD_END_TARGET
 
 #ifdef GSD_WITH_BF16
 #undef GSD_BF16
 #define GSD_BF16 1
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
-#endif
-#define GSD_LANES 16
+GSD_BEGIN_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
 namespace gsd::avx512bf16 {
 #include "simd_body.h"
 #include GSD_KERNEL_BODY
 }
-#undef GSD_LANES
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+GSD_END_TARGET
 #endif  // GSD_WITH_BF16
+#undef GSD_LANES
 
 #endif  // GSD_X86
 
 #undef GSD_BF16
 #undef GSD_KERNEL_BODY
+#undef GSD_PRAGMA
+#undef GSD_BEGIN_TARGET
+#undef GSD_END_TARGET

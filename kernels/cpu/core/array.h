@@ -4,9 +4,12 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 namespace gsd {
 
@@ -128,6 +131,18 @@ auto either(py::handle array, const char* name, Body&& body) {
   return body(view<const B, N>(array, name));
 }
 
+// A tuple from Python of so many items.
+class Tuple {
+ public:
+  Tuple(py::handle given, int count, const char* refusal) : given_(given.ptr()) {
+    if (!PyTuple_Check(given_) || PyTuple_GET_SIZE(given_) != count) throw py::type_error(refusal);
+  }
+  py::handle operator[](int index) const { return PyTuple_GET_ITEM(given_, index); }
+
+ private:
+  PyObject* given_;
+};
+
 // Not inlined, so that the loops that call them stay small.
 [[noreturn, gnu::noinline, gnu::cold]] inline void refuse_index(int64_t index, int64_t size, const char* name) {
   throw py::index_error(std::string(name) + ": " + std::to_string(index) + " is not below " + std::to_string(size));
@@ -152,6 +167,16 @@ inline int64_t placed(int64_t index, int64_t size, const char* name) {
 
 inline void check_size(int64_t size, int64_t least, const char* name) {
   if (size < least) refuse_size(size, least, name);
+}
+
+// The indices of numbers in descending order, stable; NaN goes last, as in np.argsort of the negatives.
+inline std::vector<int64_t> falling_order(const double* numbers, int64_t count) {
+  std::vector<int64_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return numbers[a] > numbers[b] || (numbers[b] != numbers[b] && numbers[a] == numbers[a]);
+  });
+  return order;
 }
 
 // Division that refuses zero, as in Python.

@@ -1,8 +1,6 @@
 // Calibration, vllm_gsd/method/cells.py.
 #include "cells.h"
 
-#include "functions.h"
-
 namespace gsd {
 
 namespace {

@@ -1,11 +1,10 @@
 // One draft level, vllm_gsd/method/draft_level.py.
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "cells.h"
-#include "functions.h"
 #include "graph.h"
+#include "mask.h"
 
 namespace gsd {
 
@@ -36,12 +35,7 @@ void keep_best(py::handle frontier, py::handle frontier_len, py::handle chances,
   if (count >= chance.size()) return;
   check_size(count, 0, "count");
   check_size(chance.size(), total, "chances");
-  std::vector<int64_t> order(chance.size());
-  std::iota(order.begin(), order.end(), 0);
-  // NaN goes last, as in np.argsort of the negatives.
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return chance[a] > chance[b] || (chance[b] != chance[b] && chance[a] == chance[a]);
-  });
+  const std::vector<int64_t> order = falling_order(chance.data, chance.size());
   std::vector<char> kept(chance.size(), 0);
   for (int64_t i = 0; i < count; ++i) kept[order[i]] = 1;
   int64_t line = 0;
@@ -77,10 +71,9 @@ void level_rows(py::handle graphs, py::handle slots, py::handle frontier, py::ha
                 py::handle depth, py::handle slot, py::handle mask) {
   const Graphs batch(graphs);
   const Frontier nodes(frontier, frontier_len);
-  if (!PyTuple_Check(slots.ptr()) || PyTuple_GET_SIZE(slots.ptr()) != 2)
-    throw py::type_error("slots must be DraftSlots");
-  const auto used = view<int32_t, 1>(PyTuple_GET_ITEM(slots.ptr(), 0), "slots.used");
-  const auto seen = view<int64_t, 3>(PyTuple_GET_ITEM(slots.ptr(), 1), "slots.mask");
+  const Tuple draft_slots(slots, 2, "slots must be DraftSlots");
+  const auto used = view<int32_t, 1>(draft_slots[0], "slots.used");
+  const auto seen = view<int64_t, 3>(draft_slots[1], "slots.mask");
   const auto tokens = view<int64_t, 1>(token, "token");
   const auto depths = view<int32_t, 1>(depth, "depth");
   const auto own_slots = view<int32_t, 1>(slot, "slot");
@@ -105,9 +98,7 @@ void level_rows(py::handle graphs, py::handle slots, py::handle frontier, py::ha
       used[row] += 1;
       int64_t* ours = seen.row(row, node);
       // The root's key and value are in the committed text, so its children inherit no slot.
-      if (parent == 0) std::fill_n(ours, words, 0);
-      else std::copy_n(seen.row(row, parent), words, ours);
-      ours[own / 64] |= static_cast<int64_t>(uint64_t{1} << (own % 64));
+      write_mask(ours, parent == 0 ? nullptr : seen.row(row, parent), words, own);
       tokens[line] = graph.token[node];
       depths[line] = graph.depth[node];
       own_slots[line] = static_cast<int32_t>(own);

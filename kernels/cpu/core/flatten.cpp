@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "cells.h"
-#include "functions.h"
 #include "graph.h"
 
 namespace gsd {

@@ -4,21 +4,17 @@
 #include <algorithm>
 #include <cmath>
 
-#include "functions.h"
-
 namespace gsd {
 
 template <typename T>
 View<T, 2> Graphs::field(int index, const char* name) const {
-  const auto result = view<T, 2>(PyTuple_GET_ITEM(graphs_.ptr(), index), name);
+  const auto result = view<T, 2>(graphs_[index], name);
   if (index > 0 && (result.shape[0] != token_.shape[0] || result.shape[1] != token_.shape[1]))
     throw py::value_error(std::string(name) + " must be of the shape of graphs.token");
   return result;
 }
 
-Graphs::Graphs(py::handle graphs) : graphs_(graphs) {
-  if (!PyTuple_Check(graphs.ptr()) || PyTuple_GET_SIZE(graphs.ptr()) != 11)
-    throw py::type_error("graphs must be a GraphBatch");
+Graphs::Graphs(py::handle graphs) : graphs_(graphs, 11, "graphs must be a GraphBatch") {
   token_ = field<int64_t>(0, "graphs.token");
   parent_ = field<int32_t>(1, "graphs.parent");
   depth_ = field<int32_t>(2, "graphs.depth");
@@ -28,8 +24,8 @@ Graphs::Graphs(py::handle graphs) : graphs_(graphs) {
   merged_ = field<int32_t>(6, "graphs.merged");
   first_child_ = field<int32_t>(7, "graphs.first_child");
   next_sibling_ = field<int32_t>(8, "graphs.next_sibling");
-  size_ = view<int32_t, 1>(PyTuple_GET_ITEM(graphs.ptr(), 9), "graphs.size");
-  context_ = view<int64_t, 2>(PyTuple_GET_ITEM(graphs.ptr(), 10), "graphs.context");
+  size_ = view<int32_t, 1>(graphs_[9], "graphs.size");
+  context_ = view<int64_t, 2>(graphs_[10], "graphs.context");
   check_size(capacity(), 1, "graphs.token");
   if (size_.size() != token_.shape[0] || context_.shape[0] != token_.shape[0] || context_.shape[1] != MAX_CONTEXT)
     throw py::value_error("graphs.size and graphs.context must have a row for each graph");

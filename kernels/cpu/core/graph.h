@@ -87,7 +87,7 @@ class Graphs {
   template <typename T>
   View<T, 2> field(int index, const char* name) const;
 
-  py::handle graphs_;
+  Tuple graphs_;
   View<int64_t, 2> token_;
   View<int32_t, 2> parent_, depth_;
   View<float, 2> prob_, survival_;

@@ -1,7 +1,6 @@
 // Level-wise growth, vllm_gsd/method/growth.py.
 #include <algorithm>
 
-#include "functions.h"
 #include "graph.h"
 #include "merge.h"
 

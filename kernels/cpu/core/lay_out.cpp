@@ -1,7 +1,7 @@
 // Rows of flattened graphs in a batch and their attention masks, vllm_gsd/method/lay_out.py.
 #include <algorithm>
 
-#include "functions.h"
+#include "mask.h"
 #include "trees.h"
 
 namespace gsd {
@@ -12,14 +12,12 @@ void lay_tree(py::handle token, py::handle parent, py::handle depth, py::handle 
   const auto crossed = view<const bool, 1>(via_merge, "via_merge");
   const auto likely = view<const float, 1>(survival, "survival");
   const auto source_of = view<const int8_t, 2>(sources, "sources");
-  if (!PyTuple_Check(rows.ptr()) || PyTuple_GET_SIZE(rows.ptr()) != 5)
-    throw py::type_error("rows must be a tuple of five arrays");
-  const auto row = [&](int place) { return py::handle(PyTuple_GET_ITEM(rows.ptr(), place)); };
-  const auto all_tokens = view<int64_t, 1>(row(0), "rows' token");
-  const auto all_parents = view<int32_t, 1>(row(1), "rows' parent");
-  const auto all_depths = view<int32_t, 1>(row(2), "rows' depth");
-  const auto all_sources = view<int8_t, 1>(row(3), "rows' source");
-  const auto all_survival = view<float, 1>(row(4), "rows' survival");
+  const Tuple row(rows, 5, "rows must be a tuple of five arrays");
+  const auto all_tokens = view<int64_t, 1>(row[0], "rows' token");
+  const auto all_parents = view<int32_t, 1>(row[1], "rows' parent");
+  const auto all_depths = view<int32_t, 1>(row[2], "rows' depth");
+  const auto all_sources = view<int8_t, 1>(row[3], "rows' source");
+  const auto all_survival = view<float, 1>(row[4], "rows' survival");
   check_size(std::min({tokens.size(), parents.size(), depths.size(), origins.size(), crossed.size(), likely.size()}),
              count, "a tree");
   check_size(first, 0, "first");
@@ -48,11 +46,9 @@ void ancestor_masks(py::handle parent, py::handle starts, py::handle masks) {
     check_size(first, 0, "starts");
     check_size(rows, end, "parent or masks");
     for (int64_t line = first; line < end; ++line) {
-      int64_t* ours = mask.row(line);
-      if (parents[line] == NONE) std::fill_n(ours, words, 0);
-      else std::copy_n(mask.row(placed(first + parents[line], rows, "parent")), words, ours);
-      const int64_t place = line - first;
-      ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
+      const int64_t* above =
+          parents[line] == NONE ? nullptr : mask.row(placed(first + parents[line], rows, "parent"));
+      write_mask(mask.row(line), above, words, line - first);
     }
   }
 }
@@ -89,10 +85,7 @@ void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::ha
       const int64_t place = row - root, line = trees.first(request) + place, parent = trees.parent(line);
       position[row] = position[root] + depths[line];
       check_size(place, parent + 1, "parents");
-      int64_t* ours = mask.row(row);
-      if (parent < 0) std::fill_n(ours, words, 0);
-      else std::copy_n(mask.row(root + parent), words, ours);
-      ours[place / 64] |= static_cast<int64_t>(uint64_t{1} << (place % 64));
+      write_mask(mask.row(row), parent < 0 ? nullptr : mask.row(root + parent), words, place);
     }
   }
 }

@@ -1,8 +1,22 @@
-// vllm_gsd._core: the host's operations in C++ without torch, each under the name of its specification.
+// vllm_gsd._core: the host's operations in C++ without torch. Each computes what vllm_gsd/method and vllm_gsd/planner
+// specify under its name. They are one translation unit, because the headers of pybind11 and NumPy take most of the
+// compiler's time.
 #include <pybind11/stl.h>
 
+#include "cells.cpp"
 #include "constants.h"
-#include "functions.h"
+#include "draft_level.cpp"
+#include "flatten.cpp"
+#include "graph.cpp"
+#include "growth.cpp"
+#include "lattice.cpp"
+#include "lay_out.cpp"
+#include "ngram.cpp"
+#include "outcome.cpp"
+#include "rates.cpp"
+#include "regression.cpp"
+#include "text_rows.cpp"
+#include "verify.cpp"
 
 PYBIND11_MODULE(_core, module) {
   // The constants it was built with, which vllm_gsd/host.py checks.

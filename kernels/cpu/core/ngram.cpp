@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "functions.h"
 #include "graph.h"
 
 namespace gsd {

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "cells.h"
-#include "functions.h"
 #include "trees.h"
 
 namespace gsd {
@@ -11,8 +10,9 @@ namespace gsd {
 namespace {
 
 template <typename T>
-py::array_t<T> array_of(const std::vector<T>& values) {
-  py::array_t<T> result(static_cast<py::ssize_t>(values.size()));
+py::array array_of(const std::vector<T>& values) {
+  // A vector<bool> would pack its bits.
+  py::array_t<std::conditional_t<std::is_same_v<T, char>, bool, T>> result(static_cast<py::ssize_t>(values.size()));
   std::copy(values.begin(), values.end(), result.mutable_data());
   return result;
 }
@@ -61,7 +61,11 @@ py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::ha
   auto length = zeros<int64_t>(place.size()), deepest = zeros<int64_t>(place.size());
   int64_t *count = counts.mutable_data(), *lengths = length.mutable_data(), *deepests = deepest.mutable_data();
   std::vector<char> accepted(trees.rows(), 0);
-  std::vector<int64_t> lines, ordinals;
+  std::vector<int64_t> ordinals;
+  std::vector<int8_t> own_sources;
+  std::vector<int32_t> own_depths;
+  std::vector<float> own_survivals;
+  std::vector<char> own_accepted;
   int64_t ordinal = -1;
   for (int64_t tree = 0; tree < place.size(); ++tree) {
     if (!wanted[tree]) continue;
@@ -81,22 +85,15 @@ py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::ha
         continue;
       }
       count[ACCEPTED + placed(sources[line], NUM_SOURCES, "source")] += accepted[line];
-      lines.push_back(line);
       ordinals.push_back(ordinal);
+      own_sources.push_back(sources[line]);
+      own_depths.push_back(depths[line]);
+      own_survivals.push_back(survivals[line]);
+      own_accepted.push_back(accepted[line]);
     }
   }
-  const auto own = static_cast<py::ssize_t>(lines.size());
-  py::array_t<int8_t> own_source(own);
-  py::array_t<int32_t> own_depth(own);
-  py::array_t<float> own_survival(own);
-  py::array_t<bool> own_accepted(own);
-  for (py::ssize_t i = 0; i < own; ++i) {
-    own_source.mutable_data()[i] = sources[lines[i]];
-    own_depth.mutable_data()[i] = depths[lines[i]];
-    own_survival.mutable_data()[i] = survivals[lines[i]];
-    own_accepted.mutable_data()[i] = accepted[lines[i]];
-  }
-  const auto nodes = py::make_tuple(array_of(ordinals), own_source, own_depth, own_survival, own_accepted);
+  const auto nodes = py::make_tuple(array_of(ordinals), array_of(own_sources), array_of(own_depths),
+                                    array_of(own_survivals), array_of(own_accepted));
   return py::make_tuple(counts, length, deepest, nodes);
 }
 

@@ -1,10 +1,8 @@
 // Tokens per millisecond, vllm_gsd/planner/rates.py.
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <vector>
 
-#include "functions.h"
+#include "array.h"
 
 namespace gsd {
 
@@ -36,12 +34,10 @@ struct Tables {
   double attention, node_ms, level_ms;
 
   explicit Tables(py::handle tables) {
-    if (!PyTuple_Check(tables.ptr()) || PyTuple_GET_SIZE(tables.ptr()) != 5)
-      throw py::type_error("tables must be a tuple of two tables and three numbers");
-    const auto item = [&](int i) { return py::handle(PyTuple_GET_ITEM(tables.ptr(), i)); };
-    target = table_of(item(0), "the target's table");
-    draft = table_of(item(1), "the draft's table");
-    attention = number(item(2)), node_ms = number(item(3)), level_ms = number(item(4));
+    const Tuple item(tables, 5, "tables must be a tuple of two tables and three numbers");
+    target = table_of(item[0], "the target's table");
+    draft = table_of(item[1], "the draft's table");
+    attention = number(item[2]), node_ms = number(item[3]), level_ms = number(item[4]);
   }
 };
 
@@ -195,13 +191,7 @@ py::array_t<int32_t> best_nodes(py::handle tables, int64_t num_requests, double 
       }
     }
   });
-  std::vector<int64_t> order(chances.size());
-  std::iota(order.begin(), order.end(), 0);
-  // NaN goes last, as in np.argsort of the negatives.
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return chances[a] > chances[b] || (chances[b] != chances[b] && chances[a] == chances[a]);
-  });
-
+  const std::vector<int64_t> order = falling_order(chances.data(), chances.size());
   double tokens = static_cast<double>(num_requests), attended = total;
   double forward = read_table(table.target, static_cast<double>(num_requests)) + table.attention * attended;
   double best = divided(tokens, spent + forward);

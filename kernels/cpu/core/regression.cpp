@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "array.h"
 #include "constants.h"
-#include "functions.h"
 
 namespace gsd {
 

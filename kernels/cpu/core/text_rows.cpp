@@ -1,7 +1,7 @@
 // Rows of committed text, vllm_gsd/method/text_rows.py.
 #include <algorithm>
 
-#include "functions.h"
+#include "array.h"
 
 namespace gsd {
 

@@ -1,7 +1,6 @@
 // The verification walk, vllm_gsd/method/verify.py.
 #include <algorithm>
 
-#include "functions.h"
 #include "trees.h"
 
 namespace gsd {
