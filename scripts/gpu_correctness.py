@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "heads before tokens": {"physical": "hnd"},
     "one span": {"num_splits": 1},
     "many spans": {"num_splits": 7},
-    "window": {"sliding_window": 33, "slot_window": True},
+    "window": {"sliding_window": 33},
     "soft cap": {"softcap": 8.0},
     "sinks": {"sinks": True},
     "fp8 e4m3": {"kv_dtype": E4M3, "scales": True},

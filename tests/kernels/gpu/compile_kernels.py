@@ -51,13 +51,13 @@ KERNELS = (
 # Options of attention beside those of the engines below.
 ATTENTION = {
     "every option": {
-        "dtype": torch.float16, "head_size": 128, "sliding_window": 20, "slot_window": True, "softcap": 5.0,
+        "dtype": torch.float16, "head_size": 128, "sliding_window": 20, "softcap": 5.0,
         "sinks": True,
     },
     "fp8 cache": {"dtype": torch.bfloat16, "head_size": 128, "kv_dtype": E4M3, "scales": True},
     "head size 80": {"dtype": torch.bfloat16, "head_size": 80},
     "every option, head size 256": {
-        "dtype": torch.bfloat16, "head_size": 256, "sliding_window": 20, "slot_window": True, "softcap": 5.0,
+        "dtype": torch.bfloat16, "head_size": 256, "sliding_window": 20, "softcap": 5.0,
         "sinks": True, "kv_dtype": E4M3, "scales": True,
     },
     "float32": {"dtype": torch.float32, "head_size": 64},

@@ -109,7 +109,6 @@ def paged_case(
     kv_dtype=None,
     physical="nhd",
     sliding_window=-1,
-    slot_window=False,
     softcap=0.0,
     sinks=False,
     scales=False,
@@ -134,14 +133,12 @@ def paged_case(
     kv_cache = torch.full(order, torch.nan).to(kv_dtype or dtype)
     tokens_first = kv_cache if physical == "nhd" else kv_cache.transpose(1, 2)
     positions, masks = [], []
-    slot_positions = torch.zeros(len(rows), 64 * words, dtype=torch.int64)
     for request, (count, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         blocks = -(-lengths[request] // block_size)
         block_table[request, :blocks], free = free[:blocks], free[blocks:]
         depth, mask = depths_and_mask(random_parents(count, random), words) if count else (
             torch.zeros(0, dtype=torch.int64), torch.zeros(0, words, dtype=torch.int64))  # fmt: skip
         positions.append(prefix + depth)
-        slot_positions[request, :count] = prefix + depth
         masks.append(mask)
         # Keys that have left every row's window are NaN: their blocks may have been given away.
         index = torch.arange(max(0, prefix - sliding_window + 1) if sliding_window > 0 else 0, lengths[request])
@@ -155,8 +152,6 @@ def paged_case(
     if scales:
         options["k_scale"] = torch.rand(1, generator=random) + 0.5
         options["v_scale"] = torch.rand(kv_heads, generator=random) + 0.5
-    if slot_window:
-        options["slot_positions"] = slot_positions
     key_cache, value_cache = tokens_first.split(head_size, -1)
     case = PagedCase(
         query=torch.randn(sum(rows), num_heads, head_size, generator=random).to(dtype),

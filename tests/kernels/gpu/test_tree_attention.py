@@ -54,11 +54,10 @@ def test_options(device, large, option, num_splits):
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 33, 1000])
-@pytest.mark.parametrize("slot_window", [False, True])
-def test_sliding_window(device, window, slot_window):
+def test_sliding_window(device, window):
     """Keys that have left the window are NaN here."""
     for num_splits in (1, 2):
-        paged_case(rows=(20, 1, 3), prefixes=(60, 35, 2), sliding_window=window, slot_window=slot_window, head_size=16,
+        paged_case(rows=(20, 1, 3), prefixes=(60, 35, 2), sliding_window=window, head_size=16,
                    num_splits=num_splits, device=device).check()  # fmt: skip
 
 
@@ -101,7 +100,6 @@ def random_case(seed: int, device, large: int) -> PagedCase:
         kv_dtype=pick(None, None, E4M3, E5M2),
         physical=pick("nhd", "hnd"),
         sliding_window=pick(-1, -1, 0, 1 + upto(8), 1 + upto(60)),
-        slot_window=pick(False, True),
         softcap=pick(0.0, 0.0, 8.0),
         sinks=pick(False, True),
         scales=pick(False, True),

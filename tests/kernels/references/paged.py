@@ -22,7 +22,6 @@ def paged_tree_attention_reference(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    slot_positions: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     include_prefix: bool = True,
     max_rows: int | None = None,
@@ -37,7 +36,7 @@ def paged_tree_attention_reference(
     Raises:
         ValueError: as there, and if a row attends a key for which its request's block table has no block.
     """
-    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "slot_positions": slot_positions, "lse": lse}
+    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "lse": lse}
     check_inputs(
         output, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
         **extras, num_splits=num_splits, tiles=tiles, compute=compute,
@@ -46,8 +45,7 @@ def paged_tree_attention_reference(
     start = query_start_loc.tolist()
     for request, prefix in enumerate(prefix_lens[: len(start) - 1].tolist()):
         rows = slice(start[request], start[request + 1])
-        near = None if slot_positions is None else slot_positions[request]
-        attends = attended(prefix, positions[rows], tree_mask[rows], sliding_window, include_prefix, near)
+        attends = attended(prefix, positions[rows], tree_mask[rows], sliding_window, include_prefix)
         keys = attends.any(0).nonzero().squeeze(1)
         blocks = blocks_of(keys, block_table, key_cache, request)
         key, value = (
@@ -64,12 +62,7 @@ def paged_tree_attention_reference(
 
 
 def attended(
-    prefix: int,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
-    sliding_window: int,
-    include_prefix: bool,
-    slot_positions: torch.Tensor | None,
+    prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int, include_prefix: bool
 ) -> torch.Tensor:
     """Which logical index each row attends, bool ``[rows, prefix + 64 * words]``."""
     index = torch.arange(prefix, device=positions.device)
@@ -78,10 +71,6 @@ def attended(
     in_tree = (tree_mask.unsqueeze(2) >> bits & 1).bool().flatten(1)
     if sliding_window > 0:
         in_prefix &= positions.unsqueeze(1) - index < sliding_window
-        if slot_positions is not None:
-            near = positions.unsqueeze(1) - slot_positions < sliding_window
-            width = min(near.shape[1], in_tree.shape[1])
-            in_tree[:, :width] &= near[:, :width]
     return torch.cat([in_prefix, in_tree], dim=1)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_gsd.ops.kv_move.cpu import move_kv
+from vllm_gsd.ops.kv_move.paged import PagedCaches, move_paged_kv
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -65,8 +66,6 @@ class PagedTargetKV(TargetKV):
     """KV caches in the layout of vLLM's GPU backends."""
 
     def __init__(self, layers: dict[str, Attention]):
-        from vllm_gsd.ops.kv_move.paged import PagedCaches
-
         super().__init__(layers)
         alike: dict[Any, list[torch.Tensor]] = {}  # layers may differ in their number of heads
         for cache in self.caches:
@@ -74,8 +73,6 @@ class PagedTargetKV(TargetKV):
         self.paged = [PagedCaches(caches) for caches in alike.values()]
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        from vllm_gsd.ops.kv_move.paged import move_paged_kv
-
         for caches in self.paged:
             move_paged_kv(caches, sources, destinations)
 

@@ -25,12 +25,11 @@ values are two tensors, as in all of vLLM's GPU backends, and may be fp8. A requ
         sliding windows read it.
     tree_mask: int64 ``[num_rows, words]``; bit j of word w is set if the row attends slot ``64 * w + j``.
     scale: factor of the scores.
-    sliding_window: a row at position p attends the prefix's keys i with ``p - i < sliding_window``; -1 or 0 for all.
+    sliding_window: a row at position p attends the prefix's keys i with ``p - i < sliding_window``; -1 or 0 for all. It
+        does not apply to slots.
     softcap: 0 for none.
     sinks: float32, bfloat16 or float16 ``[num_heads]``, a logit without a value in each head's softmax.
     k_scale, v_scale: float32 of 1 or ``kv_heads`` elements, factors of the stored keys and values.
-    slot_positions: int64 ``[num_reqs, slots]`` for all slots in the masks. The sliding window then applies to slots
-        too, by these positions; without them it does not.
     lse: float32 ``[num_rows, num_heads]``, receives the natural log-sum-exp of each row's scores; -inf for no key.
     include_prefix: False to attend slots only, for ``merge_attention`` with attention over the prefix.
     max_rows: bound on the rows of a request; rows beyond it are not written. None for ``num_rows``.
@@ -69,7 +68,6 @@ def paged_tree_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    slot_positions: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     include_prefix: bool = True,
     max_rows: int | None = None,
@@ -87,7 +85,7 @@ def paged_tree_attention(
         RuntimeError: Triton cannot run on these tensors.
     """
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask)
-    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "slot_positions": slot_positions}
+    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
     check_inputs(output, *inputs, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
     require_triton("paged_tree_attention", query)
     num_reqs, group, max_rows = len(query_start_loc) - 1, query.shape[1] // key_cache.shape[2], max_rows or len(query)
@@ -142,7 +140,6 @@ def _launch(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    slot_positions: torch.Tensor | None,
     sliding_window: int,
     softcap: float,
     include_prefix: bool,
@@ -155,16 +152,14 @@ def _launch(
     _, block_size, kv_heads, _ = key_cache.shape
     lse_strides = (0, 0, 0) if lse is None else (0, *lse.stride())
     tree_attention_kernel[(m_tiles * num_splits, kv_heads, num_reqs)](
-        output, lse, *inputs, slot_positions, sinks, k_scale, v_scale, float(scale), float(softcap), sliding_window,
+        output, lse, *inputs, sinks, k_scale, v_scale, float(scale), float(softcap), sliding_window,
         tree_mask.shape[1], *(0, *output.stride())[-4:-1], *lse_strides[-3:-1],
         *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
-        tree_mask.stride(0), 0 if slot_positions is None else slot_positions.stride(0), _per_head(k_scale),
-        _per_head(v_scale), m_tiles, num_splits, GROUP=num_heads // kv_heads, BLOCK_SIZE=block_size,
-        HEAD_SIZE=head_size, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_D=max(16, triton.next_power_of_2(head_size)),
-        PREFIX=include_prefix, WINDOW=sliding_window > 0,
-        SLOT_WINDOW=sliding_window > 0 and slot_positions is not None, SOFTCAP=softcap != 0, SINKS=sinks is not None,
-        K_SCALE=k_scale is not None, V_SCALE=v_scale is not None, STORE_LSE=lse is not None,
-        DOT_DTYPE=_dot_dtype(query.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
+        tree_mask.stride(0), _per_head(k_scale), _per_head(v_scale), m_tiles, num_splits, GROUP=num_heads // kv_heads,
+        BLOCK_SIZE=block_size, HEAD_SIZE=head_size, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
+        BLOCK_D=max(16, triton.next_power_of_2(head_size)), PREFIX=include_prefix, WINDOW=sliding_window > 0,
+        SOFTCAP=softcap != 0, SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
+        STORE_LSE=lse is not None, DOT_DTYPE=_dot_dtype(query.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

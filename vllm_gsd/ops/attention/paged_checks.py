@@ -54,7 +54,6 @@ def check_inputs(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    slot_positions: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
     tiles: TreeTiles | None = None,
@@ -80,8 +79,6 @@ def check_inputs(
         check_tensor("sinks", sinks, device, 1, *QUERY_DTYPES, rows=query.shape[1])
     _check_scale("k_scale", k_scale, key_cache)
     _check_scale("v_scale", v_scale, key_cache)
-    if slot_positions is not None:
-        check_tensor("slot_positions", slot_positions, device, 2, torch.int64, rows=requests)
     if lse is not None:
         check_tensor("lse", lse, device, 2, torch.float32, *([compute] if compute else []), rows=num_rows)
     if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:

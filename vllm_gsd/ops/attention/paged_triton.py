@@ -77,13 +77,11 @@ def _attend_prefix(
 
 @triton.jit
 def _attend_slots(
-    q, highest, total, acc, row, valid, prefix, positions, sliding_window, tree_mask, mask_row, num_words,
-    slot_positions, table, key_cache, value_cache, kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head,
-    score_scale, softcap, SLOT_WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+    q, highest, total, acc, row, valid, prefix, tree_mask, mask_row, num_words, table, key_cache, value_cache, kv_head,
+    in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_N, BLOCK_SIZE, SOFTCAP,
+    DOT_DTYPE,
 ):  # fmt: skip
     """Attend the tree's slots that the masks name."""
-    if SLOT_WINDOW:
-        position = tl.load(positions + row, mask=valid, other=0x7FFFFFFF).to(tl.int32)
     for start in range(0, num_words * 64, BLOCK_N):
         # BLOCK_N divides 64, so one word holds a tile's bits.
         word = tl.load(tree_mask + row * mask_row + start // 64, mask=valid, other=0)
@@ -92,10 +90,6 @@ def _attend_slots(
         low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
         half = tl.where((slot % 64 < 32)[None, :], low[:, None], high[:, None])
         attends = ((half >> (slot % 32)[None, :]) & 1) != 0
-        if SLOT_WINDOW:
-            anyone = tl.max(attends.to(tl.int32), 0) != 0
-            at = tl.load(slot_positions + slot, mask=anyone, other=0).to(tl.int32)
-            attends = attends & (position[:, None] - at[None, :] < sliding_window)
         used = tl.max(attends.to(tl.int32), 0) != 0
         # The masks may have words for more nodes than this tree has.
         if tl.max(used.to(tl.int32), 0) != 0:
@@ -110,20 +104,18 @@ def _attend_slots(
 # What varies between the batches of an engine is not specialised, so that nothing compiles while it serves.
 @triton.jit(
     do_not_specialize=[
-        "sliding_window", "num_words", "table_row", "mask_row", "slot_row", "lse_split", "lse_row", "m_tiles",
-        "num_splits",
+        "sliding_window", "num_words", "table_row", "mask_row", "lse_split", "lse_row", "m_tiles", "num_splits",
     ],
     do_not_specialize_on_alignment=["lse"],
 )  # fmt: skip
 def tree_attention_kernel(
     output, lse, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-    slot_positions, sinks, k_scale, v_scale, scale, softcap, sliding_window, num_words, out_split, out_row, out_head,
-    lse_split, lse_row, q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row, mask_row,
-    slot_row, k_scale_head, v_scale_head, m_tiles, num_splits, GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SLOT_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    STORE_LSE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    sinks, k_scale, v_scale, scale, softcap, sliding_window, num_words, out_split, out_row, out_head, lse_split,
+    lse_row, q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row, mask_row, k_scale_head,
+    v_scale_head, m_tiles, num_splits, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, STORE_LSE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Grid (m tiles x splits, KV heads, requests). Tiles vary fastest, so programs that share keys run together."""
     tile, split = tl.program_id(0) % m_tiles, tl.program_id(0) // m_tiles
@@ -158,12 +150,10 @@ def tree_attention_kernel(
             num_splits, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
         )  # fmt: skip
     if split == num_splits - 1:
-        if SLOT_WINDOW:
-            slot_positions += request * slot_row
         highest, total, acc = _attend_slots(
-            q, highest, total, acc, row, valid, prefix, positions, sliding_window, tree_mask, mask_row, num_words,
-            slot_positions, table, key_cache, value_cache, kv_head, in_head, k_block, k_token, k_head, v_block, v_token,
-            v_head, score_scale, softcap, SLOT_WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+            q, highest, total, acc, row, valid, prefix, tree_mask, mask_row, num_words, table, key_cache, value_cache,
+            kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_N,
+            BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
         )  # fmt: skip
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -71,7 +71,7 @@ def xformers_tree_attention(
     rows = [end - start for start, end in itertools.pairwise(starts)]
     if not starts[-1]:
         return
-    heads = _by_kv_head(query[: starts[-1]], key_cache.shape[2])
+    heads = query[: starts[-1]].unflatten(1, (key_cache.shape[2], -1))  # query heads grouped by KV head
     caches, prefix_lens = (key_cache, value_cache), prefix_lens[: len(rows)]
     parts = [
         _attend_prefix(fmha, heads, caches, block_table[: len(rows)], rows, prefixes[: len(rows)], scale),
@@ -81,12 +81,6 @@ def xformers_tree_attention(
         [part for part, _ in parts], [lse for _, lse in parts], write_lse=False, output_dtype=output.dtype
     )
     output[: starts[-1]] = merged.reshape(starts[-1], *output.shape[1:])
-
-
-def _by_kv_head(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Query heads grouped by KV head, ``[rows, kv_heads, group, head_size]``."""
-    rows, num_heads, head_size = query.shape
-    return query.reshape(rows, kv_heads, num_heads // kv_heads, head_size)
 
 
 def _attend_prefix(
@@ -157,6 +151,7 @@ def _refuse(
     query: torch.Tensor, key_cache: torch.Tensor, sliding_window: int, softcap: float, sinks: torch.Tensor | None
 ) -> None:
     block_size = key_cache.shape[1]
+    one_dimension = key_cache.stride(0) == block_size * key_cache.stride(1)  # as which blocks and tokens can be viewed
     for name, asked in (
         ("a sliding window", sliding_window > 0),
         ("a soft cap", softcap != 0),
@@ -164,13 +159,8 @@ def _refuse(
         (f"a {key_cache.dtype} cache", key_cache.dtype != query.dtype),
         (f"{query.dtype}", query.dtype == torch.float32),
         (f"head size {query.shape[2]}", query.shape[2] not in HEAD_SIZES),
-        ("a cache with heads before tokens in memory", not _flat(key_cache)),
+        ("a cache with heads before tokens in memory", not one_dimension),
         (f"blocks of {block_size} tokens, only of a multiple of {_PAGE}", block_size % _PAGE != 0),
     ):
         if asked:
             raise ValueError(f"tree attention by xformers does not support {name}; choose another implementation")
-
-
-def _flat(cache: torch.Tensor) -> bool:
-    """Whether blocks and tokens can be viewed as one dimension."""
-    return cache.stride(0) == cache.shape[1] * cache.stride(1)

@@ -10,6 +10,8 @@ from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
 from vllm_gsd.ops.growth.state import DeviceGraphs
 
+_MOST_ROWS = 4096
+
 
 class DeviceTrees(NamedTuple):
     """Flattened graphs of a batch, as ``method.flatten.FlatTrees``: place 0 is the root.
@@ -25,6 +27,13 @@ class DeviceTrees(NamedTuple):
     survival: torch.Tensor  # float32, product of conditional probabilities along the path
     value: torch.Tensor  # float32, calibrated survival, never above the parent's
     size: torch.Tensor  # int64 [num_graphs], nodes without the root
+
+    def num_places(self) -> int:
+        """The places of a graph; raises ValueError if they are too many for kernels with a program for each graph."""
+        places = self.token.shape[1]
+        if places > _MOST_ROWS:
+            raise ValueError(f"a tree may have {places} rows, but at most {_MOST_ROWS} are possible")
+        return places
 
 
 def flatten_graphs(graphs: DeviceGraphs, trees: DeviceTrees, factor: torch.Tensor, trust: torch.Tensor) -> None:

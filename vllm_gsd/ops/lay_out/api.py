@@ -11,8 +11,6 @@ import torch
 from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
 from vllm_gsd.ops.flatten.api import DeviceTrees
 
-_MOST_ROWS = 4096
-
 
 def lay_out_rows(
     kept: DeviceTrees,
@@ -54,9 +52,7 @@ def lay_out_rows(
     check_tensor("positions", positions, device, 1, torch.int64)
     check_tensor("mask", mask, device, 2, torch.int64)
     check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=count)
-    places = kept.token.shape[1]
-    if places > _MOST_ROWS:
-        raise ValueError(f"a tree may have {places} rows, but at most {_MOST_ROWS} are possible")
+    places = kept.num_places()
     if mask.shape[1] * 64 < places:
         raise ValueError(f"masks of {mask.shape[1]} words have no bits for {places} rows")
     require_triton("lay_out_rows", slots)

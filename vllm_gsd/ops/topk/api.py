@@ -36,9 +36,7 @@ def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
 def topk_softmax_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`topk_softmax` in plain PyTorch; computes in float64 where ``logits`` is float64."""
-    _check(logits)
-    if not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k must be from 1 to the vocabulary's {logits.shape[1]}, not {k}")
+    _check(logits, k)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
     return torch.softmax(logits, dim=1).nan_to_num(0.0).gather(1, ids), ids
@@ -48,10 +46,8 @@ def _topk_softmax_triton(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, to
     """:func:`topk_softmax` in two launches, without sorting the vocabulary."""
     from vllm_gsd.ops.topk.triton import best_of_parts_kernel, best_of_rows_kernel, triton
 
-    _check(logits)
+    _check(logits, k)
     rows, vocabulary = logits.shape
-    if not 1 <= k <= vocabulary:
-        raise ValueError(f"k must be from 1 to the vocabulary's {vocabulary}, not {k}")
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     block = min(_PART, triton.next_power_of_2(vocabulary))
@@ -105,9 +101,11 @@ def argmax_of_walks_reference(
     return logits.argmax(dim=1)
 
 
-def _check(logits: torch.Tensor) -> None:
-    """Raise ValueError unless ``logits`` fits; the compiled kernel checks it itself."""
+def _check(logits: torch.Tensor, k: int = 1) -> None:
+    """Raise ValueError unless ``logits`` and k fit; the compiled kernel checks them itself."""
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"logits must be [rows, vocabulary], not {list(logits.shape)}")
     if not logits.is_floating_point():
         raise ValueError(f"logits must be float32, bfloat16 or float16, not {logits.dtype}")
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k must be from 1 to the vocabulary's {logits.shape[1]}, not {k}")

@@ -14,8 +14,6 @@ import torch
 from vllm_gsd.ops.dispatch import check_tensor, require_triton
 from vllm_gsd.ops.flatten.api import DeviceTrees
 
-_MOST_ROWS = 4096
-
 
 class Accepted(NamedTuple):
     """The accepted paths; L is the levels of the walk, as many as the trees have places."""
@@ -98,7 +96,4 @@ def check_walk(
     check_tensor("slot_mapping", slot_mapping, device, 1, torch.int64)
     if invalid is not None:
         check_tensor("invalid", invalid, device, 1, torch.bool, rows=len(sampled))
-    places = trees.token.shape[1]
-    if places > _MOST_ROWS:
-        raise ValueError(f"a tree may have {places} rows, but at most {_MOST_ROWS} are possible")
-    return places
+    return trees.num_places()
