@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_gsd.method.constants import NONE
+from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.method.graph import GraphBatch, new_graphs, reset
 from vllm_gsd.method.growth import add_candidates, next_frontier
 
@@ -126,6 +127,15 @@ def _below(node, tokens, survival, crossed, max_depth) -> Iterator[Place]:
 
 
 # --- growth -----------------------------------------------------------------------------------------
+
+
+def path_tokens(trees: FlatTrees, row: int, place: int) -> list[int]:
+    """Tokens of the path from the root, exclusive, to ``place``."""
+    path: list[int] = []
+    while place != 0:
+        path.append(int(trees.token[row, place]))
+        place = int(trees.parent[row, place])
+    return path[::-1]
 
 
 def random_draft(seed: int, vocab: int, sharpness: float, memory: int | None = None) -> Draft:

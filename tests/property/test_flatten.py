@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_graph import Node, can_reach, has_cycle, read_graph, unrolled
+from reference_graph import Node, can_reach, has_cycle, path_tokens, read_graph, unrolled
 
 from vllm_gsd.method.constants import NONE, ORIGIN_DRAFT, ORIGIN_ROOT
 from vllm_gsd.method.flatten import flatten
@@ -98,7 +98,7 @@ def test_flattened_lists_are_trees_of_graph_paths(batch):
             assert tokens in existing
             assert node == existing[tokens].node.index
             assert crossed == existing[tokens].via_merge
-            assert trees.path_tokens(row, place) == list(tokens)
+            assert path_tokens(trees, row, place) == list(tokens)
         chosen = [tokens for tokens, *_ in places]
         assert len(set(chosen)) == len(chosen)  # with the parents above: siblings have distinct tokens
         assert all(tokens[:-1] in chosen for tokens in chosen if len(tokens) > 1)

@@ -11,7 +11,7 @@ equal their references.
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reference_graph import Limits, Node, candidates, grow, has_cycle, random_draft, read_graph, unrolled
+from reference_graph import Limits, Node, candidates, grow, has_cycle, path_tokens, random_draft, read_graph, unrolled
 
 from vllm_gsd.method.constants import ORIGIN_DRAFT
 from vllm_gsd.method.draft_level import level_rows, new_draft_slots
@@ -89,7 +89,7 @@ def ranked_places(root, limit):
 
 def flattened_paths(graphs, limit):
     trees = flatten(graphs, np.array([limit.num_nodes], np.int32), np.array([limit.max_depth], np.int32))
-    return [tuple(trees.path_tokens(0, place)) for place in range(1, 1 + trees.size[0])]
+    return [tuple(path_tokens(trees, 0, place)) for place in range(1, 1 + trees.size[0])]
 
 
 @MANY

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_graph import has_cycle, read_graph
+from reference_graph import has_cycle, path_tokens, read_graph
 
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.method.flatten import flatten
@@ -55,7 +55,7 @@ def lattice(tokens, probs, num_nodes, capacity=512, max_depth=9, theta_sib=0.0, 
 
 def laid_out(graphs, num_nodes, max_depth=9):
     trees = flatten(graphs, np.array([num_nodes], np.int32), np.array([max_depth], np.int32))
-    return {tuple(trees.path_tokens(0, i)): trees.survival[0, i] for i in range(1, 1 + trees.size[0])}
+    return {tuple(path_tokens(trees, 0, i)): trees.survival[0, i] for i in range(1, 1 + trees.size[0])}
 
 
 @given(SHAPES, st.integers(1, 40), st.booleans())

@@ -12,7 +12,7 @@ import itertools
 
 import numpy as np
 import pytest
-from reference_graph import Limits, grow, random_draft
+from reference_graph import Limits, grow, path_tokens, random_draft
 
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.lay_out import ancestor_masks
@@ -224,7 +224,7 @@ def test_the_cases_have_merged_edges_and_accept_across_them():
     for seed in SEEDS:
         case = Case(seed)
         trees, _ = case.propose(case.context)
-        paths = {tuple(trees.path_tokens(0, place)): place for place in range(1, 1 + trees.size[0])}
+        paths = {tuple(path_tokens(trees, 0, place)): place for place in range(1, 1 + trees.size[0])}
         across = {path for path, place in paths.items() if trees.via_merge[0, place]}
         with_merge += bool(across)
         prefixes = {text[:end] for text in step_outcomes(case, case.context) for end in range(1, len(text))}

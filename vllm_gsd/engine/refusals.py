@@ -70,10 +70,6 @@ class Refusal(NamedTuple):
         return f"gsd does not support {(self.name or self.feature).format(e=engine)}; {self.instead.format(e=engine)}."
 
 
-def _bad_draft_parallel_size(e: Engine) -> bool:
-    return e.config.draft_tensor_parallel_size not in (None, 1, e.parallel.tensor_parallel_size)
-
-
 def _quantised_cache(e: Engine, *served: str) -> bool:
     return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *served)
 
@@ -226,7 +222,7 @@ REFUSALS = (
     ),
     Refusal(
         "a draft's tensor-parallel size that is neither 1 nor the target's",
-        _bad_draft_parallel_size,
+        lambda e: e.config.draft_tensor_parallel_size not in (None, 1, e.parallel.tensor_parallel_size),
         "set it to 1 or to the target's size {e.parallel.tensor_parallel_size}",
         name='"draft_tensor_parallel_size" {e.config.draft_tensor_parallel_size}',
     ),

@@ -46,14 +46,6 @@ class FlatTrees(NamedTuple):
     value: np.ndarray  # float32, calibrated survival, never above the parent's
     size: np.ndarray  # nodes without the root, so the last one has this place
 
-    def path_tokens(self, row: int, place: int) -> list[int]:
-        """Tokens of the path from the root, exclusive, to ``place``."""
-        path: list[int] = []
-        while place != 0:
-            path.append(int(self.token[row, place]))
-            place = int(self.parent[row, place])
-        return path[::-1]
-
 
 class _Place(NamedTuple):
     """A path of the graph that may be laid out next. Places compare by their fields in order."""

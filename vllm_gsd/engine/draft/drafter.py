@@ -119,7 +119,9 @@ class Drafter:
             bool [num_requests], the wanted requests that can be drafted for, and the hidden states of their last
             tokens, [number of these requests, hidden], or None if there are no such requests.
         """
-        batch, known = self._shifted(batch), np.maximum(known - self.model.shift, 0)
+        # The batch as the draft sees it: an EAGLE-3 head's row j holds token j + 1 (see ``DraftModel.shift``).
+        batch = replace(batch, token_ids=batch.token_ids[:, self.model.shift :])
+        known = np.maximum(known - self.model.shift, 0)
         room = np.minimum(batch.capacity, self.max_positions)
         done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
         # A request whose draft KV is already complete runs no row, so it has no hidden state to draft from.
@@ -144,10 +146,6 @@ class Drafter:
             run = np.flatnonzero(counts[chosen])
             last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_rows[run])]
         return drafted, last_hidden
-
-    def _shifted(self, batch: DraftBatch) -> DraftBatch:
-        """The batch as the draft sees it: an EAGLE-3 head's row j holds token j + 1 (see ``DraftModel.shift``)."""
-        return replace(batch, token_ids=batch.token_ids[:, self.model.shift :])
 
     def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
         """Run the draft over each request's next ``counts`` tokens after ``done``; returns [num_rows, hidden]."""
