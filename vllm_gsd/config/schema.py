@@ -273,15 +273,9 @@ def is_gsd(value: Any) -> bool:
 
 
 def check_draft_model(config: GSDConfig, target_vocab_size: int, target: str | os.PathLike[str] | None = None) -> None:
-    """Check without loading weights that the config's draft model exists and has the target's vocabulary.
+    """Check the config's draft model without loading weights; arguments and errors are those of ``check_draft``.
 
-    Args:
-        config: the check passes if its ``model`` is null.
-        target_vocab_size: the target's ``vocab_size``.
-        target: the target's path or hub id. The tokenizers are compared if both are on this machine.
-
-    Raises:
-        GSDConfigError: the draft is missing or incomplete, has another vocabulary, or cannot be trimmed as asked.
+    The check passes if its ``model`` is null.
     """
     if config.model is not None:
         check_draft(config.model, target_vocab_size, target, config.draft_vocab_size)
