@@ -46,7 +46,7 @@ import torch
 
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.paged_checks import FP8_DTYPES, MAX_SPLITS, TreeTiles, check_inputs
-from vllm_gsd.ops.dispatch import interpreted, require_triton
+from vllm_gsd.ops.dispatch import interpreted, registers_for, require_triton
 
 __all__ = ["FP8_DTYPES", "TreeTiles", "paged_tree_attention"]
 
@@ -150,6 +150,8 @@ def _launch(
     query, key_cache, value_cache, block_table, _, _, _, tree_mask = inputs
     _, num_heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
+    # With a window and a soft cap, ptxas spills on SM100 to run more programs at once.
+    spills = sliding_window > 0 and softcap != 0 and _capability(query.device) >= (10, 0)
     lse_strides = (0, 0, 0) if lse is None else (0, *lse.stride())
     tree_attention_kernel[(m_tiles * num_splits, kv_heads, num_reqs)](
         output, lse, *inputs, sinks, k_scale, v_scale, float(scale), float(softcap), sliding_window,
@@ -160,6 +162,7 @@ def _launch(
         BLOCK_D=max(16, triton.next_power_of_2(head_size)), PREFIX=include_prefix, WINDOW=sliding_window > 0,
         SOFTCAP=softcap != 0, SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
         STORE_LSE=lse is not None, DOT_DTYPE=_dot_dtype(query.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
+        maxnreg=registers_for(tiles.warps) if spills else None,
     )  # fmt: skip
 
 
