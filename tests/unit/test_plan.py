@@ -180,7 +180,7 @@ def report(tmp_path, batches=(1, 4, 16, 64)):
         for name, method in (("plain", "plain"), ("off", "gsd-off")):
             gain = ours / rows[batch][method]["tokens_per_second"]["median"]
             rows[batch]["gsd"][f"ratio_to_{name}"] = {"median": gain}
-    gsd = json.dumps({"top_k": 3, "max_depth": 3, "num_speculative_tokens": 8})
+    gsd = json.dumps({"top_k": 3, "max_depth": 3, "num_speculative_tokens": 8, "theta_prob": 0.01})
     settings = {"gsd": gsd, "target": "big", "draft": "small"}
     (tmp_path / "bench.json").write_text(json.dumps({"settings": settings, "batches": rows}))
     return str(tmp_path / "bench.json")
@@ -211,7 +211,8 @@ def test_a_plan(tmp_path):
     found = json.loads((tmp_path / "out/plan.json").read_text())
     assert list(found["batches"]) == [str(2**power) for power in range(10)]
     assert found["batches"]["1"]["graph_over_plain"] > found["batches"]["1"]["chain_over_plain"] > 1
-    assert found["gsd_json"]["method"] == "gsd" and found["gsd_json"]["model"] == "small"
+    planned = found["gsd_json"]
+    assert planned["method"] == "gsd" and planned["model"] == "small" and planned["theta_prob"] == 0.01
     assert found["fleet"]["graph"]["replicas"] <= found["fleet"]["plain"]["replicas"]
     assert len(found["assumptions"]) >= 4
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
@@ -243,13 +244,23 @@ def test_a_plan_for_a_gpu(tmp_path):
     found = json.loads((tmp_path / "out/plan.json").read_text())
     assert found["workload"] == {"prompt": WORK.prompt, "answer": 400}
     assert "compared with a GPU" in " ".join(found["assumptions"])
+    # Without --draft, the report's own draft counts.
+    path = Path(report(tmp_path))
+    path.write_text(path.read_text().replace('"small"', json.dumps(str(pair.draft))))
+    assert run(str(path), "--machine", "h100", *models[:2], *models[4:], "--answer-tokens", "400").exit_code == 0
+    assert json.loads((tmp_path / "out/plan.json").read_text()) == found
 
 
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
         (["--machine", "h100"], "needs --target"),
-        (["--machine", "tpu", "--target", "TARGET"], '--machine is "tpu"'),
+        (["--machine", "h100", "--target", "TARGET"], "small has no config.json"),
+        (
+            ["--machine", "h100", "--target", "TARGET", "--draft", "BLOCK"],
+            "is of kind dspark, but plans are for drafts",
+        ),
+        (["--machine", "tpu", "--target", "TARGET", "--draft", "TARGET"], '--machine is "tpu"'),
         (["--machine", "h100", "--target", "nowhere"], "has no config.json"),
         (["--validate", "1,2"], 'has no "plain" at batch size 2'),
         (["--validate", "x"], '--validate is "x"'),
@@ -266,7 +277,11 @@ def test_a_plan_for_a_gpu(tmp_path):
 def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path, extra, sentence):
     from vllm_gsd.tools.models import built_in_pair
 
-    extra = [str(built_in_pair().target) if word == "TARGET" else word for word in extra]
+    block = tmp_path / "block"
+    block.mkdir()
+    (block / "config.json").write_text(json.dumps({"architectures": ["Qwen3DSparkModel"]}))
+    folders = {"TARGET": built_in_pair().target, "BLOCK": block}
+    extra = [str(folders.get(word, word)) for word in extra]
     done = run(report(tmp_path), "--out", str(tmp_path / "out"), *extra)
     assert done.exit_code == 1
     assert sentence in " ".join(done.stderr.split())

@@ -137,37 +137,42 @@ class GraphScheduling(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: SpecDecodingStats | None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
     ) -> SpecDecodingStats | None:
-        """Count acceptance by depth, and nodes as draft tokens.
-
-        Upstream counts by index in the list, which is right for chains only, and all rows that were scheduled.
-        """
-        if not self.log_stats or not num_draft_tokens:
-            return spec_decoding_stats
-        depth, nodes = (self.graph_stats or {}).get("drafted", {}).get(request_id, (0, 0))
-        if depth == 0:
-            return spec_decoding_stats  # placeholders instead of a tree: nothing was drafted
-        if spec_decoding_stats is None:
-            spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
-        spec_decoding_stats.observe_draft(depth, num_accepted_tokens)
-        count_draft_tokens(spec_decoding_stats, nodes - depth)
+        """Count nothing here; see ``_acceptance``."""
         return spec_decoding_stats
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+    def _acceptance(self, verified: dict[tuple[int, int, int], int]) -> SpecDecodingStats | None:
+        """Count acceptance by depth, and nodes as draft tokens.
+
+        Upstream counts by index in the list of draft tokens, which is right for chains only, and all rows that were
+        scheduled. It also counts at once, but on a GPU the worker learns a graph's size only after the step.
+
+        Args:
+            verified: numbers of graphs by (depth, nodes, accepted nodes).
+        """
+        if not verified:
+            return None
+        stats = SpecDecodingStats.new(self.num_spec_tokens)
+        for (depth, nodes, accepted), times in verified.items():
+            for _ in range(times):
+                stats.observe_draft(depth, accepted)
+            count_draft_tokens(stats, times * (nodes - depth))
+        return stats
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
         """Add graph statistics to upstream's every REPORT_EVERY seconds, and when no step may follow."""
-        stats = super().make_stats(*args, **kwargs)
         news, self.graph_stats = self.graph_stats, None
+        stats = super().make_stats(self._acceptance(news["verified"]) if news else None, *args, **kwargs)
         if stats is None:
             return stats
         if news is not None:
-            for name, counter in self.unreported.items():
-                counter.update(news[name])
+            for name in ("counts", "fallbacks"):
+                self.unreported[name].update(news[name])
+            for (_, _, accepted), times in news["verified"].items():
+                self.unreported["accepted_lengths"][accepted] += times
             tracked = max(news["state"]["tracked_requests"], len(self.kept))
             self.state = {**news["state"], "tracked_requests": tracked}
         now = time.monotonic()
