@@ -1,4 +1,4 @@
-"""``vllm run-batch`` with a gsd.json: answers in a file, as plain vLLM gives them."""
+"""``vllm run-batch`` with a gsd.json writes the same answers as plain vLLM."""
 
 import json
 import re
@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0, "max_tokens": 40}
 
 
 def keys_of(index: int) -> dict:
-    """Every fourth request has a grammar, every fourth a seed."""
+    """Sampling parameters of a request: every fourth has a grammar, every fourth a seed."""
     if index % 4 == 1:
         return {**GREEDY, "structured_outputs": {"regex": TIME}}
     return {**GREEDY, "temperature": 1.0, "seed": index, "n": 2} if index % 4 == 2 else GREEDY
@@ -32,12 +32,13 @@ def expected(text_pair):
 def run_batch(
     pair, command: tuple, asked, folder, said: str = "GraphProposer", **more
 ) -> dict[int, list[tuple[str, str]]]:
-    """Answers of ``vllm run-batch`` to some of the questions, by their numbers: each choice's text and its end.
+    """Run ``vllm run-batch`` on some questions; returns, by question number, each choice's text and finish reason.
 
     Args:
-        command: runs ``vllm``.
-        said: something that its log must say, by default a class of ours in vLLM's configuration.
-        more: further options.
+        command: the command that runs ``vllm``.
+        asked: the numbers of the questions.
+        said: text that its log must contain; by default one of our classes, which vLLM's log names.
+        more: more options of ``vllm run-batch``.
     """
     lines = [
         {
