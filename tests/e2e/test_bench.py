@@ -98,7 +98,7 @@ def test_all_methods(command, tmp_path):
     for category, ratios in turns.items():
         assert list(ratios) == ["prompts", "gsd-tree", "gsd-chain"]
         assert 0.3 < ratios["gsd-tree"]["mean"] < 3
-        assert (ratios["gsd-tree"]["low"] is None) == (category != "")  # two prompts are too few for a confidence interval
+        assert (ratios["gsd-tree"]["low"] is None) == (category != "")  # two prompts are too few for an interval
     assert turns[""]["gsd-tree"]["low"] <= turns[""]["gsd-tree"]["mean"] <= turns[""]["gsd-tree"]["high"]
     page = Path(files["page"]).read_text()
     assert "draft_model K=" in page

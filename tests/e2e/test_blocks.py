@@ -9,7 +9,7 @@ from tiny_blocks import BLOCKS, greedy_texts
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 # Long prompts are read in chunks, and their prefixes are cached.
 ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
-# On CPUs, vLLM 0.32 cannot sample with seeds if a prompt is read in chunks. Seeded prompts are cut to fit into one step.
+# On CPUs, vLLM 0.32 cannot sample with seeds if a prompt is chunked. Seeded prompts are cut to fit into one step.
 SEEDED = [{**GREEDY, "temperature": 0.7 + 0.1 * i, "top_p": 0.9, "seed": i} for i in range(8)]
 # CHAIN drafts only the best candidate at each depth. GRAPH has every path of two candidates per depth.
 CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": 3, "num_speculative_tokens": 3, "budget": 3}

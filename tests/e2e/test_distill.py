@@ -1,4 +1,4 @@
-"""``vllm-gsd distill`` on a tiny target: it resumes after being killed at any stage, and vLLM and gsd load its drafts."""
+"""``vllm-gsd distill`` on a tiny target: it resumes after being killed at any stage; vLLM and gsd load its drafts."""
 
 import json
 import os

@@ -23,7 +23,7 @@ def prompts(random_prompts):
     return random_prompts(12, 5, 150, seed=31)
 
 
-# On CPUs, vLLM 0.32 cannot sample with seeds if a prompt is read in chunks. Seeded prompts are cut to fit into one step.
+# On CPUs, vLLM 0.32 cannot sample with seeds if a prompt is chunked. Seeded prompts are cut to fit into one step.
 SEEDED = [{**GREEDY, "temperature": 0.7 + 0.3 * i, "top_p": 0.9, "seed": i} for i in range(4)]
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Mixtral, Qwen3-MoE, Llama 4): tokens equal plain vLLM's, and costs are measured realistically."""
+"""Mixtures of experts (Mixtral, Qwen3-MoE, Llama 4): tokens equal plain vLLM's, and measured costs are realistic."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Folders of block drafts (DFlash, DFlash2, DSpark): whole ones pass, damaged ones are refused in one sentence."""
+"""Folders of block drafts (DFlash, DFlash2, DSpark): good ones pass, damaged ones are refused with one sentence."""
 
 import json
 
@@ -116,7 +116,7 @@ def test_damaged_folders_are_refused(write, target, case):
 
 
 def any_block(kind):
-    """Ten kinds of damage to a block draft of whatever kind, and a part of what is said."""
+    """Ten kinds of damage that apply to any block draft, each with a part of the message."""
     own = "dflash_config__" if "dflash_config" in CONFIGS[kind] else ""
     return [
         (keys(architectures=["Oracle" + CONFIGS[kind]["architectures"][0]]), "Oracle"),
@@ -154,7 +154,7 @@ def test_a_draft_with_windows(write, target):
 
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "gemma4"])
 def test_folders_of_the_package(tmp_path, target, kind):
-    """What speculators writes passes, with the tensors that are looked for."""
+    """Drafts written by the package speculators pass and have the tensors that the check expects."""
     pytest.importorskip("speculators", reason="speculators, which the set-up installs, is not installed")
     from importlib import import_module
 
