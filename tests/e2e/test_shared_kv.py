@@ -58,7 +58,7 @@ def build(folder, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_plain_vllm(tmp_path, family, random_prompts, tiny_pair):
-    """One draft shares KV too. The other, for Gemma 3n, is unrelated and drafts tokens that make the target give NaN."""
+    """One draft shares KV too. For Gemma 3n, another, unrelated draft proposes tokens that make the target give NaN."""
     target, draft = build(tmp_path, family)
     prompts = random_prompts(8, 10, 90)
     answers, moved = [], []

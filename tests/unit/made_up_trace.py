@@ -18,7 +18,7 @@ SOURCES = ["native", "merged", "ngram", "shared", "agreed", "grammar"]
 
 
 def step(number: int, texts: list[str], request: str = "one") -> dict:
-    """A step that emits ``texts``: the target chose the last, all others are accepted nodes. More nodes were rejected."""
+    """A step that emits ``texts``: accepted nodes, and last the target's choice. Three more nodes are not accepted."""
     depth = len(texts) - 1
     sources = [SOURCES[(number + place) % len(SOURCES)] for place in range(depth)]
     return {

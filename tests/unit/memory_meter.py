@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of all live tensors on the device "meta" that are made in its context; ``peak`` is the maximum."""
+    """Counts the bytes of live tensors on the device "meta" that are made in its context; ``peak`` is the maximum."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""What the plugin makes of a vLLM that lacks a symbol: each case in a fork of one process that has imported vLLM.
+"""Runs the plugin with a vLLM that lacks a symbol: each case in a fork of one process that has imported vLLM.
 
 Reads JSON ``{"model": folder, "gsd": path of a config, "cases": {name: [damage, symbol or module]}, "later": symbols}``
-from stdin and writes what was seen, by case and by symbol, to stdout. Symbols of ``later`` are deleted, one at a time,
-when the plugin has been loaded.
+from stdin and writes the results, by case and by symbol, as JSON to stdout. The symbols in ``later`` are deleted one at
+a time, after the plugin was loaded.
 """
 
 import contextlib

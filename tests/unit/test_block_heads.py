@@ -72,7 +72,7 @@ def test_a_block_with_nan_has_no_candidates(implementation):
 
 
 class FakeDSpark:
-    """The interface of vLLM's ``Qwen3DSparkForCausalLM``; the draft's vocabulary is every second token of the target."""
+    """The interface of vLLM's ``Qwen3DSparkForCausalLM``; its vocabulary is every second token of the target's."""
 
     def __init__(
         self, confidence=False, soft_cap: float | None = None, vocab=VOCAB, dtype=torch.float32, best: int | None = None

@@ -12,7 +12,7 @@ from vllm_gsd.method.constants import NUM_SOURCES
 
 
 def test_least_missed_first_and_none_beyond():
-    assert within_reach(np.array([90, 10, 101, 5, 40]), 100).tolist() == [3, 1, 4, 0]  # 55 tokens before the last request
+    assert within_reach(np.array([90, 10, 101, 5, 40]), 100).tolist() == [3, 1, 4, 0]  # 55 before the last
     assert within_reach(np.array([100, 100]), 100).tolist() == [0]
     assert within_reach(np.array([], np.int64), 100).tolist() == []
 
