@@ -1,4 +1,4 @@
-"""``method.outcome`` and the walk in one go, against walks and sums by hand over random trees."""
+"""``method.outcome``, and ``follow``, which walks in one call, compared with step-by-step walks over random trees."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -21,13 +21,13 @@ from vllm_gsd.method.verify import follow, step_into
 
 FOREIGN = -2
 
-# Rows of a tree behind its root: a parent among the rows before it, or no node at all; its token and its source.
+# A row after a tree's root: its parent among the rows before it (negative for a row without a node), token and source.
 node = st.tuples(st.integers(-1, 8), st.integers(0, 3), st.sampled_from([NONE, NATIVE, NGRAM, SHARED, AGREED]))
 batches = st.lists(st.tuples(st.lists(node, max_size=9), st.booleans()), min_size=1, max_size=4)
 
 
 class Rows:
-    """Trees one after the other; rows without a node are nobody's parent."""
+    """Trees in a row. A row without a node is no row's parent."""
 
     def __init__(self, batch):
         parents, self.depths, tokens, sources = [], [], [], []
