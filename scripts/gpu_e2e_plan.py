@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def eagle_head(target: dict[str, Any]) -> dict[str, Any]:
-    """A head of EAGLE's kind for a target: one of its layers, its embeddings and its LM head."""
+    """An EAGLE head for a target: one of its layers, its embeddings and its LM head."""
     return {**target, "architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
 
 
@@ -94,7 +94,7 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def by_engine(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The runs that one engine can make, one after the other: they differ in the number of requests only."""
+    """Group runs that one engine can do one after another, because they differ only in the number of requests."""
     engines: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         engine = {key: value for key, value in run.items() if key not in ("name", "batch", "profile")}
