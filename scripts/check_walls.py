@@ -75,8 +75,8 @@ class _Module(ast.NodeVisitor):
             if name == "getattr":
                 return self.origin(node.args[0])
             made_here = name[:1].isupper() or name.startswith(("from_", "copy", "deepcopy"))
-            whose = self.origin(node.func)
-            return OURS if made_here else THEIRS if whose == IMPORTED else whose
+            owner = self.origin(node.func)
+            return OURS if made_here else THEIRS if owner == IMPORTED else owner
         return UNKNOWN
 
     def bind(self, target: ast.AST, origin: str) -> None:
@@ -157,7 +157,7 @@ class _Module(ast.NodeVisitor):
         self.visit(node.value)
         for target in node.targets:
             self.check(target)
-            self.bind(target, THEIRS if (whose := self.origin(node.value)) == IMPORTED else whose)
+            self.bind(target, THEIRS if (owner := self.origin(node.value)) == IMPORTED else owner)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.check(node.target)
@@ -175,8 +175,8 @@ class _Module(ast.NodeVisitor):
 
     def visit_For(self, node: ast.For) -> None:
         self.check(node.target)
-        whose = self.origin(node.iter)
-        self.bind(node.target, THEIRS if whose == IMPORTED else whose)
+        owner = self.origin(node.iter)
+        self.bind(node.target, THEIRS if owner == IMPORTED else owner)
         self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> None:

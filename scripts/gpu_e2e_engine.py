@@ -91,9 +91,11 @@ def profiled(generate: Any, batch: int) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         _, change, tokens = generate(24)
     events = profiler.events() or []
-    on_gpu = [(of.time_range.start, of.time_range.end) for of in events if of.device_type == DeviceType.CUDA]
+    on_gpu = [
+        (event.time_range.start, event.time_range.end) for event in events if event.device_type == DeviceType.CUDA
+    ]
     steps = 1 + step_times(change, tokens, 0.0, batch)["steps"]
-    return launches_and_gaps([of.name for of in events], on_gpu, steps)
+    return launches_and_gaps([event.name for event in events], on_gpu, steps)
 
 
 def launches_and_gaps(calls: list[str], on_gpu: list[tuple[float, float]], steps: float) -> dict[str, float]:

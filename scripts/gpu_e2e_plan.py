@@ -75,11 +75,11 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
             for method, config in _methods(
                 f"draft-{shape}", options.nodes, "eagle" if options.eagle else "draft_model"
             ):
-                own = {**base, "method": method, "cuda_graphs": graphs, "speculative": config}
+                task = {**base, "method": method, "cuda_graphs": graphs, "speculative": config}
                 for batch in options.batches:
                     profile = options.profile and graphs and batch == 1
                     name = f"{shape}, batch {batch}, {mode}, {method}"
-                    runs.append({**own, "name": name, "batch": batch, "profile": profile})
+                    runs.append({**task, "name": name, "batch": batch, "profile": profile})
     if options.target:
         for method, config in (("plain", None), ("gsd", {"method": "gsd", "model": options.draft, "budget": 16})):
             runs += [

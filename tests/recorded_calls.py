@@ -95,7 +95,10 @@ class Recorder:
         """The sources of arrays that NumPy broadcasts to a common shape."""
         shape = np.broadcast_shapes(*(handle.data.shape for handle in handles))
         whole = any(handle.data.shape == shape for handle in handles if id(handle) not in self.views)
-        return [self.array(self.views[id(of)][0] if whole and id(of) in self.views else of) for of in handles]
+        return [
+            self.array(self.views[id(handle)][0] if whole and id(handle) in self.views else handle)
+            for handle in handles
+        ]
 
     def argument(self, value) -> str:
         """The source of an argument of a builder's method."""
@@ -126,10 +129,10 @@ class Recorder:
     def reduce(self, apply, values, results) -> None:
         """Record a reduction or scan of one or more tensors, which does not call the builder."""
         self.kept += values, results
-        single, of = isinstance(values, core.tensor), apply.args[0]
-        operator = isinstance(of, interpreter.ReduceOps) and REDUCTIONS.get(of.combine_fn)
-        if single and operator and of.axis is not None:
-            axis, keep, dtype = int(of.axis), bool(of.keep_dims), self.constant(results.handle.data.dtype)
+        single, operation = isinstance(values, core.tensor), apply.args[0]
+        operator = isinstance(operation, interpreter.ReduceOps) and REDUCTIONS.get(operation.combine_fn)
+        if single and operator and operation.axis is not None:
+            axis, keep, dtype = int(operation.axis), bool(operation.keep_dims), self.constant(results.handle.data.dtype)
             source = f"{self.constant(operator.reduce)}({self.array(values.handle)}, {axis}, keepdims={keep})"
             several = values.handle.data.ndim > 1 or keep
             source = f"{source}.astype({dtype})" if several else f"{self.constant(np.array)}([{source}], {dtype})"

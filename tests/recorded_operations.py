@@ -89,7 +89,7 @@ def recorded(run):
             return run(Recorder.current.semantic, *args, **kwargs)
         tensors: list = []
         try:
-            key = *[key_of(arg, tensors) for arg in args], *[(of, key_of(kwargs[of], tensors)) for of in kwargs]
+            key = *[key_of(arg, tensors) for arg in args], *[(name, key_of(kwargs[name], tensors)) for name in kwargs]
         except UnknownError:
             return run(interpreter.interpreter_semantic, *args, **kwargs)
         repeat = recordings.get(key, recordings)

@@ -119,7 +119,7 @@ def test_every_patch_of_the_package_is_in_the_inventory():
     # ``patching`` replaces only symbols of the inventory; the test below checks that it refuses others.
     assigning = {name for name in assigning_functions() if not name.startswith("patching.")}
     assert assigning - listed == set()
-    assert len(assigning) > 20  # the check does find them
+    assert len(assigning) > 20  # the search works
     for function, named in replacing_functions().items():
         for symbol in named:
             patch = inventory.patch_of(symbol)

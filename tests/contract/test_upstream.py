@@ -159,9 +159,9 @@ def test_metadata_are_built_by_the_backends_class():
 
 def test_layers_with_windows_can_be_kept_whole():
     """``replace_as`` copies all fields of a spec to the other kind, except the one that we drop (attention.layers)."""
-    there = field_names(FullAttentionSpec)
-    assert field_names(SlidingWindowSpec) - there == {"extra_retained_tokens"}
-    assert "sliding_window" in there
+    fields = field_names(FullAttentionSpec)
+    assert field_names(SlidingWindowSpec) - fields == {"extra_retained_tokens"}
+    assert "sliding_window" in fields
     assert parameters(replace_as) == ["spec", "target_cls", "drop", "changes"]
     assert 'hf_text_config, "sliding_window"' in inspect.getsource(ModelConfig.get_sliding_window)
 

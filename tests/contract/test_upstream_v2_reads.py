@@ -223,13 +223,13 @@ def test_ours_takes_what_upstream_passes(owner):
 
 
 def signature_of(method: ast.FunctionDef) -> inspect.Signature:
-    bare = ast.parse(f"def {method.name}(): pass").body[0]
-    assert isinstance(bare, ast.FunctionDef)
-    bare.args = ast.parse(ast.unparse(method)).body[0].args  # type: ignore[attr-defined]
-    for argument in [*bare.args.posonlyargs, *bare.args.args, *bare.args.kwonlyargs]:
+    stub = ast.parse(f"def {method.name}(): pass").body[0]
+    assert isinstance(stub, ast.FunctionDef)
+    stub.args = ast.parse(ast.unparse(method)).body[0].args  # type: ignore[attr-defined]
+    for argument in [*stub.args.posonlyargs, *stub.args.args, *stub.args.kwonlyargs]:
         argument.annotation = None
     scope: dict = {}
-    exec(ast.unparse(bare), {}, scope)
+    exec(ast.unparse(stub), {}, scope)
     return inspect.signature(scope[method.name])
 
 

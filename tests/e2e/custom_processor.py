@@ -59,11 +59,11 @@ class BatchAutomatonProcessor(LogitsProcessor):
         return False
 
     def update_state(self, batch_update):
-        def of(params, _, output_ids):
+        def new_row(params, _, output_ids):
             state = (params.extra_args or {}).get("automaton")
             return (Automaton(state), output_ids) if state else None
 
-        process_dict_updates(self.rows, batch_update, of)
+        process_dict_updates(self.rows, batch_update, new_row)
 
     def apply(self, logits):
         for row, (automaton, output_ids) in self.rows.items():

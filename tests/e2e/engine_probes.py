@@ -77,11 +77,11 @@ def generate_by_priority(llm, prompts, params: list[Params], priorities: list[in
     done = []
     steps, arrived = 0, 0
     while arrived < len(prompts) or engine.has_unfinished_requests():
-        there = len(prompts) if steps >= 8 else len(prompts) - late
-        for index in range(arrived, there):
+        arriving = len(prompts) if steps >= 8 else len(prompts) - late
+        for index in range(arrived, arriving):
             request = {"prompt_token_ids": prompts[index]}
             engine.add_request(str(index), request, built[index], priority=priorities[index])
-        arrived = there
+        arrived = arriving
         for output in engine.step():
             if output.finished:
                 answers[int(output.request_id)] = _answer(output)

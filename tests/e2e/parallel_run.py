@@ -74,7 +74,7 @@ def watch_v2(worker, disturb: bool, planned: bool):
 
     def recorded(input_batch, *args, **kwargs):
         tokens = propose(input_batch, *args, **kwargs)
-        trees = [of[input_batch.idx_mapping].tolist() for of in speculator.proposals.trees]
+        trees = [tree[input_batch.idx_mapping].tolist() for tree in speculator.proposals.trees]
         proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist(), speculator.plan.phase]
         if speculator.proposals.trees.size[input_batch.idx_mapping].any():  # skip steps without nodes
             speculator.hashes.append(hashlib.sha256(json.dumps(proposed).encode()).hexdigest())

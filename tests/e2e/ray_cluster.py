@@ -60,8 +60,8 @@ class RayCluster:
             environment: environment variables for all of the node's processes, including ranks.
         """
         head = ["--head", f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self.folder}"]
-        where = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
-        command = [RAY, "start", *where, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
+        address = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
+        command = [RAY, "start", *address, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
         log = self.folder.with_name(f"{self.folder.name}-node-{len(self.nodes)}.log")
         until = time.monotonic() + SECONDS
         while True:

@@ -19,8 +19,8 @@ RECORD = {
 EBNF = 'root ::= "ab" [0-9] [0-9] ("z" | "yz")'
 
 
-def grammar(of: dict, **keys) -> dict:
-    return {"structured_outputs": of, "ignore_eos": False, "max_tokens": 16, **keys}
+def grammar(constraint: dict, **keys) -> dict:
+    return {"structured_outputs": constraint, "ignore_eos": False, "max_tokens": 16, **keys}
 
 
 def stop_string(free: Completion) -> str:

@@ -32,7 +32,7 @@ def assert_close(theirs: list[Answer], prompts: list[list[int]], generate: Gener
         generate: generates with the engine under test, given the indices of prompts, these prompts extended by the
             reference's text so far, and the numbers of tokens that are left.
     """
-    apart: list[float] = []
+    gaps: list[float] = []
     done, unfinished = [0] * len(prompts), list(range(len(prompts)))
     while unfinished:
         texts = [prompts[i] + theirs[i].tokens[: done[i]] for i in unfinished]
@@ -40,29 +40,29 @@ def assert_close(theirs: list[Answer], prompts: list[list[int]], generate: Gener
         for i, ours in zip(unfinished, generate(unfinished, texts, lengths), strict=True):
             if done[i] == 0:
                 both = [answer.prompt_logprobs or [None] for answer in (theirs[i], ours)]
-                apart += [gap for a, b in list(zip(*both, strict=True))[1:] for gap in _gaps(a, b)]
-            done[i] += _same_tokens(theirs[i], ours, done[i], apart)
+                gaps += [gap for a, b in list(zip(*both, strict=True))[1:] for gap in _gaps(a, b)]
+            done[i] += _same_tokens(theirs[i], ours, done[i], gaps)
         unfinished = [i for i in unfinished if done[i] < len(theirs[i].tokens)]
-    worst, mean = max(apart), sum(apart) / len(apart)
+    worst, mean = max(gaps), sum(gaps) / len(gaps)
     print(f"log-probabilities differ by {worst:.3f} at most and {mean:.4f} on average")
     assert worst < ROUNDING and mean < MEAN_ROUNDING, (worst, mean)
 
 
-def _same_tokens(theirs: Answer, ours: Answer, start: int, apart: list[float]) -> int:
+def _same_tokens(theirs: Answer, ours: Answer, start: int, gaps: list[float]) -> int:
     """The number of reference tokens from ``start`` that have been compared: up to the first tie, or all."""
     expected, got = theirs.completions[0], ours.completions[0]
     assert len(got.tokens) == len(expected.tokens) - start
     for place, token in enumerate(got.tokens):
-        there, here = expected.logprobs[start + place], got.logprobs[place]
-        apart += _gaps(there, here)
+        reference, logprobs = expected.logprobs[start + place], got.logprobs[place]
+        gaps += _gaps(reference, logprobs)
         if token != expected.tokens[start + place]:
             # A token that the reference does not list is less probable than all that it lists.
-            best = there[expected.tokens[start + place]]
-            assert best - there.get(token, min(there.values())) < ROUNDING
+            best = reference[expected.tokens[start + place]]
+            assert best - reference.get(token, min(reference.values())) < ROUNDING
             return place + 1
     return len(got.tokens)
 
 
-def _gaps(there: dict[int, float], here: dict[int, float]) -> list[float]:
+def _gaps(theirs: dict[int, float], ours: dict[int, float]) -> list[float]:
     """Absolute differences of the log-probabilities at one position."""
-    return [abs(there[token] - here[token]) for token in there.keys() & here.keys()]
+    return [abs(theirs[token] - ours[token]) for token in theirs.keys() & ours.keys()]

@@ -47,7 +47,7 @@ class TestLengths:
             assert {len(tokens) for tokens in tokens_of(answers)} == {max_tokens}
             assert {completions[0].finish_reason for completions in answers} == {"length"}
             assert cut_tokens(answers, counts) == 0  # graphs are no deeper than the remaining text
-            assert (counts["gsd_draft_rows"] > 0) == (max_tokens > 2)  # the draft reads no prompt in vain
+            assert (counts["gsd_draft_rows"] > 0) == (max_tokens > 2)  # no drafts: no prompt is read
 
     @pytest.mark.parametrize("max_tokens", [None, 1000])
     def test_max_model_len(self, start_engine, random_prompts, max_tokens):

@@ -55,10 +55,13 @@ def test_the_best_of_several(plain, gsd, prompts):
     def best(engine):
         answers = engine.generate(prompts[:4], params)
         sums = [
-            [sum(place[token] for place, token in zip(one.logprobs, one.tokens, strict=True)) for one in of.completions]
-            for of in answers
+            [
+                sum(place[token] for place, token in zip(completion.logprobs, completion.tokens, strict=True))
+                for completion in answer.completions
+            ]
+            for answer in answers
         ]
-        chosen = [max(range(4), key=one.__getitem__) for one in sums]
+        chosen = [max(range(4), key=completions.__getitem__) for completions in sums]
         return [answer.completions[index].tokens for answer, index in zip(answers, chosen, strict=True)], sums
 
     (ours, our_sums), (theirs, their_sums) = best(gsd), best(plain)

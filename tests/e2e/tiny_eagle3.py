@@ -46,9 +46,9 @@ def _states(model, prompts: torch.Tensor, length: int) -> tuple[torch.Tensor, ..
         output = model.model(texts, output_hidden_states=True)
     layers = torch.stack([*output.hidden_states[:2], last[0]], dim=2)
     embedded = model.model.embed_tokens(texts)
-    of = slice(prompts.shape[1], None)
+    answers = slice(prompts.shape[1], None)
     before = layers[:, prompts.shape[1] - 1 : -1]
-    return before.flatten(0, 1), embedded[:, of].flatten(0, 1), output.last_hidden_state[:, of].flatten(0, 1)
+    return before.flatten(0, 1), embedded[:, answers].flatten(0, 1), output.last_hidden_state[:, answers].flatten(0, 1)
 
 
 @torch.no_grad()
@@ -61,14 +61,14 @@ def _fitted(tensors: dict, model, states: tuple[torch.Tensor, ...], flags: dict)
     fit = torch.linalg.lstsq(weight * torch.cat([layers, _norm(embedded)], dim=1), weight * wanted).solution.T
     # Random embeddings differ, so a query attends to its own position. Four heads of size 32 share two KV heads, and
     # the first head of each pair passes on its half of the embedding.
-    own = torch.eye(64)
-    queries = own.view(2, 1, 32, 64).expand(-1, 2, -1, -1).reshape(128, 64)
+    identity = torch.eye(64)
+    queries = identity.view(2, 1, 32, 64).expand(-1, 2, -1, -1).reshape(128, 64)
     copies = fit[:, -64:].view(64, 2, 1, 32)
     fitted = {
         "fc": fit[:, :-64],
         "layers.0.self_attn.q_proj": torch.cat([1.7 * queries, torch.zeros(128, 64)], dim=1),
-        "layers.0.self_attn.k_proj": torch.cat([1.7 * own, torch.zeros(64, 64)], dim=1),
-        "layers.0.self_attn.v_proj": torch.cat([own, torch.zeros(64, 64)], dim=1),
+        "layers.0.self_attn.k_proj": torch.cat([1.7 * identity, torch.zeros(64, 64)], dim=1),
+        "layers.0.self_attn.v_proj": torch.cat([identity, torch.zeros(64, 64)], dim=1),
         "layers.0.self_attn.o_proj": torch.cat([copies, torch.zeros_like(copies)], dim=2).reshape(64, 128),
         "embed_tokens": model.model.embed_tokens.weight,
     }

@@ -47,8 +47,8 @@ def build(batch):
     for row, (todo, _, _) in enumerate(batch):
         reset(graphs, row, np.array([7], np.int64))
         natives = [0]
-        for where, token, prob, merge in todo:
-            parent = natives[where % len(natives)]
+        for choice, token, prob, merge in todo:
+            parent = natives[choice % len(natives)]
             nodes = read_graph(graphs, row)
             if any(child.token == token for child in nodes[parent].children):
                 continue
@@ -67,7 +67,7 @@ def build(batch):
 def flattened(trees, row):
     """Nodes from place 1 on, as (tokens of the path, parent's place, depth, node, via_merge)."""
     root = (trees.token, trees.parent, trees.depth, trees.node, trees.origin, trees.via_merge, trees.survival)
-    assert [of[row, 0].item() for of in root] == [7, NONE, 0, 0, ORIGIN_ROOT, False, 1.0]
+    assert [field[row, 0].item() for field in root] == [7, NONE, 0, 0, ORIGIN_ROOT, False, 1.0]
     assert trees.value[row, 0] == 1.0
     paths: list[tuple[int, ...]] = [()]
     result = []

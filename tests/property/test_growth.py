@@ -288,13 +288,13 @@ def test_the_second_of_two_crossing_merges_is_refused():
 def test_candidates_that_are_none_or_there_already():
     graphs = new_graphs(1, 8)
     reset(graphs, 0, np.array([1], np.int64))
-    there = add_child(graphs, 0, 0, 3, np.float32(0.2), ORIGIN_DRAFT)
+    node = add_child(graphs, 0, 0, 3, np.float32(0.2), ORIGIN_DRAFT)
     frontier, length = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     tokens, probs = np.array([[4, 3, -1]]), np.array([[0.5, 0.4, 0.1]], np.float32)
     counts = add_candidates(graphs, frontier, length, tokens, probs, np.array([8], np.int32), 0.0, np.ones(1, np.int32))
     nodes = read_graph(graphs, 0)
     assert [(node.token, node.prob) for node in nodes[1:]] == [(3, np.float32(0.2)), (4, np.float32(0.5))]
-    assert there == 1
+    assert node == 1
     assert counts == (1, 0, 0)
 
 
@@ -309,10 +309,10 @@ def build(shape):
     graphs = new_graphs(len(shape), 16)
     for row, todo in enumerate(shape):
         reset(graphs, row, np.array([0], np.int64))
-        for where, prob, merge in todo:
+        for choice, prob, merge in todo:
             nodes = read_graph(graphs, row)
             natives = [node for node in nodes if node.merged is None]
-            parent = natives[where % len(natives)]
+            parent = natives[choice % len(natives)]
             targets = [n for n in natives[1:] if n not in parent.ancestors]
             index = add_child(graphs, row, parent.index, len(nodes), np.float32(prob), ORIGIN_DRAFT)
             if merge and targets:

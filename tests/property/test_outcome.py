@@ -60,10 +60,10 @@ def test_the_walk_in_one_go_is_the_walk_step_by_step(batch, random):
     places, active = np.zeros(len(batch), np.int32), np.ones(len(batch), np.bool_)
     expected = [[] for _ in batch]
     while active.any():
-        here = sampled[rows.starts[:-1] + places]
+        tokens = sampled[rows.starts[:-1] + places]
         for tree in np.flatnonzero(active):
-            expected[tree].append(int(here[tree]))
-        step_into(rows.token, rows.parent, rows.starts, places, here, active)
+            expected[tree].append(int(tokens[tree]))
+        step_into(rows.token, rows.parent, rows.starts, places, tokens, active)
     ended = np.zeros(len(batch), np.int32)
     path = np.full((len(batch), int(np.diff(rows.starts).max())), -1, np.int32)
     longest = follow(rows.token, rows.parent, rows.starts, sampled, ended, path)

@@ -16,7 +16,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.alive = {key: of for key, of in self.alive.items() if not of[0].expired()}
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         before = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if is_meta(tensor)}
         for tensor in filter(is_meta, tree_leaves(result)):
             storage = tensor.untyped_storage()

@@ -117,14 +117,14 @@ def test_damaged_folders_are_refused(write, target, case):
 
 def any_block(kind):
     """Ten kinds of damage that apply to any block draft, each with a part of the message."""
-    own = "dflash_config__" if "dflash_config" in CONFIGS[kind] else ""
+    prefix = "dflash_config__" if "dflash_config" in CONFIGS[kind] else ""
     return [
         (keys(architectures=["Oracle" + CONFIGS[kind]["architectures"][0]]), "Oracle"),
-        (keys(**{f"{own}mask_token_id": None}), "mask_token_id"),
+        (keys(**{f"{prefix}mask_token_id": None}), "mask_token_id"),
         (keys(vocab_size=100), "100"),
         (keys(target_hidden_size=64), "64"),
-        (keys(**{f"{own}target_layer_ids": [0, 2, 7]}), "[1, 3, 8]"),
-        (keys(**{f"{own}target_layer_ids": None}), "target_layer_ids"),
+        (keys(**{f"{prefix}target_layer_ids": [0, 2, 7]}), "[1, 3, 8]"),
+        (keys(**{f"{prefix}target_layer_ids": None}), "target_layer_ids"),
         (keys(num_hidden_layers=2), "layers.1."),
         (tensors(**{"fc.weight": None}), "fc.weight"),
         (tensors(**{"norm.weight": torch.zeros(33)}), "[33]"),

@@ -131,7 +131,7 @@ def test_dspark(k, soft_cap, vocab, dtype):
         assert tokens[row, :, 0].tolist() == chain
         assert probs[row, :, 0, 0].tolist() == pytest.approx(chances, rel=1e-5)
         before, best = tokens[row, 0], probs[row, 0, 0]
-        biases = torch.stack([model.markov_bias(model.markov_embed(of)) for of in before])
+        biases = torch.stack([model.markov_bias(model.markov_embed(tokens)) for tokens in before])
         edges = (model.compute_draft_logits(hidden[row, 1]) + biases).float().softmax(-1)
         torch.testing.assert_close(probs[row, 1], edges[:, tokens[row, 1] // 2])  # every edge has its own probability
         paths = (best[:, None] * edges).amax(0)
@@ -157,7 +157,7 @@ def test_the_drafts_own_choice_of_its_best_tokens():
 
 def test_a_choice_of_all_tokens_is_the_whole_vocabulary():
     hidden, roots = torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
-    whole, pooled = (block_candidates("dspark", FakeDSpark(best=of), hidden, roots, 4) for of in (None, VOCAB))
+    whole, pooled = (block_candidates("dspark", FakeDSpark(best=best), hidden, roots, 4) for best in (None, VOCAB))
     assert whole[0].equal(pooled[0])
     torch.testing.assert_close(whole[1], pooled[1], rtol=1e-4, atol=1e-6)
 

@@ -55,7 +55,7 @@ def test_v2_reads_no_more_of_prompts():
     speculates, missed = np.arange(5) != 3, drafter.missed(tracker, requests.request_ids, length)
     speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, DRAFTED), speculates, missed)
     assert caught_up == [[10, 0, 6000, 0, 0]]
-    assert sent[0].draft_length.tolist() == [10, 1000, 6000, 0, -1]  # the device continues, as many rows as a step has
+    assert sent[0].draft_length.tolist() == [10, 1000, 6000, 0, -1]  # -1: only the device knows
     # The draft reads unfinished prompts together with the target, unless nothing will be drafted after them.
     requests.sampled[:] = False
     for answer, read in ((2, []), (3, [[10, 0, 6000, 0, 0]])):

@@ -269,8 +269,8 @@ def verify(core, random):
     results.append(core.follow(token, parent, starts, sampled, places, path))
     stepped, active = np.zeros(count, np.int32), random.random(count) < 0.9
     for _ in range(4):
-        here = sampled[starts[:-1] + stepped]
-        core.step_into(token, parent, starts, stepped, here, active)
+        tokens = sampled[starts[:-1] + stepped]
+        core.step_into(token, parent, starts, stepped, tokens, active)
     results.append([core.is_chain(parent, *pair) for pair in pairwise(starts)])
     results.append(core.kv_moves(parent, starts, places, starts[:-1].astype(np.int64) * 3))
     counted = random.random(count) < 0.8

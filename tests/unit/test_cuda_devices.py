@@ -75,7 +75,7 @@ def test_rows_of_a_mixed_batch(monkeypatch):
             strict=True,
         )
     )
-    assert {name: of.device for name, of in given.items() if of.device != GPU} == {}
+    assert {name: tensor.device for name, tensor in given.items() if tensor.device != GPU} == {}
     seen = []
     builder = SimpleNamespace(build=lambda prefix, plain: seen.append(plain))
     group = SimpleNamespace(layer_names=["target"], get_metadata_builder=lambda ubatch: builder)

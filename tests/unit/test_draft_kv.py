@@ -268,7 +268,7 @@ class World(RuleBasedStateMachine):
         for index in range(request.known // self.size):
             self.cached.setdefault(tuple(request.tokens[: (index + 1) * self.size]), request.blocks[index])
 
-    def there(self, request):
+    def num_drafted(self, request):
         """The number of leading tokens of a request whose slots hold exactly their draft KV."""
         for position in range(len(request.tokens)):
             block = position // self.size
@@ -299,7 +299,7 @@ class World(RuleBasedStateMachine):
         self.running[name] = request
         self.cache_full_blocks(request)
         if not self.in_pieces:
-            assert self.tracker.length[name] == self.there(request)
+            assert self.tracker.length[name] == self.num_drafted(request)
         return True
 
     def release(self, request):
@@ -412,7 +412,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def claims_nothing_that_is_not_there(self):
         for name, request in getattr(self, "running", {}).items():
-            assert self.tracker.length[name] <= self.there(request)
+            assert self.tracker.length[name] <= self.num_drafted(request)
             assert self.tracker.blocks[name] == request.blocks
 
 

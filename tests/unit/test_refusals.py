@@ -92,7 +92,7 @@ USED = {
 }
 
 
-def engine(runner: str, platform: str, **of: dict) -> Engine:
+def engine(runner: str, platform: str, **changes: dict) -> Engine:
     """An engine that uses only supported features, apart from those given by config."""
     model = {
         "runner_type": "generate",
@@ -117,14 +117,14 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
     vllm_config = {
         **{f"{name}_config": None for name in configs},
         "aux_output_config": SimpleNamespace(enabled=False),
-        "model_config": SimpleNamespace(**model | of.get("model", {})),
-        "parallel_config": SimpleNamespace(**parallel | of.get("parallel", {})),
+        "model_config": SimpleNamespace(**model | changes.get("model", {})),
+        "parallel_config": SimpleNamespace(**parallel | changes.get("parallel", {})),
         "cache_config": SimpleNamespace(
-            **{"cache_dtype": "auto", "kv_sharing_fast_prefill": False, "block_size": 16} | of.get("cache", {})
+            **{"cache_dtype": "auto", "kv_sharing_fast_prefill": False, "block_size": 16} | changes.get("cache", {})
         ),
     }
-    config = GSDConfig.load({"method": "gsd", "model": None, **of.get("config", {})})
-    return Engine(SimpleNamespace(**vllm_config | of.get("vllm_config", {})), config, runner, platform)
+    config = GSDConfig.load({"method": "gsd", "model": None, **changes.get("config", {})})
+    return Engine(SimpleNamespace(**vllm_config | changes.get("vllm_config", {})), config, runner, platform)
 
 
 def split(changes: dict) -> dict[str, dict]:
@@ -135,8 +135,8 @@ def split(changes: dict) -> dict[str, dict]:
     return by_config
 
 
-def messages(of: Engine) -> list[str]:
-    return [message for refusal in REFUSALS if (message := refusal.message(of))]
+def messages(configured: Engine) -> list[str]:
+    return [message for refusal in REFUSALS if (message := refusal.message(configured))]
 
 
 def test_every_refusal_is_here():

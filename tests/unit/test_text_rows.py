@@ -1,4 +1,4 @@
-"""The draft reads committed text: every token once, in order, with at most so many rows per forward."""
+"""The draft reads committed text: every token once, in order, with a limited number of rows per forward."""
 
 import numpy as np
 import pytest

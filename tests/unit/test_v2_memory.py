@@ -1,4 +1,4 @@
-"""Drafting's memory in a step is bounded, with 1024 requests, a vocabulary of 131072 tokens, and texts of as many."""
+"""Drafting's memory in a step is bounded, with 1024 requests, 131072 tokens per text, and a vocabulary of that size."""
 
 from types import SimpleNamespace
 
@@ -101,7 +101,7 @@ def peak_of(function, *arguments) -> int:
     return meter.peak
 
 
-def propose(of, count=REQUESTS, levels=None):
+def propose(drafter, count=REQUESTS, levels=None):
     whole = np.full(count, LENGTH, np.int64)
     known = KnownBatch(
         slots=np.arange(count),
@@ -112,7 +112,7 @@ def propose(of, count=REQUESTS, levels=None):
         trust=np.ones((count, NUM_SOURCES), np.float32),
         factor=Calibration().factor,
     )
-    of.propose(known, torch.empty((count, 1), dtype=torch.int32, device=META), levels)
+    drafter.propose(known, torch.empty((count, 1), dtype=torch.int32, device=META), levels)
 
 
 def test_the_meter_counts():
@@ -157,7 +157,7 @@ def test_no_batch_takes_more_than_the_profile(kind):
 
 @pytest.mark.parametrize(("nodes", "most"), [(4, 40), (16, 300), (64, 300)])
 def test_buffers_take_little(nodes, most):
-    """Buffers for 1024 requests take at most so many MiB, besides the copy of their texts."""
+    """Buffers for 1024 requests take at most ``most`` MiB, besides the copy of their texts."""
     config = CONFIG.model_copy(update={"num_speculative_tokens": nodes})
     assert peak_of(drafting, config) - 4 * REQUESTS * (LENGTH + 1) <= most << 20
 

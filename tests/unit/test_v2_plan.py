@@ -67,8 +67,8 @@ def made_up(rng, count: int) -> Callable[..., FlatTrees]:
         origin = np.where(is_copied, ORIGIN_NGRAM, ORIGIN_DRAFT).astype(np.int8)
         fields = {name: np.zeros((count, 1 + NODES), np.int64) for name in FlatTrees._fields}
         fields |= {"size": real.sum(1).astype(np.int32), "parent": np.full((count, 1 + NODES), NONE)}
-        for name, of in (("value", values), ("survival", values), ("depth", depth), ("origin", origin)):
-            nodes = np.where(inside, np.take_along_axis(of, order, 1), 0).astype(of.dtype)
+        for name, field in (("value", values), ("survival", values), ("depth", depth), ("origin", origin)):
+            nodes = np.where(inside, np.take_along_axis(field, order, 1), 0).astype(field.dtype)
             fields[name] = np.pad(nodes, ((0, 0), (1, 0)))  # place 0 is the root
         return FlatTrees(**fields)
 
@@ -136,7 +136,7 @@ def test_both_runners_choose_the_same():
     for episode in range(EPISODES):
         rng = np.random.default_rng(episode)
         costs = costs_of(rng, Planner(4, LEVELS, NODES).overhead.level_ms)
-        host, late = (new_speculation(Planner(4, LEVELS, NODES, of)) for of in costs)
+        host, late = (new_speculation(Planner(4, LEVELS, NODES, table)) for table in costs)
         plan = Plan(late, SLOTS, NODES, LEVELS)
         most = rng.choice([1, 4, SLOTS])
         for _ in range(STATES):
@@ -236,7 +236,7 @@ def test_levels_that_were_captured(plan):
         assert planner.num_levels(1, 1, chain, range(1, LEVELS + 1)) == levels
         assert planner.rows == [1] * levels
         for options in ([1, 3, 6], [2, 6], [6]):
-            assert planner.num_levels(1, 1, chain, options) == next(of for of in options if of >= levels)
+            assert planner.num_levels(1, 1, chain, options) == next(option for option in options if option >= levels)
         assert planner.forwards_ms() == pytest.approx(draft_ms.sum())
 
 

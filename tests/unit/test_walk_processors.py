@@ -124,7 +124,7 @@ def walked(sampler, model, requests, trees, kind, stops=()):
 @pytest.mark.parametrize("what", ["sampling", "everything"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_asked_once_for_every_token(sampler, kind, what):
-    lengths, unlike = [], 0
+    lengths, of_mixed_length = [], 0
     for seed in SEEDS[:12]:
         model, requests, trees = random_batch(seed, sampling, *PARAMETERS[what])
         emitted, places, processor = walked(sampler, model, requests, trees, kind)
@@ -135,9 +135,9 @@ def test_asked_once_for_every_token(sampler, kind, what):
             if request.greedy or request.seed is not None:
                 assert tokens == plain(sampler, model, request, kind, len(tokens))
         lengths += map(len, emitted)
-        unlike += len({*map(len, emitted)}) > 1
+        of_mixed_length += len({*map(len, emitted)}) > 1
     assert max(lengths) >= 2
-    assert (unlike > 0) == (kind is ByRequest)  # with the others, all walks of a batch have one length
+    assert (of_mixed_length > 0) == (kind is ByRequest)  # the other kinds end all walks of a batch together
 
 
 def test_walks_of_four_tokens_and_of_one(sampler):

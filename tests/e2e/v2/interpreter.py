@@ -102,7 +102,11 @@ def split_attention_groups() -> None:
     def init_attn_backend(kv_cache_config, vllm_config, device, **options):
         whole, support, block_sizes = upstream(kv_cache_config, vllm_config, device, **options)
         split = [
-            [AttentionGroup(of.backend, [name], of.kv_cache_spec, number) for of in groups for name in of.layer_names]
+            [
+                AttentionGroup(group.backend, [name], group.kv_cache_spec, number)
+                for group in groups
+                for name in group.layer_names
+            ]
             for number, groups in enumerate(whole)
         ]
         for number, groups in enumerate(split):

@@ -385,10 +385,10 @@ def report(llm) -> dict:
     See ``scripts/count_launches``. The largest step may lack a phase: a step that verifies nothing has no walk.
     """
     watch = model_runner(llm).watch
-    largest = max(watch.steps, key=lambda of: of.total())
+    largest = max(watch.steps, key=lambda counts: counts.total())
     by_phase, most = _by_phase(largest), Counter()
-    for of in watch.steps:
-        most |= _by_phase(of)
+    for counts in watch.steps:
+        most |= _by_phase(counts)
     outside = {phase: count for (phase, in_graph), count in largest.items() if not in_graph}
     drafting = sum(outside.get(phase, 0) for phase in ("draft phase", "draft model"))
     return {
@@ -398,7 +398,7 @@ def report(llm) -> dict:
         "draft_phase_beside_model": by_phase["draft phase"],
         "per_level_beside_model": watch.per_level,
         "by_phase": dict(most.most_common()),
-        "names": {phase: dict(of) for phase, of in names_of(watch).items()},
+        "names": {phase: dict(names) for phase, names in names_of(watch).items()},
     }
 
 

@@ -107,7 +107,7 @@ def watched(graphs, random_prompts):
 
 
 def test_launches_of_verification(watched):
-    """Launches outside the draft phase are limited: inputs, slots, lay-out, walk, KV moves and late copies."""
+    """Launches outside the draft phase are limited: inputs, slots, layout, walk, KV moves and late copies."""
     assert watched["decode_steps"] >= 2
     assert watched["outside_graphs_beside_draft_phase"] <= 45
     assert watched["by_phase"]["lay-out"] <= 2 and watched["by_phase"]["walk"] <= 8

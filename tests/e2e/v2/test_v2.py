@@ -122,7 +122,7 @@ def test_completions_ends_and_prompts_in_chunks(start_v2, random_prompts):
         {**GREEDY, "max_tokens": 14},
     ]
     answers = [start_v2(config).generate([*prompts, last], params) for config in (None, GSD)]
-    theirs, ours = ([answer.completions for answer in of] for of in answers)
+    theirs, ours = ([answer.completions for answer in engine_answers] for engine_answers in answers)
     assert ours == theirs
     assert len(ours[0]) == 2 and ours[0][0].tokens != ours[0][1].tokens
     assert ours[2][0].finish_reason == "stop"

@@ -17,7 +17,7 @@ SEEDED = {**GREEDY, "temperature": 0.8, "seed": 5}
 def build_quantised(folder, form):
     """The tiny pair with both models quantised."""
     pair = build_tiny_pair(folder / "whole")
-    return [quantised(of, folder / name, form) for name, of in (("target", pair.target), ("draft", pair.draft))]
+    return [quantised(source, folder / name, form) for name, source in (("target", pair.target), ("draft", pair.draft))]
 
 
 # Layers that read the KV cache of earlier layers, a mixture of experts, attention within chunks, and 8-bit matrices.

@@ -103,7 +103,9 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     config = {**GSD, "model": str(tiny_eagle3 / head if head else text_pair.draft), "trace": str(trace)}
     engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, **OPTIONS)
     engine.call(note_who_grows)
-    beside, *answers = engine.generate([prompts[0], *prompts], [FREE, *({**keys, **TRACED} for keys in params)])
+    without_grammar, *answers = engine.generate(
+        [prompts[0], *prompts], [FREE, *({**keys, **TRACED} for keys in params)]
+    )
     grown = engine.call(who_grew)
     counts = engine.metrics()
     (free,) = engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8, **TRACED})
@@ -116,7 +118,7 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     engine.close()
     assert [answer.tokens for answer in planned] == [answer.tokens for answer in expected[:few]] and cut > 0
     assert stopped.completions[0].text == whole[: whole.index(stop)] and stopped.completions[0].stop_reason == stop
-    assert beside.tokens == expected_free.tokens
+    assert without_grammar.tokens == expected_free.tokens
     # The request without a grammar drafts on the device, also in batches with requests that wait for the host.
     assert {count for kind, count, _ in grown if kind == "device"} == {1}
     assert any(kind == "device" and batch == 4 for kind, _, batch in grown)
