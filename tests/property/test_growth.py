@@ -210,15 +210,15 @@ def may_merge(committed, nodes, new, target, length):
     # The new edge must not close a cycle in the graph as it was then.
     known = {node.index for node in nodes}
 
-    def comes_to(node, goal, seen):
+    def reaches(node, goal, seen):
         if node is goal:
             return True
         if node.index in seen:
             return False
         seen.add(node.index)
-        return any(comes_to(n, goal, seen) for n in node.leads_to() if n.index in known)
+        return any(reaches(n, goal, seen) for n in node.leads_to() if n.index in known)
 
-    return not comes_to(target, new.parent, set())
+    return not reaches(target, new.parent, set())
 
 
 @MANY

@@ -174,8 +174,8 @@ def test_probes_of_a_full_batch_verify_few_of_the_found_nodes():
     )
 
 
-def worth_so_that(ratio):
-    """Find chances of a graph's nodes that make drafting for one request ``ratio`` times as fast as not drafting."""
+def worth_for_speedup(ratio):
+    """The values of `planner.worth` that make drafting for one request ``ratio`` times as fast as not drafting."""
     planner, low, high = planned(COSTS, 1), 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -188,7 +188,7 @@ def worth_so_that(ratio):
 def test_drafting_does_not_flap_where_it_hardly_matters():
     """Near the break-even point, values that vary by a percent per step do not switch drafting on and off."""
     planner, random, states = new_planner(), np.random.default_rng(0), []
-    even = worth_so_that(1.0)
+    even = worth_for_speedup(1.0)
     for _ in range(500):
         planner.worth = even * (1 + 0.01 * random.normal(size=16))
         planner.begin(1, 100)
@@ -200,7 +200,7 @@ def test_drafting_does_not_flap_where_it_hardly_matters():
 @pytest.mark.parametrize(("ratio", "was", "stays"), [(0.99, True, False), (1.01, True, True), (1.04, False, True)])
 def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays):
     planner = new_planner()
-    planner.worth, planner.drafting = worth_so_that(ratio), was
+    planner.worth, planner.drafting = worth_for_speedup(ratio), was
     planner.begin(1, 100)
     assert planner.drafts_pay() == stays
     planner.wants_drafts(1, NOTHING_FOUND)
