@@ -44,9 +44,10 @@ def faults(load: Load, answer: Answer, ends: set[int]) -> list[str]:
     if sorted(answer.choices) != list(range(wanted)):
         result.append(f"the answer has the choices {sorted(answer.choices)}, but n = {wanted}")
     if answer.tokens > wanted * body["max_tokens"]:
-        result.append(f"the server counts {answer.tokens} tokens in n = {wanted} of max_tokens {body['max_tokens']}")
-    if sum(len(choice.tokens) for choice in answer.choices.values()) != answer.tokens:
-        result.append(f"the server counts {answer.tokens} tokens, but sent another number")
+        result.append(f"the server counts {answer.tokens} tokens, but n = {wanted}, max_tokens = {body['max_tokens']}")
+    sent = sum(len(choice.tokens) for choice in answer.choices.values())
+    if sent != answer.tokens:
+        result.append(f"the server counts {answer.tokens} tokens, but sent {sent}")
     for choice in answer.choices.values():
         result += _faults_of_length(body, choice)
         result += _faults_of_stops(body, choice, ends)
