@@ -30,14 +30,14 @@ def expected(text_pair):
 
 
 def run_batch(
-    pair, command: tuple, asked, folder, said: str = "GraphProposer", **more
+    pair, command: tuple, questions, folder, logged: str = "GraphProposer", **more
 ) -> dict[int, list[tuple[str, str]]]:
     """Run ``vllm run-batch`` on some questions; returns, by question number, each choice's text and finish reason.
 
     Args:
         command: the command that runs ``vllm``.
-        asked: the numbers of the questions.
-        said: text that its log must contain; by default one of our classes, which vLLM's log names.
+        questions: their numbers.
+        logged: text that its log must contain; by default one of our classes, which vLLM's log names.
         more: more options of ``vllm run-batch``.
     """
     lines = [
@@ -47,7 +47,7 @@ def run_batch(
             "url": "/v1/chat/completions",
             "body": {"model": "target", "messages": [{"role": "user", "content": QUESTIONS[index]}], **keys_of(index)},
         }
-        for index in asked
+        for index in questions
     ]
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(pair.draft), "budget": 16}))
@@ -73,7 +73,7 @@ def run_batch(
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    assert said in done.stdout + done.stderr
+    assert logged in done.stdout + done.stderr
     answers = {}
     for line in map(json.loads, (folder / "out.jsonl").open()):
         choices = line["response"]["body"]["choices"]

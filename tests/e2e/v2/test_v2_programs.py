@@ -85,7 +85,7 @@ def test_run_batch(text_pair, tmp_path):
     with contextlib.closing(Engine(text_pair.target)) as engine:
         plain = engine.generate([QUESTIONS[index] for index in numbers], [keys_of(index) for index in numbers])
     with mock.patch.dict(os.environ, variables_of_programs()):
-        answers = run_batch(text_pair, (*COMMAND, VLLM), numbers, tmp_path, said=V2, **SMALL)
+        answers = run_batch(text_pair, (*COMMAND, VLLM), numbers, tmp_path, logged=V2, **SMALL)
     for index, answer in zip(numbers, plain, strict=True):
         assert answers[index] == [(one.text, one.finish_reason) for one in answer.completions]
 
