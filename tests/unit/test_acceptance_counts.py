@@ -12,10 +12,10 @@ def test_graphs_are_counted_by_depth():
     stats = GraphStats()
     stats.verified.update([(3, 8, 2), (1, 2, 1), (3, 8, 2)])
     scheduler = SimpleNamespace(num_spec_tokens=8)
-    found = GraphScheduling._acceptance(scheduler, stats.take()["verified"])
-    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (3, 18, 5)
-    assert found.num_accepted_tokens_per_pos == [3, 2, 0, 0, 0, 0, 0, 0]
-    assert found.num_draft_tokens_per_pos == [3, 2, 2, 0, 0, 0, 0, 0]
+    counts = GraphScheduling._acceptance(scheduler, stats.take()["verified"])
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (3, 18, 5)
+    assert counts.num_accepted_tokens_per_pos == [3, 2, 0, 0, 0, 0, 0, 0]
+    assert counts.num_draft_tokens_per_pos == [3, 2, 2, 0, 0, 0, 0, 0]
     assert stats.verified == Counter()
 
 
