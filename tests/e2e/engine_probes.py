@@ -27,6 +27,23 @@ def generate_and_abort(llm, prompts, params: dict, aborted: list[int], after: in
     return answers
 
 
+def steps_with_tokens(llm, prompts, params: dict) -> list[list[int]]:
+    """The steps in which each prompt got tokens, counted from 0."""
+    engine = llm.llm_engine
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, Params(params).build())
+    known, steps, now = [0] * len(prompts), [[] for _ in prompts], 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            index, count = int(output.request_id), len(output.outputs[0].token_ids)
+            if count > known[index]:
+                steps[index].append(now)
+            known[index] = count
+        now += 1
+        assert now < 1000, "some requests get no tokens"
+    return steps
+
+
 def state_at_rest(llm) -> dict[str, int]:
     """Free KV blocks and requests still known, after a step that tells the worker which requests have finished."""
     llm.llm_engine.step()

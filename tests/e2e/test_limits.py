@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engine_probes import generate_and_abort, state_at_rest
+from engine_probes import generate_and_abort, state_at_rest, steps_with_tokens
 from engine_process import model_runner, run
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -186,6 +186,23 @@ class TestScheduling:
         assert_same(plain, gsd, mixed, [{**GREEDY, "max_tokens": 8 + 5 * i % 40} for i in range(16)])
         assert_same(plain, gsd, mixed, {**GREEDY, "presence_penalty": 0.6})
         assert_same(plain, gsd, mixed, seeded(16))
+
+    def test_no_request_waits_for_nodes_of_others(self, start_engine, plain, random_prompts):
+        """Two whole graphs fill a step, yet every request gets tokens in nearly every step."""
+        gsd = start_engine({"budget": 16}, max_num_batched_tokens=34, max_num_seqs=6)
+        prompts = random_prompts(8, 3, 5, seed=18)
+        steps = gsd.call(steps_with_tokens, prompts, GREEDY)
+        assert max(np.diff(those).max() for those in steps) <= 2
+        assert max(those[0] for those in steps[:6]) <= 2
+        assert_same(plain, gsd, prompts, GREEDY)
+
+    def test_a_graph_larger_than_a_step(self, start_engine, plain, random_prompts):
+        """Of a cached prompt one token is left, which upstream would start with placeholders for a whole graph."""
+        gsd = start_engine({"num_speculative_tokens": 64, "budget": 64}, max_num_batched_tokens=64, block_size=32)
+        (prompt,) = random_prompts(1, 65, 65, seed=19)
+        assert_same(plain, gsd, [prompt], GREEDY)
+        (steps,) = gsd.call(steps_with_tokens, [prompt], GREEDY)
+        assert steps[0] == 0
 
     @pytest.mark.parametrize(("block_size", "nodes"), [(32, 5), (32, 23), (64, 23), (128, 5)])
     def test_block_sizes(self, start_engine, plain, random_prompts, block_size, nodes):

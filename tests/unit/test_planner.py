@@ -438,6 +438,16 @@ class TestSourceTrust:
             trust.observe(["a"], np.zeros(1, int), np.array([NATIVE]), np.array([0.6]), np.array([True]))
         assert trust.of(["a"])[0, NGRAM] > OFF_BELOW
 
+    def test_an_only_source_that_is_off_is_tried_again(self):
+        trust = SourceTrust()
+        for _ in range(40):
+            trust.observe(["a", "b"], np.arange(2), np.full(2, NGRAM), np.full(2, 0.6), np.zeros(2, np.bool_))
+        off = trust.of(["b"])
+        for _ in range(60):
+            trust.fade(["never seen", "a"])
+        assert trust.of(["a"])[0, NGRAM] > OFF_BELOW > off[0, NGRAM]
+        assert (trust.of(["b"]) == off).all() and set(trust.seen) == {"a", "b"}
+
     def test_forgets_requests(self):
         trust = SourceTrust()
         trust.observe(["a"], np.zeros(1, int), np.array([NGRAM]), np.array([0.6]), np.array([False]))

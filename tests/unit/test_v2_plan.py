@@ -12,7 +12,7 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import Copies
 from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.engine.schedule.scheduler import nodes_that_fit
+from vllm_gsd.engine.schedule.scheduler import cut_to_fit, nodes_that_fit
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
 from vllm_gsd.method.constants import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
@@ -304,3 +304,12 @@ def test_no_request_waits_for_nodes_of_others():
     assert nodes_that_fit(NODES, 100, 11) is None
     assert nodes_that_fit(NODES, 20, 7) == [8, 8, 8, 5, 4, 3, 2, 1]
     assert nodes_that_fit(NODES, 2, 4) == [8, 1, 0, 0, 0]
+
+
+def test_no_request_waits_for_nodes_of_others_without_async_scheduling():
+    drafts = [[1, 2, 3, 4], [], [5, 6]]
+    assert cut_to_fit(drafts, 9, more=False) == cut_to_fit(drafts, 10, more=True) == drafts
+    assert cut_to_fit(drafts, 8, more=False) == [[1], [], [5]]
+    assert cut_to_fit(drafts, 9, more=True) == [[1], [], [5]]
+    assert cut_to_fit(drafts, 3, more=True) == [[], [], []]
+    assert cut_to_fit([], 1, more=True) == []

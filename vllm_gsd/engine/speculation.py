@@ -235,6 +235,7 @@ class Speculation:
             chance = self.planner.calibration.value(source, depth, survival)
             self.trust.observe(with_tree, tree, source, chance, accepted)
             self.planner.calibration.observe(source, depth, survival, accepted)
+        self.trust.fade(request_ids[request] for request in (emitting & ~has_tree).nonzero()[0])
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""

@@ -40,8 +40,12 @@ class GraphScheduling(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # V2's runner, not a schedule by batch size, chooses how many of the scheduled nodes are verified.
-        self.dynamic_sd_lookup: list[int] | None = None
+        # V2's runner, not a schedule by batch size, chooses how many of the scheduled nodes are verified. Without a
+        # schedule, upstream adds placeholders to a request that starts with one token, so that full CUDA graphs serve
+        # the batch. V1 on CPUs has none, and the request would never start where the placeholders do not fit a step.
+        pads = self.use_v2_model_runner and self.num_spec_tokens < self.max_num_scheduled_tokens
+        whole = [self.num_spec_tokens] * (1 + self.scheduler_config.max_num_seqs)
+        self.dynamic_sd_lookup: list[int] | None = None if pads else whole
         self.graph_stats: dict[str, Any] | None = None  # statistics of this step
         self.unreported: dict[str, Counter] = {name: Counter() for name in COUNTED}
         self.reported_at = 0.0
@@ -193,6 +197,14 @@ class GraphScheduling(Scheduler):
 class GraphScheduler(GraphScheduling):
     """Schedules a step after the previous one has finished."""
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule as ``GraphScheduling`` does, but let no request wait for the nodes of others."""
+        more = bool(self.waiting) and len(self.running) < self.max_num_running_reqs
+        drafts = [request.spec_token_ids for request in self.running]
+        for request, tokens in zip(self.running, cut_to_fit(drafts, self.max_num_scheduled_tokens, more), strict=True):
+            structured.set_drafts(request, tokens)
+        return super().schedule(*args, **kwargs)
+
 
 class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
     """Schedules a step while the previous one runs."""
@@ -202,6 +214,22 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
         options, most = wire.options_of(self.vllm_config), self.scheduler_config.max_num_seqs
         if options is not None and options.budget == "auto":
             self.dynamic_sd_lookup = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
+
+
+def cut_to_fit(drafts: list[list[int]], num_tokens: int, more: bool) -> list[list[int]]:
+    """The first nodes of each running request, so few that all requests have room in a step.
+
+    Upstream would give the first requests all their nodes, and let the others wait until these have finished.
+
+    Args:
+        drafts: the nodes of each running request.
+        num_tokens: the most tokens of a step.
+        more: whether another request may start in the step.
+    """
+    if sum(map(len, drafts)) + len(drafts) + more <= num_tokens:
+        return drafts
+    share = max(0, num_tokens // (len(drafts) + more) - 1)
+    return [nodes[:share] for nodes in drafts]
 
 
 def nodes_that_fit(num_nodes: int, num_tokens: int, num_requests: int) -> list[int] | None:
