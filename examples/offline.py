@@ -1,4 +1,4 @@
-"""Answer a list of questions in this process, and tell the tokens per step."""
+"""Answer a list of questions in this process, and print the number of tokens per step."""
 
 import argparse
 

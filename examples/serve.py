@@ -1,7 +1,7 @@
-"""Serve the built-in pair for the other examples. Arguments go to ``vllm serve``, such as ``--port 8001``.
+"""Serve the built-in pair for the other examples. Arguments such as ``--port 8001`` are passed to ``vllm serve``.
 
 With ``--adapters``, clients may load LoRA adapters into the server, as ``examples/client/lora.py`` does. They name
-files that the server then reads from its machine, so give this flag only where you trust every client.
+files that the server then reads from its machine, so use this flag only if you trust every client.
 """
 
 import importlib.util

@@ -34,14 +34,14 @@ def main() -> None:
 def check_page(page: Path) -> list[str]:
     """Problems with the links and paths of a page."""
     text = FENCE.sub("", page.read_text())
-    where = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page.name
+    name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page.name
     links = [inline or defined for inline, defined in LINK.findall(text)]
-    problems = [f"{where}: broken link {link}" for link in links if not _link_works(page, link)]
+    problems = [f"{name}: broken link {link}" for link in links if not _link_works(page, link)]
     if page.parent.name == "experiments":  # experiments name files by their names at the time
         return problems
     for path, test in PATH.findall(text):
         if not _exists(path) or (test and not _test_exists(path + test)):
-            problems.append(f"{where}: no {path}{test}")
+            problems.append(f"{name}: no {path}{test}")
     return problems
 
 
@@ -54,12 +54,12 @@ def check_code(file: Path) -> list[str]:
 def check_navigation(config: str) -> list[str]:
     """Pages in the navigation that do not exist, and pages that are not in the navigation."""
     named = set(re.findall(r"[\w/-]+\.md", config.split("\nnav:")[1]))
-    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    there |= {"contributing.md", "changelog.md"}
-    missing = [f"mkdocs.yml: no page {page}" for page in sorted(named - there)]
+    existing = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    existing |= {"contributing.md", "changelog.md"}
+    missing = [f"mkdocs.yml: no page {page}" for page in sorted(named - existing)]
     return missing + [
         f"mkdocs.yml: {page} is not in the navigation"
-        for page in sorted(there - named)
+        for page in sorted(existing - named)
         if not page.startswith("experiments/")
     ]
 

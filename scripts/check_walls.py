@@ -1,4 +1,4 @@
-"""Checks that only ``vllm_gsd/upstream`` assigns into other packages, and that only ``wire`` spells names of the wire.
+"""Checks that only ``vllm_gsd/upstream`` changes other packages, and that only its ``wire`` contains ``WIRE_NAMES``.
 
 The owner of an assigned object follows from its origin: imports, parameters, inherited attributes, and locals bound to
 these. An object that we create (by calling a class, ``from_...`` or ``copy``) is ours, and so is a parameter annotated
@@ -18,9 +18,9 @@ PACKAGE = "vllm_gsd"
 ROOT = Path(__file__).resolve().parents[1]
 # In these packages, functions named ``register...`` modify a table.
 REGISTRIES = {"vllm", "ray", "transformers"}
-# Modules that are imported by statements only, for import-linter; compiled ones of ours may be missing.
+# Modules that may only be imported by statements, which import-linter sees. Our compiled ones may be missing.
 HIDDEN_IMPORTS = re.compile(rf"({'|'.join(sorted(REGISTRIES))})\b|{PACKAGE}\.[^_]")
-# Class paths and attributes of ours, which only ``wire`` may spell.
+# Paths of our classes, and our attributes of vLLM's objects. Only ``wire`` may contain these names.
 WIRE_NAMES = re.compile(rf"{PACKAGE}(\.\w+)*\.[A-Z]\w*|gsd_(tree_rows|stats|cache_salts|kept|trees|parents|packed_\w+)")
 
 # Parameters with these names are vLLM's.
@@ -30,7 +30,7 @@ OURS, IMPORTED, THEIRS, UNKNOWN = "ours", "imported", "theirs", "unknown"
 
 
 class Violation(NamedTuple):
-    """A place that changes an object of another package, or spells a name of the wire."""
+    """A place that changes an object of another package, or contains one of ``WIRE_NAMES``."""
 
     line: int
     function: str  # the outermost function, or ""
@@ -55,7 +55,7 @@ class _Module(ast.NodeVisitor):
         self.functions: list[str] = []
         self.registries: set[str] = set()  # names of registering functions
 
-    # --- where things come from -----------------------------------------------------------------------
+    # --- origins of values ----------------------------------------------------------------------------
 
     def origin(self, node: ast.AST | None) -> str:
         """The owner of the value of an expression."""
@@ -75,8 +75,8 @@ class _Module(ast.NodeVisitor):
             if name == "getattr":
                 return self.origin(node.args[0])
             made_here = name[:1].isupper() or name.startswith(("from_", "copy", "deepcopy"))
-            whose = self.origin(node.func)
-            return OURS if made_here else THEIRS if whose == IMPORTED else whose
+            owner = self.origin(node.func)
+            return OURS if made_here else THEIRS if owner == IMPORTED else owner
         return UNKNOWN
 
     def bind(self, target: ast.AST, origin: str) -> None:
@@ -151,13 +151,13 @@ class _Module(ast.NodeVisitor):
         self.scopes.pop()
         self.functions.pop()
 
-    # --- what is changed ------------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
         for target in node.targets:
             self.check(target)
-            self.bind(target, THEIRS if (whose := self.origin(node.value)) == IMPORTED else whose)
+            self.bind(target, THEIRS if (owner := self.origin(node.value)) == IMPORTED else owner)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.check(node.target)
@@ -175,8 +175,8 @@ class _Module(ast.NodeVisitor):
 
     def visit_For(self, node: ast.For) -> None:
         self.check(node.target)
-        whose = self.origin(node.iter)
-        self.bind(node.target, THEIRS if whose == IMPORTED else whose)
+        owner = self.origin(node.iter)
+        self.bind(node.target, THEIRS if owner == IMPORTED else owner)
         self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> None:
@@ -214,7 +214,7 @@ class _Module(ast.NodeVisitor):
             if _is_self(root):
                 own = bool(parts) and parts[-1].attr in self.attributes[-1]
                 wrong = len(parts) > 1 if own else self.origin(target.value) == THEIRS
-            else:  # elements of arrays may be written, but not those of vLLM's records
+            else:  # elements of arrays may be changed, but not those of vLLM's records
                 name = root.id if isinstance(root, ast.Name) else ""
                 wrong = self.origin(root) == IMPORTED or (bool(parts) and name in RECORDS)
             if wrong and self.origin(target.value) in (IMPORTED, THEIRS):
@@ -229,7 +229,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _text(node: ast.AST) -> str:
-    """The string that a constant is, else nothing."""
+    """The value of a string constant, else an empty string."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
@@ -247,7 +247,7 @@ def main(root: Path = ROOT) -> int:
         if file.is_relative_to(root / PACKAGE / "upstream"):
             continue
         for line, _, what in violations(file.read_text("utf-8")):
-            print(f"{file.relative_to(root)}:{line}: {what}: this belongs into {PACKAGE}/upstream")
+            print(f"{file.relative_to(root)}:{line}: {what}: this belongs in {PACKAGE}/upstream")
             count += 1
     return int(count > 0)
 

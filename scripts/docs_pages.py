@@ -44,8 +44,8 @@ def keys() -> str:
     """The keys of ``gsd.json``, from the pydantic model."""
     rows = []
     for name, field in GSDConfig.model_fields.items():
-        said = extra_of(name).get("default")
-        default = said or ("required" if field.default is PydanticUndefined else f"`{json.dumps(field.default)}`")
+        described = extra_of(name).get("default")
+        default = described or ("required" if field.default is PydanticUndefined else f"`{json.dumps(field.default)}`")
         rows.append([f"`{name}`", allowed(name), default, field.description or ""])
     return table(["Key", "Allowed", "Default", "Meaning"], rows)
 
@@ -56,16 +56,16 @@ def support() -> str:
     for refusal in REFUSALS:
         where = {(runner, platform) for runner in refusal.runners for platform in refusal.platforms}
         refused.setdefault(refusal.feature, set()).update(where)
-    rows, told = [], set()
+    rows, named = [], set()
     for feature in tomllib.loads((DOCS / "support.toml").read_text())["feature"]:
         refusal_name = feature.get("refusal", "")
-        told.add(refusal_name)
+        named.add(refusal_name)
         rows.append(_row(feature, refused.get(refusal_name, set())))
     elsewhere = []
     for name, where in refused.items():
         if not where & set(COLUMNS.values()):
             elsewhere.append(name)
-        elif name not in told:
+        elif name not in named:
             cells = {column: "n/a" for column, place in COLUMNS.items() if place not in where}
             rows.append(_row({"name": _capital(name), "cells": cells, "tests": [REFUSAL_TEST]}, where))
     return (

@@ -29,7 +29,7 @@ def metrics_of(llm) -> dict[str, float]:
 
 
 def speculative_config(method: str, draft: str) -> dict | None:
-    """The config of a method; "draft" as the model in given JSON stands for the built-in draft."""
+    """The config of a method. In JSON, the model "draft" stands for the built-in draft."""
     if method == "plain":
         return None
     if method == "gsd":

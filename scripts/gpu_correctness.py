@@ -130,18 +130,18 @@ def torch_attention(case: PagedCase) -> torch.Tensor:
 
 
 class _Step:
-    """A batch that verifies ``trees`` graphs, and what is sampled at its rows."""
+    """A batch of graphs to verify, and the tokens sampled at its rows."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.batch = tree_batch(seed, device)
         random = torch.Generator().manual_seed(seed)
-        self.num_rows = self.batch.num_rows  # read from the device here, since nothing may be read in a capture
+        self.num_rows = self.batch.num_rows  # read from the device now, because a capture must not read
         self.positions = torch.arange(self.num_rows, device=device)
         self.sampled = torch.randint(3, (int(self.batch.starts[-1]),), generator=random).to(device)
         self.slots = torch.randperm(self.num_rows, generator=random).to(device)
 
     def run(self, lay_out: Callable[..., Any], walk: Callable[..., Any]) -> list[torch.Tensor]:
-        """Rows, masks and the walk, from linear positions."""
+        """Compute rows, masks and the walk from linear positions."""
         positions = self.positions.clone()
         mask = torch.zeros((self.num_rows, 1), dtype=torch.int64, device=positions.device)
         prefix_lens = torch.zeros(8, dtype=torch.int32, device=positions.device)
@@ -151,7 +151,7 @@ class _Step:
 
 
 def _exact(device: torch.device, trees: int) -> Iterator[dict[str, Any]]:
-    """What has no rounding is equal."""
+    """Check that operations without rounding give equal results."""
     for seed in range(4):
         step = _Step(device, seed)
         got, want = step.run(lay_out_rows, accept_walk), step.run(lay_out_rows_reference, accept_walk_reference)
@@ -180,10 +180,10 @@ def _caches(device: torch.device, trees: int, dtype: torch.dtype, seed: int) -> 
 
 
 def _captured(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Each op, captured once with one content of its tensors and replayed with another, does what it does eagerly."""
+    """Check that each op, captured with some inputs and replayed with others, gives the same results as when eager."""
     for num_splits in (1, 4):
         yield _captured_attention(device, num_splits)
-    # Two batches of one shape.
+    # Two batches of the same shape.
     first, second = _Step(device, 4), _Step(device, 4)
     second.sampled, second.slots = 2 - second.sampled, second.slots.flip(0)
     caches, other_caches = (_caches(device, 8, torch.bfloat16, seed) for seed in (1, 2))
@@ -204,12 +204,12 @@ def _captured_attention(device: torch.device, num_splits: int) -> dict[str, Any]
             rows=(17, 17), prefixes=prefixes, dtype=torch.bfloat16, num_splits=num_splits, max_rows=17, seed=seed,
             device=device,
         )  # fmt: skip
-        # They are two views of one tensor, but will be copied into one by one.
+        # These are two views of one tensor. Clone them, because each is later overwritten separately.
         return replace(case, key_cache=case.key_cache.clone(), value_cache=case.value_cache.clone())
 
     case, other = case_of((900, 300), 1), case_of((300, 900), 2)
-    given, others = ([tensor for tensor in c.inputs if isinstance(tensor, torch.Tensor)] for c in (case, other))
-    return _replayed(f"tree attention, {num_splits} spans", given, others, lambda: list(case.run()))
+    inputs, others = ([tensor for tensor in c.inputs if isinstance(tensor, torch.Tensor)] for c in (case, other))
+    return _replayed(f"tree attention, {num_splits} spans", inputs, others, lambda: list(case.run()))
 
 
 def _replayed(
@@ -236,7 +236,7 @@ def _replayed(
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, so that equal NaNs are equal."""
+    """A tensor's bytes, so that equal NaNs compare as equal."""
     return tensor.contiguous().view(torch.uint8)
 
 

@@ -37,9 +37,11 @@ def main() -> None:
 
 
 def measured(llm: Any, task: dict[str, Any], modes: list[str]) -> dict[str, Any]:
-    """One run of an engine.
+    """Measure one run of an engine.
 
     Args:
+        llm: the engine.
+        task: the task, with the run's own keys.
         modes: receives the CUDA-graph mode of every forward pass.
     """
     from vllm import SamplingParams
@@ -60,7 +62,7 @@ def measured(llm: Any, task: dict[str, Any], modes: list[str]) -> dict[str, Any]
         change = {name: value - before.get(name, 0) for name, value in after.items()}
         return seconds, change, [list(output.outputs[0].token_ids) for output in outputs]
 
-    generate(task["max_tokens"])  # compiles and captures what start-up left out
+    generate(task["max_tokens"])  # compiles and captures what the start did not
     prefill, prefill_change, _ = generate(1)
     modes.clear()
     seconds, change, tokens = generate(task["max_tokens"])
@@ -79,23 +81,25 @@ def measured(llm: Any, task: dict[str, Any], modes: list[str]) -> dict[str, Any]
 
 
 def profiled(generate: Any, batch: int) -> dict[str, float]:
-    """Launches and replays of CUDA graphs per step, and the share of the time in which the GPU does nothing.
+    """Launches and CUDA graph replays per step, and the share of time in which the GPU is idle.
 
-    The prompts' step counts as one of the steps.
+    The step that reads the prompts is included.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         _, change, tokens = generate(24)
-    events = found.events() or []
-    on_gpu = [(of.time_range.start, of.time_range.end) for of in events if of.device_type == DeviceType.CUDA]
+    events = profiler.events() or []
+    on_gpu = [
+        (event.time_range.start, event.time_range.end) for event in events if event.device_type == DeviceType.CUDA
+    ]
     steps = 1 + step_times(change, tokens, 0.0, batch)["steps"]
-    return launches_and_gaps([of.name for of in events], on_gpu, steps)
+    return launches_and_gaps([event.name for event in events], on_gpu, steps)
 
 
 def launches_and_gaps(calls: list[str], on_gpu: list[tuple[float, float]], steps: float) -> dict[str, float]:
-    """What ``profiled`` tells, from the names of the host's calls and the intervals of work on the GPU."""
+    """Compute the result of ``profiled`` from the names of the host's calls and the intervals of GPU work."""
     replays = sum("GraphLaunch" in name for name in calls)
     launches = sum(name.startswith(("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset")) for name in calls)
     busy, last = 0.0, float("-inf")

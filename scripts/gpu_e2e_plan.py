@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def eagle_head(target: dict[str, Any]) -> dict[str, Any]:
-    """A head of EAGLE's kind for a target: one of its layers, its embeddings and its LM head."""
+    """An EAGLE head for a target: one of its layers, its embeddings and its LM head."""
     return {**target, "architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
 
 
@@ -75,11 +75,11 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
             for method, config in _methods(
                 f"draft-{shape}", options.nodes, "eagle" if options.eagle else "draft_model"
             ):
-                own = {**base, "method": method, "cuda_graphs": graphs, "speculative": config}
+                task = {**base, "method": method, "cuda_graphs": graphs, "speculative": config}
                 for batch in options.batches:
                     profile = options.profile and graphs and batch == 1
                     name = f"{shape}, batch {batch}, {mode}, {method}"
-                    runs.append({**own, "name": name, "batch": batch, "profile": profile})
+                    runs.append({**task, "name": name, "batch": batch, "profile": profile})
     if options.target:
         for method, config in (("plain", None), ("gsd", {"method": "gsd", "model": options.draft, "budget": 16})):
             runs += [
@@ -94,7 +94,7 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def by_engine(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The runs that one engine can make, one after the other: they differ in the number of requests only."""
+    """Group runs that one engine can do one after another, because they differ only in the number of requests."""
     engines: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         engine = {key: value for key, value in run.items() if key not in ("name", "batch", "profile")}

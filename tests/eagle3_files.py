@@ -1,4 +1,4 @@
-"""Writes EAGLE-3 heads in the public formats; a test compares them with what the speculators package writes."""
+"""Writes EAGLE-3 heads in the public formats; a test compares them with the speculators package."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ LAYERS = [0, 1, 2]  # for a target of two layers: its embedding and the outputs 
 
 
 def layer_config(target: dict, model_type: str) -> dict:
-    """The config of a head's layer, of the target's shape."""
+    """The config of a head's layer, with the target's sizes."""
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     other = {"model_type": model_type, "num_hidden_layers": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
     rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
@@ -18,10 +18,12 @@ def layer_config(target: dict, model_type: str) -> dict:
 
 
 def random_head(layer: dict, flags: dict, drafted: int) -> dict[str, torch.Tensor]:
-    """Random weights of a head that can draft ``drafted`` tokens, by the names of the speculators package.
+    """Random weights of a head that can draft ``drafted`` tokens, with the names of the speculators package.
 
     Args:
-        layer: from ``layer_config``; flags: of norm_before_fc and fc_norm, the true ones; others change no weights.
+        layer: result of ``layer_config``.
+        flags: config flags, of which norm_before_fc and fc_norm add weights.
+        drafted: size of the draft's vocabulary.
     """
     vocab, hidden, inner, size = (layer[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"))
     queries, keys = layer["num_attention_heads"] * size, layer["num_key_value_heads"] * size

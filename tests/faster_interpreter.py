@@ -1,10 +1,10 @@
-"""Triton's interpreter without work that it repeats.
+"""Makes Triton's interpreter faster by avoiding repeated work.
 
-At every launch of a kernel the interpreter replaces the functions of ``triton.language``, and puts them back after it.
-It replaces them again at each call of a ``@triton.jit`` function by a kernel, though these calls find them replaced
-already. Here they stay replaced: whoever interprets compiles nothing. It copies tensors of the CPU onto themselves,
-checks every sum for an overflow and drops what it found, and builds a table of all dtypes whenever it looks one up.
-What single operations find out again and again is kept by ``recorded_operations``.
+At every launch of a kernel, the interpreter replaces the functions of ``triton.language`` and restores them afterwards.
+It does the same again for each call of a ``@triton.jit`` function by a kernel. Here, they stay replaced, because a
+process that interprets compiles nothing. The interpreter also copies CPU tensors, checks every sum for overflow without
+using the result, and builds a table of all dtypes for each lookup; this module avoids all of that. Finally,
+``recorded_operations`` caches the repeated work of single operations.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import torch
 
 
 def make_faster() -> None:
-    """Let this process's kernels take less time."""
+    """Make all kernels of this process faster."""
     from triton.runtime import interpreter
 
     keep_language(interpreter)
@@ -24,12 +24,12 @@ def make_faster() -> None:
     keep_arguments(interpreter)
     keep_dtypes(interpreter)
     builder = interpreter.interpreter_builder
-    assert not builder.options.debug  # else overflows are told
+    assert not builder.options.debug  # with it, overflows would be reported
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def keep_language(interpreter) -> None:
-    """Replace what a kernel's module sees of the language once, and its operations by recorded ones."""
+    """Replace the language in each kernel's module only once, and its operations by recorded ones."""
     from recorded_operations import noticed, recorded_builtin
 
     replace, replace_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
@@ -61,7 +61,7 @@ def keep_language(interpreter) -> None:
 
 
 def keep_functions(interpreter) -> None:
-    """Let functions and reductions be recorded."""
+    """Record functions and reductions."""
     from recorded_operations import recorded_constants, recorded_function, recorded_reduction
 
     function, reductions = interpreter.InterpretedFunction, interpreter.ReduceScanOpInterface
@@ -78,7 +78,7 @@ def keep_functions(interpreter) -> None:
 
 
 def keep_arguments(interpreter) -> None:
-    """Hand the arguments themselves to a kernel where all of them are on the CPU."""
+    """Pass arguments to a kernel without copies if all of them are on the CPU."""
     executor = interpreter.GridExecutor
     copy, copy_back = executor._init_args_hst, executor._restore_args_dev
 

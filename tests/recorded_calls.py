@@ -1,4 +1,4 @@
-"""A recording of what happens to arrays in Triton's interpreter, as the source of a Python function."""
+"""Records the operations of Triton's interpreter on arrays as the source of a Python function."""
 
 import functools
 
@@ -6,17 +6,17 @@ import numpy as np
 from triton.language import core
 from triton.runtime import interpreter
 
-CONSTANT = {"create_splat", "create_make_range", "cast_impl"}  # of constants
+CONSTANT = {"create_splat", "create_make_range", "cast_impl"}  # with constant arguments, the result is constant
 MOST_LINES = 4_000
 standard = interpreter.tl.standard
-# What the interpreter reduces by NumPy's functions, and the operators of those.
+# Combine functions that the interpreter reduces with NumPy, and NumPy's operators for them.
 REDUCTIONS = {standard._sum_combine: np.add, standard._elementwise_max: np.fmax, standard._elementwise_min: np.fmin}
 
 
 class Recorder:
-    """Stands for the interpreter's builder while something runs.
+    """Replaces the interpreter's builder while a function runs, and records it.
 
-    Every call of the builder becomes a line. Those that are a NumPy call or two are written as that, see ``FORMS``.
+    Every call of the builder becomes a line of source. Simple calls become NumPy expressions; see ``FORMS``.
     """
 
     current: "Recorder | None" = None
@@ -25,8 +25,8 @@ class Recorder:
         self.tensors, self.semantic = tensors, interpreter.TritonSemantic(self)
         self.arrays = {id(tensor.handle): f"t{place}.handle.data" for place, tensor in enumerate(tensors)}
         self.repeatable, self.decided = len(self.arrays) == len(tensors), []
-        self.values: dict[int, str] = {}  # that are no arrays
-        self.views: dict[int, tuple] = {}  # of a smaller array, broadcast
+        self.values: dict[int, str] = {}  # names of values that are not arrays
+        self.views: dict[int, tuple] = {}  # broadcast views of smaller arrays
         self.fixed: set[int] = set()
         self.scope, self.lines, self.kept = {"make": make_tensor, "Handle": interpreter.TensorHandle}, [], []
 
@@ -34,7 +34,7 @@ class Recorder:
         method = getattr(interpreter.interpreter_builder, name)
         if not callable(method) or name.endswith("_ty"):
             return method
-        if method.__name__ == "<lambda>":  # such as binary_op with an operator of NumPy: record what it calls
+        if method.__name__ == "<lambda>":  # it calls other methods, such as binary_op, which are recorded instead
             return functools.partial(getattr(type(interpreter.interpreter_builder), name), self)
 
         def call(*args, **kwargs):
@@ -48,7 +48,7 @@ class Recorder:
 
     def record(self, name: str, method, args, result) -> None:
         """Record a call of the builder."""
-        self.kept += *args, result  # their ids stay theirs
+        self.kept += *args, result  # keep them alive, so that their ids stay unique
         handles = {id(arg) for arg in args if isinstance(arg, interpreter.TensorHandle)}
         if name.startswith("get_") or (name in CONSTANT and handles <= self.fixed):
             self.fixed.add(id(result))
@@ -57,7 +57,7 @@ class Recorder:
             (small,) = (arg for arg in args if isinstance(arg, interpreter.TensorHandle))
             if small.data.dtype == result.data.dtype:
                 self.views[id(result)] = small, self.constant(result.data.shape)
-            else:  # such as a truth value of integers
+            else:  # such as a comparison of integers
                 source = f"{self.array(small)}.astype({self.constant(result.data.dtype)})"
                 source = f"{self.constant(broadcast)}({source}, {self.constant(result.data.shape)})"
                 self.arrays[id(result)] = self.line(source)
@@ -71,20 +71,20 @@ class Recorder:
                 self.values[id(result)] = own
 
     def line(self, source: str) -> str:
-        """Record a value, and return its name."""
+        """Record a line that computes a value, and return the value's name."""
         own = f"v{len(self.lines)}"
         self.lines.append(f"{own} = {source}")
         return own
 
     def constant(self, value) -> str:
-        """The name of a value that is the same each time."""
+        """The name of a value that is the same in every run."""
         self.repeatable &= not isinstance(getattr(value, "value", None), core.tensor)  # a constant times a tensor
         own = f"c{len(self.scope)}"
         self.scope[own] = value
         return own
 
     def array(self, handle) -> str:
-        """A handle's array."""
+        """The source of a handle's array."""
         if id(handle) in self.views and id(handle) not in self.arrays:
             small, shape = self.views[id(handle)]
             self.arrays[id(handle)] = self.line(f"{self.constant(broadcast)}({self.array(small)}, {shape})")
@@ -92,13 +92,16 @@ class Recorder:
         return self.arrays.get(id(handle), "None")
 
     def operands(self, *handles) -> list[str]:
-        """Arrays that NumPy broadcasts together."""
+        """The sources of arrays that NumPy broadcasts to a common shape."""
         shape = np.broadcast_shapes(*(handle.data.shape for handle in handles))
         whole = any(handle.data.shape == shape for handle in handles if id(handle) not in self.views)
-        return [self.array(self.views[id(of)][0] if whole and id(of) in self.views else of) for of in handles]
+        return [
+            self.array(self.views[id(handle)][0] if whole and id(handle) in self.views else handle)
+            for handle in handles
+        ]
 
     def argument(self, value) -> str:
-        """An argument of a builder's method."""
+        """The source of an argument of a builder's method."""
         if isinstance(value, interpreter.TensorHandle):
             return f"Handle({self.array(value)}, {self.constant(value.dtype)})"
         if id(value) in self.values:
@@ -109,11 +112,11 @@ class Recorder:
         return self.constant(value)
 
     def tensor(self, value) -> str:
-        """A tensor, or a tuple of them."""
+        """The source of a tensor or a tuple of tensors."""
         for place, tensor in enumerate(self.tensors):
             if value is tensor:
                 return f"t{place}"
-        if isinstance(value, core.tensor) and value.handle is not None:  # as what tl.store returns has none
+        if isinstance(value, core.tensor) and value.handle is not None:  # the result of tl.store has none
             dtype = getattr(value.handle, "dtype", None)  # a block pointer has none
             kept = ", ".join(map(self.constant, (dtype, value.shape, value.numel, value.type, value.dtype)))
             return f"make({self.array(value.handle)}, {kept})"
@@ -124,12 +127,12 @@ class Recorder:
         return self.constant(value)
 
     def reduce(self, apply, values, results) -> None:
-        """Record a reduction or scan of a tensor or several, which does not call the builder."""
+        """Record a reduction or scan of one or more tensors, which does not call the builder."""
         self.kept += values, results
-        single, of = isinstance(values, core.tensor), apply.args[0]
-        operator = isinstance(of, interpreter.ReduceOps) and REDUCTIONS.get(of.combine_fn)
-        if single and operator and of.axis is not None:
-            axis, keep, dtype = int(of.axis), bool(of.keep_dims), self.constant(results.handle.data.dtype)
+        single, operation = isinstance(values, core.tensor), apply.args[0]
+        operator = isinstance(operation, interpreter.ReduceOps) and REDUCTIONS.get(operation.combine_fn)
+        if single and operator and operation.axis is not None:
+            axis, keep, dtype = int(operation.axis), bool(operation.keep_dims), self.constant(results.handle.data.dtype)
             source = f"{self.constant(operator.reduce)}({self.array(values.handle)}, {axis}, keepdims={keep})"
             several = values.handle.data.ndim > 1 or keep
             source = f"{source}.astype({dtype})" if several else f"{self.constant(np.array)}([{source}], {dtype})"
@@ -140,15 +143,15 @@ class Recorder:
             self.arrays[id(result.handle)] = f"{own}{f'[{place}]' * (not single)}.handle.data"
 
     def decide(self, tensor, how) -> None:
-        """Note that what follows depends on what a tensor holds."""
-        if id(tensor.handle) in self.fixed or (how is bool and tensor.handle.data.size != 1):  # a block is true
+        """Record that the control flow depends on a tensor's value."""
+        if id(tensor.handle) in self.fixed or (how is bool and tensor.handle.data.size != 1):  # blocks are always true
             return
         place = next((place for place, own in enumerate(self.tensors) if own is tensor), None)
         self.repeatable &= place is not None
         self.decided.append((place, how))
 
     def compiled(self, value):
-        """The recording as a function of the tensors among the arguments; None if it would not do the same."""
+        """Compile the recording to a function of the tensor arguments; None if it could not be repeated exactly."""
         result = self.tensor(value)
         if not self.repeatable:
             return None
@@ -159,7 +162,7 @@ class Recorder:
 
 
 def make_tensor(array, array_dtype, shape, numel, kind, dtype):
-    """A tensor, as the constructors make it and its handle."""
+    """Make a tensor and its handle without calling their constructors."""
     tensor, handle = core.tensor.__new__(core.tensor), interpreter.TensorHandle.__new__(interpreter.TensorHandle)
     handle.data, handle.dtype, handle.attr = array, array_dtype, {}
     tensor.handle, tensor.shape, tensor.numel, tensor.type, tensor.dtype = handle, shape, numel, kind, dtype
@@ -167,14 +170,14 @@ def make_tensor(array, array_dtype, shape, numel, kind, dtype):
 
 
 def broadcast(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A view."""
+    """Broadcast an array to a shape, as a view."""
     if array.size == 1:
         return np.ndarray(shape, array.dtype, array, strides=(0,) * len(shape))
     return np.broadcast_to(array, shape)
 
 
 def elementwise(recorder, *args) -> str:
-    """``binary_op`` and ``ternary_op``."""
+    """The source of ``binary_op`` and ``ternary_op``."""
     *handles, operator, result = args
     source = f"{recorder.constant(operator)}({', '.join(recorder.operands(*handles))})"
     kept = operator(*(handle.data for handle in handles)).dtype == result.data.dtype
@@ -182,7 +185,7 @@ def elementwise(recorder, *args) -> str:
 
 
 def divide(recorder, lhs, rhs, result) -> str:
-    """Integers, rounded towards zero."""
+    """The source of an integer division that rounds towards zero."""
     dividend, divisor = recorder.operands(lhs, rhs)
     return f"({dividend} - {recorder.constant(np.fmod)}({dividend}, {divisor})) // {divisor}"
 
@@ -194,7 +197,7 @@ def add_pointer(recorder, pointer, offset, result) -> str:
 
 
 def load(recorder, pointer, mask, other, *rest) -> str:
-    """Where there is no mask, all is loaded; where there is nothing else to take, zeros."""
+    """The source of a load. The default mask loads everything, and the default for masked elements is 0."""
     dtype = rest[-1].data.dtype
     other = recorder.array(other) if other is not None else recorder.constant(np.zeros(pointer.data.shape, dtype))
     call = recorder.constant(interpreter._interpreter.load)

@@ -1,9 +1,9 @@
-"""Triton's operations, functions and kernels in the interpreter, which find out once what they do.
+"""Records Triton's operations, functions and kernels in the interpreter, and repeats the recordings.
 
-What an operation makes of its arguments (promotions, casts, broadcasts) depends on their types and on constants, and
-takes far longer than the NumPy calls that come of it. So the first time, these are recorded, and repeated later where
-types and constants are the same. Functions and kernels are recorded as a whole where their course does not depend on
-what their tensors hold, or only on arguments such as a loop's end.
+An operation's promotions, casts and broadcasts depend only on the types of its arguments and on constants. Determining
+them takes far longer than the resulting NumPy calls. So the first run records these calls, and later runs with the same
+types and constants repeat them. Functions and kernels are recorded as a whole if their control flow does not depend on
+values of tensors, or only on values of arguments, such as a loop's end.
 """
 
 import functools
@@ -13,16 +13,16 @@ from recorded_calls import Recorder
 from triton.language import core
 from triton.runtime import interpreter
 
-MOST = 20_000  # recordings of an operation; constants of many values would fill the memory
-MOST_OUTCOMES = 16  # that a recording may have by what arguments hold
+MOST = 20_000  # recordings of an operation; constants with many values would otherwise fill the memory
+MOST_OUTCOMES = 16  # recordings of an operation that depend on values of arguments
 
 
 class UnknownError(Exception):
-    """An argument that has no key."""
+    """An argument has no key, so the operation cannot be recorded."""
 
 
 def key_of(value, tensors: list):
-    """What is made of an argument depends on this; tensors are appended."""
+    """A key for everything about an argument on which an operation depends; appends tensors to ``tensors``."""
     kind = type(value)
     if kind is core.tensor:
         handle = value.handle
@@ -48,7 +48,7 @@ def key_of(value, tensors: list):
 
 
 class Choice(dict):
-    """Recordings by what some of the tensors hold."""
+    """Recordings by the values of some of the tensors."""
 
     def __init__(self, decided):
         super().__init__()
@@ -59,12 +59,12 @@ class Choice(dict):
 
 
 def recorded(run):
-    """Let ``run(semantic, *args, **kwargs)`` be recorded, and repeated where the arguments are alike."""
+    """Record ``run(semantic, *args, **kwargs)``, and repeat recordings for arguments with equal keys."""
     recordings: dict = {}
 
     def record(key, tensors, args, kwargs):
         recorder = Recorder(tensors)
-        if not recorder.repeatable:  # the same tensor twice
+        if not recorder.repeatable:  # the same tensor is given twice
             return run(interpreter.interpreter_semantic, *args, **kwargs)
         Recorder.current = recorder
         try:
@@ -89,7 +89,7 @@ def recorded(run):
             return run(Recorder.current.semantic, *args, **kwargs)
         tensors: list = []
         try:
-            key = *[key_of(arg, tensors) for arg in args], *[(of, key_of(kwargs[of], tensors)) for of in kwargs]
+            key = *[key_of(arg, tensors) for arg in args], *[(name, key_of(kwargs[name], tensors)) for name in kwargs]
         except UnknownError:
             return run(interpreter.interpreter_semantic, *args, **kwargs)
         repeat = recordings.get(key, recordings)
@@ -105,19 +105,19 @@ def recorded(run):
 
 
 def recorded_builtin(member):
-    """A builtin of the language."""
+    """A recorded builtin of the language."""
     return recorded(lambda semantic, *args, **kwargs: member(*args, **kwargs, _semantic=semantic))
 
 
 def recorded_function(fn):
-    """A ``triton.jit`` function as the interpreter rewrote it; launches want its signature."""
+    """A recorded ``triton.jit`` function, as rewritten by the interpreter; launches read its signature."""
     recordable = recorded(lambda semantic, *args, **kwargs: fn(*args, **kwargs))
     recordable.__signature__ = inspect.signature(fn)
     return functools.wraps(fn)(recordable)
 
 
 def recorded_reduction(apply):
-    """The method of reductions and scans."""
+    """The recorded method of reductions and scans."""
 
     @functools.wraps(apply)
     def recordable(self, values):
@@ -134,7 +134,7 @@ def recorded_reduction(apply):
 
 
 def recorded_constants(to_tensor):
-    """What makes tensors of the numbers that a function assigns to its variables."""
+    """A recorded ``to_tensor``, which makes tensors from numbers assigned to variables."""
 
     def recordable(value, check_type=True):
         if type(value) is core.tensor or Recorder.current is None:
@@ -145,7 +145,7 @@ def recorded_constants(to_tensor):
 
 
 def noticed(method, how):
-    """A method of tensors that reads what they hold."""
+    """A method of tensors that reads their value, and tells the recorder."""
 
     @functools.wraps(method)
     def noticing(tensor):

@@ -1,7 +1,7 @@
-"""Edit code twice. The edits copy from their prompts (n-gram matches), the second also from the first one's answer.
+"""Edit code twice. Both edits copy from their prompts (n-gram matches), and the second also from the first answer.
 
-The server needs ``"shared"`` among the sources of its gsd.json, as ``examples/serve.py`` has it if arctic-inference is
-installed.
+For that, the sources in the server's gsd.json must include ``"shared"``. ``examples/serve.py`` includes it if
+arctic-inference is installed.
 """
 
 import os
@@ -31,7 +31,7 @@ model = client.models.list().data[0].id
 
 
 def counters() -> list[float]:
-    """The server's counters so far. Other requests count too."""
+    """The server's counters so far, which include other clients' requests."""
     url = str(client.base_url).removesuffix("/v1/") + "/metrics"
     with urllib.request.urlopen(url) as page:
         lines = page.read().decode().splitlines()

@@ -1,4 +1,4 @@
-"""Ask for JSON of a schema. The grammar holds along every path of the graph; tokens that it forces need no draft."""
+"""Ask for JSON that follows a schema. The grammar constrains every path of the graph; forced tokens need no draft."""
 
 import json
 import os

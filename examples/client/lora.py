@@ -1,9 +1,9 @@
 """Load a LoRA adapter into the running server and ask the model with it and without it.
 
-The draft has no adapter: it proposes as before, and the target with the adapter decides. Without an argument the
-program writes a small random adapter for the built-in target, which stands for one that you trained. The server must be
-on this machine, with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``, as ``examples/serve.py --adapters``
-starts it.
+The draft has no adapter: it drafts as before, and the target with the adapter decides. Without an argument, the program
+writes a small random adapter for the built-in target, in place of one that you have trained. The server must run on
+this machine with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``, as started by ``examples/serve.py
+--adapters``.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Stream an answer. A piece of the stream holds all tokens of a step, so there are fewer pieces than tokens."""
+"""Stream an answer. A piece of the stream has all tokens of a step, so there are fewer pieces than tokens."""
 
 import os
 

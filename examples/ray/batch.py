@@ -17,7 +17,7 @@ from tqdm import tqdm
 from vllm_gsd.config import GSDConfig, GSDConfigError, read
 
 ANSWER = ("id", "text", "tokens")
-BEGINNING = b'{"id": '  # how each line of answers begins
+BEGINNING = b'{"id": '  # every line of answers begins like this
 
 
 def count(text: str) -> int:
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=count, default=32, help="prompts per batch sent to an engine")
     parser.add_argument("--max-tokens", type=count, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--engine", type=keys, default={}, help="further engine arguments of vLLM, as JSON")
+    parser.add_argument("--engine", type=keys, default={}, help="more engine arguments of vLLM, as JSON")
     return parser.parse_args()
 
 
@@ -65,8 +65,8 @@ def read_lines(path: Path, text: str, keys: tuple[str, ...]) -> list[dict]:
         if not isinstance(row, dict) or not all(key in row for key in keys):
             raise SystemExit(f"Line {number} of {path} is no JSON object with {' and '.join(keys)}.")
         if not isinstance(row["id"], str | int | float):
-            given = json.dumps(row["id"])
-            raise SystemExit(f"Line {number} of {path} has the id {given}, but ids must be strings or numbers.")
+            id_ = json.dumps(row["id"])
+            raise SystemExit(f"Line {number} of {path} has the id {id_}, but ids must be strings or numbers.")
         rows.append(row)
     return rows
 
@@ -84,15 +84,15 @@ def answered(out: Path) -> set:
     try:
         answers = read_lines(out, whole.decode(), ANSWER)
     except UnicodeDecodeError:
-        raise SystemExit(f"{out} is no text, but must be a file of answers or not exist.") from None
+        raise SystemExit(f"{out} is not a text file, but must be a file of answers or not exist.") from None
     if not (rest.startswith(BEGINNING) or BEGINNING.startswith(rest)):
-        raise SystemExit(f"{out} ends with something that is no answer, but must be a file of answers or not exist.")
+        raise SystemExit(f"{out} does not end with an answer, but must be a file of answers or not exist.")
     os.truncate(out, end)
     return {answer["id"] for answer in answers}
 
 
 def processor(args: argparse.Namespace):
-    """The stage that runs vLLM. vLLM tokenizes and detokenizes."""
+    """The stage that runs vLLM, which also tokenizes and detokenizes."""
     config = vLLMEngineProcessorConfig(
         model_source=args.target,
         engine_kwargs={
@@ -118,7 +118,7 @@ def processor(args: argparse.Namespace):
             "text": row["generated_text"],
             "tokens": row["num_generated_tokens"],
         },
-        # These two need hardly any CPU, and the engines may occupy all declared CPUs.
+        # These two need hardly any CPU time, and the engines may occupy all declared CPUs.
         preprocess_map_kwargs={"num_cpus": 0},
         postprocess_map_kwargs={"num_cpus": 0},
     )
@@ -132,7 +132,7 @@ def main() -> None:
         raise SystemExit(f"--prompts is {args.prompts}, but cannot be read as a text file ({error}).") from None
     prompts = read_lines(args.prompts, text, ("id", "prompt"))
     if len({row["id"] for row in prompts}) < len(prompts):
-        raise SystemExit(f"In {args.prompts}, some ids are given twice, but each must be given once.")
+        raise SystemExit(f"In {args.prompts}, some ids occur twice, but each must be unique.")
     try:
         GSDConfig.load(args.gsd)
     except GSDConfigError as error:

@@ -47,6 +47,7 @@ void choose(const Depth<T>& depth, int64_t* chosen) {
   std::vector<int64_t> tokens(depth.ids, depth.ids + depth.rows * depth.k);
   std::sort(tokens.begin(), tokens.end());
   tokens.erase(std::unique(tokens.begin(), tokens.end()), tokens.end());
+  TORCH_CHECK_VALUE(static_cast<int64_t>(tokens.size()) >= depth.k, "a row of ids must name different tokens");
   std::vector<std::pair<float, int64_t>> order;
   for (const int64_t token : tokens)
     order.emplace_back(token == depth.ids[0] ? -std::numeric_limits<float>::infinity() : -depth.path(token).first, token);
@@ -69,13 +70,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> best_paths(const at::Tensor& scor
   TORCH_CHECK_VALUE(best.sizes() == at::IntArrayRef({count, before}) && best.scalar_type() == at::kFloat &&
                         best.is_contiguous() && (rows == 1 || rows == before) && (before == 1 || before == k),
                     "best must be a contiguous float32 [", count, ", 1 or k]");
+  const int64_t *id = ids.const_data_ptr<int64_t>(), pool = scores.size(2);
+  for (int64_t i = 0; i < ids.numel(); ++i)
+    TORCH_CHECK_VALUE(0 <= id[i] && id[i] < pool, "ids name token ", id[i], " of a pool of ", pool);
   at::Tensor places = ids.new_empty({count, k}), probs = best.new_empty({count, k, k});
   at::Tensor paths = best.new_empty({count, k});
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, scores.scalar_type(), "best_paths", [&] {
     for (int64_t b = 0; b < count; ++b) {
       Depth<scalar_t> depth{scores.const_data_ptr<scalar_t>() + b * scores.stride(0), scores.stride(1), rows, k,
-                            ids.const_data_ptr<int64_t>() + b * rows * k, best.const_data_ptr<float>() + b * before,
-                            before, std::vector<float>(rows)};
+                            id + b * rows * k, best.const_data_ptr<float>() + b * before, before,
+                            std::vector<float>(rows)};
       for (int64_t row = 0; row < rows; ++row)
         depth.shift[row] = std::log(chances.const_data_ptr<float>()[b * rows + row]) -
                            static_cast<float>(depth.scores[row * depth.stride + depth.ids[row * k]]);

@@ -94,7 +94,10 @@ void check_inputs(const at::Tensor& output, const at::Tensor& query, const at::T
                     "positions must be a contiguous int64 [num_rows]");
   TORCH_CHECK_VALUE(tree_mask.scalar_type() == at::kLong && tree_mask.dim() == 2 && tree_mask.is_contiguous(),
                     "tree_mask must be a contiguous int64 [num_rows, words]");
-  const int32_t rows = query_start_loc.const_data_ptr<int32_t>()[requests];
+  const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(starts[0] >= 0 && std::is_sorted(starts, starts + requests + 1),
+                    "query_start_loc must not decrease from at least 0");
+  const int32_t rows = starts[requests];
   TORCH_CHECK_VALUE(rows <= query.size(0) && rows <= positions.size(0) && rows <= tree_mask.size(0),
                     "query_start_loc ends at row ", rows, ", but there are ", query.size(0),
                     " rows in query, ", positions.size(0), " in positions, ", tree_mask.size(0),
@@ -108,7 +111,6 @@ void check_inputs(const at::Tensor& output, const at::Tensor& query, const at::T
 // One past the last key that some row of the request attends; the blocks of all that may be read exist.
 int64_t checked_keys(const TreeAttention& op, int64_t request, int64_t max_blocks) {
   const int64_t begin = op.query_start[request], end = op.query_start[request + 1], prefix = op.prefix[request];
-  TORCH_CHECK_VALUE(begin >= 0 && begin <= end, "query_start_loc must not decrease");
   TORCH_CHECK_VALUE(prefix >= 0, "request ", request, " has a prefix of ", prefix, " keys");
   int64_t keys = 0;
   for (int64_t row = begin; row < end; ++row) keys = std::max(keys, keys_end(op, prefix, row));

@@ -39,20 +39,21 @@ def faults(load: Load, answer: Answer, ends: set[int]) -> list[str]:
     Args:
         ends: the target's end-of-text tokens.
     """
-    body, found = load.body, []
+    body, result = load.body, []
     wanted = body.get("n", 1)
     if sorted(answer.choices) != list(range(wanted)):
-        found.append(f"choices {sorted(answer.choices)} came back of n = {wanted}")
+        result.append(f"the answer has the choices {sorted(answer.choices)}, but n = {wanted}")
     if answer.tokens > wanted * body["max_tokens"]:
-        found.append(f"the server counts {answer.tokens} tokens, but {wanted} of max_tokens {body['max_tokens']}")
-    if sum(len(choice.tokens) for choice in answer.choices.values()) != answer.tokens:
-        found.append(f"the server counts {answer.tokens} tokens, but others came back")
+        result.append(f"the server counts {answer.tokens} tokens, but n = {wanted}, max_tokens = {body['max_tokens']}")
+    sent = sum(len(choice.tokens) for choice in answer.choices.values())
+    if sent != answer.tokens:
+        result.append(f"the server counts {answer.tokens} tokens, but sent {sent}")
     for choice in answer.choices.values():
-        found += _faults_of_length(body, choice)
-        found += _faults_of_stops(body, choice, ends)
-        found += _faults_of_form(body, choice)
-        found += _faults_of_logprobs(body, choice)
-    return found
+        result += _faults_of_length(body, choice)
+        result += _faults_of_stops(body, choice, ends)
+        result += _faults_of_form(body, choice)
+        result += _faults_of_logprobs(body, choice)
+    return result
 
 
 def _faults_of_length(body: dict[str, Any], choice: Choice):

@@ -1,4 +1,4 @@
-"""Two clients: one waits for its answer, the other disconnects before."""
+"""Two kinds of clients: one waits for its answer, and the other disconnects before it arrives."""
 
 import asyncio
 import json
@@ -19,14 +19,14 @@ async def ask(client: AsyncOpenAI, load: Load) -> Answer:
         openai.APIError: the server rejected the request or failed.
     """
     body = dict(load.body)
-    given = {name: body.pop(name) for name in ("model", "messages", "prompt", "stream") if name in body}
+    arguments = {name: body.pop(name) for name in ("model", "messages", "prompt", "stream") if name in body}
     create: Any = client.chat.completions.create if load.chat else client.completions.create
     answer, start = Answer(), time.perf_counter()
-    came = await create(**given, extra_body=body)
+    response = await create(**arguments, extra_body=body)
     if not load.stream:
-        _take(answer, came, load.chat)
+        _take(answer, response, load.chat)
         return answer
-    async for piece in came:
+    async for piece in response:
         if answer.first_after is None:
             answer.first_after = time.perf_counter() - start
         _take(answer, piece, load.chat)
@@ -36,19 +36,19 @@ async def ask(client: AsyncOpenAI, load: Load) -> Answer:
 def _take(answer: Answer, piece: Any, chat: bool) -> None:
     if piece.usage is not None:
         answer.prompt_tokens, answer.tokens = piece.usage.prompt_tokens, piece.usage.completion_tokens
-    for came in piece.choices:
-        choice = answer.choice(came.index)
+    for part in piece.choices:
+        choice = answer.choice(part.index)
         if chat:
-            message = getattr(came, "delta", None) or came.message
+            message = getattr(part, "delta", None) or part.message
             choice.text += message.content or ""
-            if came.logprobs is not None:
-                choice.logprobs += [token.logprob for token in came.logprobs.content or ()]
+            if part.logprobs is not None:
+                choice.logprobs += [token.logprob for token in part.logprobs.content or ()]
         else:
-            choice.text += came.text
-            if came.logprobs is not None:
-                choice.logprobs += came.logprobs.token_logprobs or ()
-        choice.tokens += (came.model_extra or {}).get("token_ids") or []
-        choice.finish_reason = came.finish_reason or choice.finish_reason
+            choice.text += part.text
+            if part.logprobs is not None:
+                choice.logprobs += part.logprobs.token_logprobs or ()
+        choice.tokens += (part.model_extra or {}).get("token_ids") or []
+        choice.finish_reason = part.finish_reason or choice.finish_reason
 
 
 async def vanish(url: str, load: Load, after: float) -> None:

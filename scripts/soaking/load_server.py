@@ -18,7 +18,7 @@ from .watch import memory_mib, not_idle, read_metrics
 CLOSING = {"Connection": "close"}
 # The soak stops after this many server errors.
 MOST_SERVER_ERRORS = 100
-# A request hangs if it takes this many times as long as the others of late.
+# A request counts as hung if it takes this many times as long as recent ones.
 HANGS = 30
 
 
@@ -81,7 +81,7 @@ class Soak:
             watching = asyncio.create_task(self._watch(http, start, progress))
             await asyncio.gather(*[self._keep_asking(client, start + self.seconds) for _ in range(self.concurrency)])
             if watching.done():
-                watching.result()  # it ends only by an error
+                watching.result()  # raises the error that ended it
             watching.cancel()
             return await self._rest(http)
 
@@ -107,7 +107,7 @@ class Soak:
             answer = await asyncio.wait_for(ask(client, load), wait)
         except TimeoutError:
             hung = load.fate != "aborted"
-            return Outcome(load, "hung" if hung else "aborted", 0, faults=["no answer came in time"] if hung else [])
+            return Outcome(load, "hung" if hung else "aborted", 0, faults=["no answer arrived in time"] if hung else [])
         except openai.APIStatusError as error:
             ended = "server error" if error.status_code >= 500 else "refused"
             return Outcome(load, ended, 0, faults=[f"status {error.status_code}: {error.message}"])
@@ -116,7 +116,7 @@ class Soak:
         return Outcome(load, "answered", 0, answer, faults(load, answer, self.ends))
 
     def _patience(self) -> float:
-        """Seconds to wait for an answer. Where all answers are slow, a slow one is no hang."""
+        """Seconds to wait for an answer. If all answers are slow, a slow one is not a hang."""
         return max(self.patience, HANGS * self.usual)
 
     async def _watch(self, http: httpx.AsyncClient, start: float, progress: Any) -> None:

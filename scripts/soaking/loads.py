@@ -27,7 +27,7 @@ class Load:
     kind: str
     fate: str  # a key of ``FATES``
     chat: bool  # chat or completions endpoint
-    body: dict[str, Any]  # of the HTTP request, including the model's name
+    body: dict[str, Any]  # body of the HTTP request, including the model's name
     patience: float  # when the client gives up, relative to the usual time of an answer
 
     @property

@@ -20,9 +20,9 @@ from text_pair import build_text_pair  # noqa: E402
 
 NAME = "target"
 BLOCK_SIZE = 32  # the minimum on CPUs
-# Settings with which memory shows leaks and little else. oneDNN keeps 1,024 compiled matrix products of about 0.3 MiB,
-# and then replaces the oldest. glibc raises by itself the size from which it returns freed memory at once, and then
-# keeps more and more of it between smaller pieces.
+# Settings that make leaks visible in the memory. By default, oneDNN caches 1,024 compiled matrix products of about
+# 0.3 MiB each. glibc dynamically raises the size from which it returns freed memory at once, and then keeps more and
+# more freed memory.
 SETTLED = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -40,7 +40,7 @@ class Setting:
         runner: "v1" or "v2".
         concurrency: maximum concurrent requests.
         target, draft: folders; None for the tiny pair, which has LoRA adapters.
-        gsd: further keys of gsd.json.
+        gsd: more keys of gsd.json.
         lora: whether to use the tiny pair's adapters. V2 never does, because gsd rejects them there.
     """
 
@@ -104,6 +104,6 @@ def _ends(target: Path) -> set[int]:
     ends: set[int] = set()
     for file in ("config.json", "generation_config.json"):
         if (target / file).is_file():
-            given = json.loads((target / file).read_text("utf-8")).get("eos_token_id")
-            ends |= set(given if isinstance(given, list) else [] if given is None else [given])
+            eos = json.loads((target / file).read_text("utf-8")).get("eos_token_id")
+            ends |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return ends

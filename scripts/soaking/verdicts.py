@@ -9,10 +9,10 @@ import numpy as np
 from .load_server import Outcome
 from .loads import kinds
 
-# The least bytes of a leak per request. A forgotten request keeps the tokens of its prompt, about 200 here with 8 bytes
-# each in a list, and the object that holds them.
+# The smallest leak to detect, in bytes per request. A leaked request keeps at least its prompt's tokens, about 200 here
+# with 8 bytes each in a list, and the object that holds them.
 LEAK_BYTES = 2048
-# What readings vary by without any leak: one large temporary buffer more or less.
+# Readings vary by this much without any leak, because of large temporary buffers.
 NOISE_MIB = 4.0
 # Shorter soaks consist only of warm-up.
 LEAST_SECONDS = 180
@@ -20,7 +20,7 @@ LEAST_SECONDS = 180
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a check held, or None if the soak was too short to tell."""
+    """Whether a check held. ``held`` is None if the soak was too short to tell."""
 
     check: str
     held: bool | None
@@ -40,9 +40,9 @@ def judge(
     Args:
         series: readings in order of time, with the memory in "mib" and the finished "requests".
         metrics: the last metrics.
-        busy: those of them that should be 0 and are not.
+        busy: metrics that should be 0 but are not.
         lost: how the server died, or None.
-        lora: whether it had adapters.
+        lora: whether the server had adapters.
     """
     ended = {name: sum(one.ended == name for one in outcomes) for name in ("server error", "refused", "hung")}
     wrong = [one for one in outcomes if one.ended == "answered" and one.faults]
@@ -69,22 +69,22 @@ def judge(
 
 
 def _memory(series: list[dict[str, Any]]) -> Verdict:
-    """Tells a leak from caches that fill and buffers that grow: a leak grows alike in both quarters of the second half.
+    """Distinguish a leak from filling caches and growing buffers.
 
-    A cache grows less in the last quarter than in the one before, and a buffer grows in one of them only. So the lesser
-    of the two rates counts.
+    A leak grows at the same rate in both quarters of the second half. A cache grows less in the last quarter than in
+    the one before, and a buffer grows in only one of them. So the smaller of the two rates counts.
     """
     name = "memory does not grow in the second half"
     took = series[-1]["seconds"] - series[0]["seconds"] if series else 0
     if took < LEAST_SECONDS:
-        return Verdict(name, None, f"{took:.0f} seconds are too few to tell")
+        return Verdict(name, None, f"{took:.0f} seconds are too short to tell")
     quarter = len(series) // 4
     half = series[-2 * quarter :]
     rates = [_bytes_per_request(part) for part in (half[:quarter], half[quarter:])]
     requests = half[-1]["requests"] - half[0]["requests"]
     allowed = max(LEAK_BYTES, NOISE_MIB * 2**20 / max(1, requests))
     detail = (
-        f"{half[0]['mib']:.0f} MiB, and {half[-1]['mib']:.0f} MiB after {requests} requests more: "
+        f"{half[0]['mib']:.0f} MiB, and {half[-1]['mib']:.0f} MiB after {requests} more requests: "
         f"{rates[0]:.0f} bytes per request in the third quarter, {rates[1]:.0f} in the last; "
         f"a leak has more than {allowed:.0f} in both"
     )
@@ -92,7 +92,7 @@ def _memory(series: list[dict[str, Any]]) -> Verdict:
 
 
 def _bytes_per_request(part: list[dict[str, Any]]) -> float:
-    """How memory grows: the median of the slopes between all pairs of readings (Theil and Sen's estimate)."""
+    """The growth of memory: the median slope between all pairs of readings (Theil-Sen estimator)."""
     requests, mib = (np.array([one[name] for one in part], float) for name in ("requests", "mib"))
     more = requests[None, :] - requests[:, None]
     slopes = (mib[None, :] - mib[:, None])[more > 0] / more[more > 0]

@@ -33,9 +33,9 @@ def not_idle(metrics: dict[str, float]) -> dict[str, float | None]:
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """Anonymous and shared memory of a process and all its children, by name and id. Pages they share count once.
+    """Anonymous and shared memory of a process and all its children, by name and id. Shared pages count once.
 
-    Files are left out: their pages are split with all programs of the machine that map the same libraries.
+    Pages of files are not counted, because they are shared with all programs that map the same libraries.
     """
     took = {}
     for process in _family(pid):

@@ -1,4 +1,4 @@
-"""Lets the tests here import one another, and gives them the sources of the vLLM that comes next."""
+"""Lets the contract tests import each other, and provides the sources of the next vLLM version."""
 
 import ast
 import functools
@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 FETCH = Path(__file__).parents[2] / "scripts" / "fetch_vllm_sources"
 
 
-NO_NETWORK = 3  # its exit status
+NO_NETWORK = 3  # exit status of FETCH
 
 
 @pytest.fixture(scope="module", autouse=True)
 def parse_once():
-    """Most tests that read the same module follow one another."""
+    """Caches parsed modules, because consecutive tests mostly read the same module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ast, "parse", functools.lru_cache(8)(ast.parse))
         yield
@@ -27,9 +27,10 @@ def parse_once():
 
 @pytest.fixture(scope="session")
 def next_sources() -> Path:
-    """The ``vllm`` folder of the next version, or of the one that ``VLLM_SOURCES`` names.
+    """The ``vllm`` folder of the next version's sources, or the folder that ``VLLM_SOURCES`` names.
 
-    They are downloaded the first time. Without a network their tests are skipped; any other failure is an error.
+    The sources are downloaded once. Without a network, the tests that need them are skipped. Any other failure is an
+    error.
     """
     if named := os.environ.get("VLLM_SOURCES"):
         return Path(named)

@@ -1,4 +1,4 @@
-"""The inventory of what is changed in vLLM: complete, held by contract tests, and true of the installed vLLM."""
+"""The inventory of changes to vLLM is complete, has contract tests, and matches the installed vLLM."""
 
 import ast
 import copy
@@ -56,14 +56,14 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from check_walls import violations  # noqa: E402
 
-# What V2 runs on a CPU with must be imported by its worker: it is read here.
+# Modules that only a worker may import on a CPU. Their sources are read instead.
 READ = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.", "vllm.v1.executor.ray")
 by_symbol = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.symbol)
 
 
 @by_symbol
 def test_symbol(patch):
-    """The installed vLLM has it, of its kind and with the parameters that we use; what engines replace is read, too."""
+    """The installed vLLM has the symbol, with the right kind and parameters, also according to its source."""
     if not patch.module.startswith(READ):
         assert symbols.problem_with(patch) is None
     if patch.when not in ("load", "fallback") and patch.module.startswith("vllm."):
@@ -89,18 +89,18 @@ def test_its_contract_test_exists(patch):
 
 
 def assigning_functions() -> set[str]:
-    """The functions of ``upstream`` that assign into others' modules, classes or objects, "module.function"."""
-    found = set()
+    """The functions of ``upstream`` that change modules, classes or objects of other packages, as "module.function"."""
+    functions = set()
     for file in (ROOT / "vllm_gsd/upstream").glob("*.py"):
         for violation in violations(file.read_text()):
             if not violation.what.startswith("spells"):
-                found.add(f"{file.stem}.{violation.function}")
-    return found
+                functions.add(f"{file.stem}.{violation.function}")
+    return functions
 
 
 def replacing_functions() -> dict[str, set[str]]:
-    """The functions of ``upstream`` that replace a symbol of the inventory, and the symbols that they name."""
-    found: dict[str, set[str]] = {}
+    """The functions of ``upstream`` that contain names of vLLM's symbols, with these symbols."""
+    functions: dict[str, set[str]] = {}
     for file in (ROOT / "vllm_gsd/upstream").glob("*.py"):
         for function in ast.parse(file.read_text()).body:
             if isinstance(function, ast.FunctionDef):
@@ -110,16 +110,16 @@ def replacing_functions() -> dict[str, set[str]]:
                     if isinstance(node, ast.Constant) and re.fullmatch(r"vllm[\w.]+:[\w.]+", str(node.value))
                 }
                 if named:
-                    found[f"{file.stem}.{function.name}"] = named
-    return found
+                    functions[f"{file.stem}.{function.name}"] = named
+    return functions
 
 
 def test_every_patch_of_the_package_is_in_the_inventory():
     listed = {function for patch in PATCHES for function in patch.by.split()}
-    # ``patching`` itself replaces nothing but symbols of the inventory; what it refuses is tested below.
+    # ``patching`` replaces only symbols of the inventory; the test below checks that it refuses others.
     assigning = {name for name in assigning_functions() if not name.startswith("patching.")}
     assert assigning - listed == set()
-    assert len(assigning) > 20  # the check sees them
+    assert len(assigning) > 20  # the search works
     for function, named in replacing_functions().items():
         for symbol in named:
             patch = inventory.patch_of(symbol)
@@ -139,7 +139,7 @@ def test_symbols_are_listed_once():
     assert len({patch.symbol for patch in PATCHES}) == len(PATCHES)
 
 
-# --- contracts of entries that no other file holds ----------------------------------------------------
+# --- contracts that no other file tests ---------------------------------------------------------------
 
 
 def test_a_thinking_budget_has_a_mode_for_speculation():
@@ -187,8 +187,8 @@ def test_eagle3_heads():
     override = SpeculativeConfig._maybe_override_draft_max_position_embeddings
     assert list(inspect.signature(override).parameters) == ["draft_hf_config", "target_max_model_len"]
     named = LlamaConfig(max_position_embeddings=64, architectures=["LlamaForCausalLM"], draft_vocab_size=40)
-    found = _as_in_vllm(512, named)
-    assert (found.max_position_embeddings, found.architectures) == (512, ["Eagle3LlamaForCausalLM"])
+    config = _as_in_vllm(512, named)
+    assert (config.max_position_embeddings, config.architectures) == (512, ["Eagle3LlamaForCausalLM"])
     assert aux_layers(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 5, 7])) == (0, 5, 7)
     assert aux_layers(SimpleNamespace(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]})) == (1, 2)
     assert aux_layers(SimpleNamespace(dflash_config={"target_layer_ids": [1, 3]})) == (2, 4)
@@ -196,7 +196,7 @@ def test_eagle3_heads():
 
 
 def test_block_drafts():
-    """What ``BlockDrafter``, ``ContextKV`` and the heads call of vLLM's models."""
+    """vLLM's models have the methods that ``BlockDrafter``, ``ContextKV`` and the heads call."""
     for draft in (DFlashQwen3ForCausalLM, DFlash2Qwen3ForCausalLM, Qwen3DSparkForCausalLM):
         assert list(inspect.signature(draft.combine_hidden_states).parameters) == ["self", "hidden_states"]
         assert list(inspect.signature(draft.get_draft_attn_causal).parameters) == ["self"]
@@ -218,7 +218,7 @@ def test_block_drafts():
 
 
 def test_gemma4_dspark():
-    """What is other than in Qwen3-shaped drafts, where ``ContextKV`` and ``share_ends`` tell them apart."""
+    """Differences to Qwen3-shaped drafts, by which ``ContextKV`` and ``share_ends`` distinguish them."""
     assert issubclass(Gemma4DSparkForCausalLM, Qwen3DSparkForCausalLM)
     assert Gemma4DSparkForCausalLM.dspark_shares_target_embeddings is False
     assert "process_eagle_weight" not in inspect.getsource(Gemma4DSparkForCausalLM)
@@ -228,7 +228,7 @@ def test_gemma4_dspark():
 
 
 def test_windows_of_attention_and_of_its_cache():
-    """The attention implementation has the window from its constructor; the layer's own is for the cache."""
+    """The attention implementation gets the window in its constructor; the layer's own is only for the cache."""
     assert "if self.sliding_window is not None:" in inspect.getsource(Attention.get_kv_cache_spec)
     others = inspect.getsource(Attention).replace(inspect.getsource(Attention.get_kv_cache_spec), "")
     assert re.findall(r"self\.sliding_window\b.*", others) == ["self.sliding_window = sliding_window"]
@@ -247,7 +247,7 @@ def test_attention_metadata_take_our_attribute():
 
 
 def test_speculative_configs_take_our_attribute():
-    """Requests are validated with the same object, or with a copy that keeps its attributes."""
+    """Requests are validated with the same config object, or with a copy that keeps its attributes."""
     config = SpeculativeConfig.__new__(SpeculativeConfig)
     wire.allow_traces(SimpleNamespace(speculative_config=config), SimpleNamespace(trace="trace.jsonl"))
     wire.check_request(SamplingParams(extra_args={"gsd_trace": True}), copy.copy(config))
@@ -262,7 +262,7 @@ def test_parts_of_a_step_have_these_names():
 
 
 def test_v2_is_asked_for_what_is_replaced():
-    """``instances.wrap`` stands between the runner and these."""
+    """The runner calls the functions that ``instances.wrap`` replaces."""
     assert "self.model_state.prepare_attn(" in test_upstream_v2.source(test_upstream_v2.RUNNER, "GPUModelRunner")
     assert "cudagraph_manager.dispatch(" in (test_upstream_v2.ROOT / "v1/worker/gpu/dp_utils.py").read_text()
 

@@ -1,4 +1,4 @@
-"""Every method of vLLM's own is left to vLLM, however near its name comes to ours."""
+"""Configs with any of vLLM's own methods are left to vLLM, even if the name resembles ours."""
 
 import typing
 
@@ -9,7 +9,7 @@ from vllm_gsd.config.schema import _SHARED_KEYS, METHOD, GSDConfig, is_gsd
 
 
 def names(kind) -> list[str]:
-    """All strings of a Literal, which may hold others."""
+    """All strings of a Literal, which may contain other Literals."""
     return [name for part in typing.get_args(kind) for name in ([part] if isinstance(part, str) else names(part))]
 
 
@@ -23,5 +23,5 @@ def test_methods_are_left_to_vllm():
 
 @pytest.mark.parametrize("key", sorted(GSDConfig.model_fields.keys() - _SHARED_KEYS))
 def test_our_keys_are_no_keys_of_vllms(key):
-    """By them a config whose method is misspelt is known to be ours."""
+    """These keys identify a gsd config whose method is misspelt."""
     assert key not in speculative.SpeculativeConfig.__dataclass_fields__

@@ -1,7 +1,7 @@
-"""The contracts of ``test_upstream`` against the sources of the next vLLM, read and not imported.
+"""Checks the contracts of ``test_upstream`` on the sources of the next vLLM, without importing it.
 
-``scripts/fetch_vllm_sources`` downloads them; ``VLLM_SOURCES=.../vllm`` names those of another version instead.
-``test_upstream_v2`` reads them too. What differs is told apart in ``vllm_gsd/upstream``.
+``scripts/fetch_vllm_sources`` downloads the sources; ``VLLM_SOURCES=.../vllm`` names those of another version.
+``test_upstream_v2`` reads them, too. ``vllm_gsd/upstream`` handles the differences between versions.
 """
 
 import ast
@@ -18,7 +18,7 @@ from vllm_gsd.upstream.symbols import problem_in
 
 
 def definition(sources: Path, symbol):
-    """The other version's definition of an imported function or class, which may have moved to a base class."""
+    """The other version's definition of a function or class that is imported from the installed vLLM."""
     path = Path(sources, *symbol.__module__.split(".")[1:])
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     node: ast.AST = ast.parse(path.read_text())
@@ -29,7 +29,7 @@ def definition(sources: Path, symbol):
             if isinstance(child, (ast.FunctionDef, ast.ClassDef)) and child.name == part
         ]
         assert named, f"{path} has no {symbol.__qualname__} any more"
-        node = named[-1]  # of a property, its last form
+        node = named[-1]  # a property may be defined several times
     return node
 
 
@@ -37,13 +37,13 @@ def definition(sources: Path, symbol):
     ("function", "expected"), test_upstream.SIGNATURES, ids=lambda value: getattr(value, "__qualname__", "")
 )
 def test_signature(next_sources, function, expected):
-    found = definition(next_sources, function).args
-    ordered = [*found.posonlyargs, *found.args, found.vararg, *found.kwonlyargs, found.kwarg]
+    arguments = definition(next_sources, function).args
+    ordered = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
     names = [argument.arg for argument in ordered if argument is not None]
     assert [name for name in names if name not in ("self", "cls")] == expected
 
 
-# Of the others the definition is no statement of the named class.
+# Patches whose symbol is defined by a statement in the named module or class. The others cannot be checked by reading.
 READABLE = [
     patch
     for patch in PATCHES
@@ -68,10 +68,7 @@ def test_what_is_changed_is_there(next_sources, patch):
 
 
 def read_from_vllm() -> set[str]:
-    """Every symbol that our code imports from vLLM's modules, or reads off modules of vLLM that it imports.
-
-    They are looked for where they are defined or imported by name: ours are not taken from a module's ``import *``.
-    """
+    """All symbols that our code imports from vLLM, or reads as attributes of modules that it imports from vLLM."""
     symbols = set()
     for file in Path(vllm_gsd.__file__).parent.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text())))
@@ -88,7 +85,7 @@ def read_from_vllm() -> set[str]:
 
 
 def is_module(path: str) -> bool:
-    """Whether the installed vLLM has such a module, which need not be imported: some must be by their worker."""
+    """Whether the installed vLLM has this module. Does not import it, because only workers may import some modules."""
     file = Path(vllm.__file__).parents[1].joinpath(*path.split("."))
     return file.is_dir() or file.with_suffix(".py").exists()
 
@@ -101,7 +98,7 @@ def test_what_is_read_is_there(next_sources, symbol):
 
 
 def test_grammar_masks_are_filled_as_one_of_two_versions_does(next_sources):
-    """``upstream.structured`` knows them."""
+    """The next version fills masks like 0.32 or like 0.33, both of which ``upstream.structured`` supports."""
     text = Path(next_sources, "v1/structured_output/__init__.py").read_text()
     of_0_32 = "batch: Iterable[tuple[StructuredOutputGrammar, int, bool]]" in text
     of_0_33 = "batch: Iterable[tuple[StructuredOutputGrammar, int, bool, tuple[int, ...]]]" in text

@@ -1,4 +1,4 @@
-"""Every upstream symbol that is wrapped, subclassed or read: an upstream change fails here, by name."""
+"""All vLLM symbols that we wrap, subclass or read: a change in vLLM fails a test that names the symbol."""
 
 import dataclasses
 import inspect
@@ -62,7 +62,7 @@ from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 
 
 def parameters(function) -> list[str]:
-    """Names of a function's parameters, ``self`` left out."""
+    """Names of a function's parameters, without ``self``."""
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
@@ -79,7 +79,7 @@ SIGNATURES = [
         EngineArgs._set_default_max_num_seqs_and_batched_tokens_args,
         ["usage_context", "model_config", "parallel_config"],
     ),
-    # runtime.v1.model_runner
+    # engine.v1.model_runner
     (GPUModelRunner._update_states, ["scheduler_output"]),
     (GPUModelRunner._update_streaming_request, ["req_id", "new_req_data"]),
     (GPUModelRunner._prepare_inputs, ["scheduler_output", "num_scheduled_tokens"]),
@@ -91,13 +91,13 @@ SIGNATURES = [
     (CPUModelRunner.__init__, ["vllm_config", "device"]),
     (GPUModelRunner.take_draft_token_ids, []),
     (GPUModelRunner.maybe_setup_dummy_loras, ["lora_config", "remove_lora"]),
-    # distill.recorder
+    # upstream.forwards, for tools.distill.recorder
     (
         GPUModelRunner._model_forward,
         ["input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"],
     ),
     (GPUModelRunner.execute_model, ["scheduler_output", "intermediate_tensors"]),
-    # runtime.scheduler, runtime.grammar
+    # engine.schedule.scheduler, engine.schedule.grammar
     (Scheduler.update_draft_token_ids, ["draft_token_ids"]),
     (Scheduler.get_grammar_bitmask, ["scheduler_output"]),
     (StructuredOutputManager.validate_tokens, ["request", "spec_tokens"]),
@@ -105,7 +105,7 @@ SIGNATURES = [
     (StructuredOutputManager._fill_bitmasks, ["batch"]),
     (StructuredOutputGrammar.accept_tokens, ["request_id", "tokens"]),
     (StructuredOutputGrammar.rollback, ["num_tokens"]),
-    # runtime.cpu_attention
+    # engine.attention.cpu
     (
         CPUAttentionBackendImpl.forward,
         [
@@ -122,13 +122,13 @@ SIGNATURES = [
     ),
     (CPUAttentionBackendImpl.do_kv_cache_update, ["layer", "key", "value", "kv_cache", "slot_mapping"]),
     (CPUAttentionMetadataBuilder.build, ["common_prefix_len", "common_attn_metadata", "fast_build"]),
-    # runtime.attention_layers
+    # upstream.workers
     (register_backend, ["backend", "class_path", "is_mamba"]),
     (
         selector._cached_get_attn_backend.__wrapped__,
         ["backend", "attn_selector_config", "num_heads", "_run_kv_cache_dtype"],
     ),
-    # runtime.scheduler
+    # engine.schedule.scheduler
     (Scheduler.update_from_output, ["scheduler_output", "model_runner_output"]),
     (
         Scheduler.make_spec_decoding_stats,
@@ -141,7 +141,7 @@ SIGNATURES = [
         ],
     ),
     (SpecDecodingStats.observe_draft, ["num_draft_tokens", "num_accepted_tokens"]),
-    # runtime.draft_model
+    # engine.draft.model
     (
         SpeculativeConfig.create_draft_parallel_config,
         ["target_parallel_config", "speculative_draft_tensor_parallel_size", "draft_model_config"],
@@ -150,7 +150,7 @@ SIGNATURES = [
 
 
 def test_metadata_are_built_by_the_backends_class():
-    """... which may leave them out where no row is left to upstream's kernel: only its own forward reads them."""
+    """Only the backend's own forward reads the metadata, so our builder may omit it if no row needs vLLM's kernel."""
     assert CPUAttentionBackend.get_builder_cls() is CPUAttentionMetadataBuilder
     assert "get_builder_cls()" in inspect.getsource(AttentionGroup.create_metadata_builders)
     assert "attn_group.build_metadata(" in inspect.getsource(GPUModelRunner._build_attention_metadata)
@@ -158,16 +158,16 @@ def test_metadata_are_built_by_the_backends_class():
 
 
 def test_layers_with_windows_can_be_kept_whole():
-    """``replace_as`` takes every field of the one kind to the other, but for the one that runtime.v1 drops."""
-    there = field_names(FullAttentionSpec)
-    assert field_names(SlidingWindowSpec) - there == {"extra_retained_tokens"}
-    assert "sliding_window" in there
+    """``replace_as`` copies all fields of a spec to the other kind, except the one that we drop (attention.layers)."""
+    fields = field_names(FullAttentionSpec)
+    assert field_names(SlidingWindowSpec) - fields == {"extra_retained_tokens"}
+    assert "sliding_window" in fields
     assert parameters(replace_as) == ["spec", "target_cls", "drop", "changes"]
     assert 'hf_text_config, "sliding_window"' in inspect.getsource(ModelConfig.get_sliding_window)
 
 
 def test_attention_may_write_its_keys_and_values_itself():
-    """runtime.cpu_attention does what upstream's other op would do: same conditions, slots, views of the cache."""
+    """engine.attention.cpu updates the cache like vLLM's separate op: same conditions, slots and views of the cache."""
     assert CPUAttentionBackend.forward_includes_kv_cache_update is False
     source = inspect.getsource(attention.Attention.forward)
     for condition in (
@@ -224,7 +224,7 @@ def test_fields(cls, needed):
 
 
 def test_sampling_metadata_is_known_completely():
-    """``walk`` slices every field by request: a new field must be sliced too."""
+    """``walk`` slices every field by request, so it must know all fields."""
     assert field_names(SamplingMetadata) == {
         "temperature",
         "all_greedy",
@@ -249,7 +249,7 @@ def test_sampling_metadata_is_known_completely():
 
 
 def test_logprob_token_ids_of_one_request_hide_the_top_ones_of_others():
-    """A fault of vLLM's V1 that tests and docs/support.toml step around: the others get token 0 at minus infinity."""
+    """A bug of vLLM's V1, which tests and docs/support.toml avoid: other requests get token 0 at minus infinity."""
     fields = dict.fromkeys(field_names(SamplingMetadata))
     fields |= {"all_greedy": True, "all_random": False, "no_penalties": True, "bad_words_token_ids": {}}
     fields |= {"max_num_logprobs": 2, "logprob_token_ids": {0: [3, 4]}, "logitsprocs": LogitsProcessors()}
@@ -259,7 +259,7 @@ def test_logprob_token_ids_of_one_request_hide_the_top_ones_of_others():
 
 
 def test_model_runner_output_takes_our_attribute():
-    """The worker's statistics ride on the output as an extra attribute, which slots would forbid."""
+    """The worker's statistics are an extra attribute of the output, which slots would forbid."""
     assert not hasattr(ModelRunnerOutput, "__slots__")
 
 
@@ -298,7 +298,7 @@ def test_dummy_runs_with_lora():
 
 
 def test_lora_on_the_cpu_gives_rows_without_adapter_the_last_slots():
-    """A bug of vLLM 0.32, not ours, and mended in 0.33: the advice to leave a slot free goes with 0.32."""
+    """A bug of vLLM 0.32 that 0.33 fixes. Our advice to leave a slot free can be removed with support for 0.32."""
     slots, result = torch.tensor([[[[0.0]]], [[[5.0]]]]), torch.zeros(2, 1)
     bgmv_expand(torch.ones(2, 1), slots, result, torch.tensor([0, -1]))
     assert result.tolist() == [[0.0], [5.0 if vllm.__version__.startswith("0.32.") else 0.0]]
@@ -324,14 +324,14 @@ def test_sampler_and_forward_context():
 
 
 def test_lm_heads_of_ones_own_rows():
-    """``TrimmedHead`` is a layer to this method, and leaves what comes after it to the logits processor."""
+    """This method accepts ``TrimmedHead`` as a layer, and the logits processor accepts its logits as input."""
     assert parameters(UnquantizedEmbeddingMethod.process_weights_after_loading) == ["layer"]
     assert parameters(UnquantizedEmbeddingMethod.apply) == ["layer", "x", "bias"]
     assert "self.logits_as_input" in inspect.getsource(LogitsProcessor.forward)
 
 
 def test_int8_products():
-    """``Int8Rows`` calls these as vLLM's own W8A8 kernel for CPUs does."""
+    """``Int8Rows`` calls these functions like vLLM's own W8A8 kernel for CPUs."""
     keys = ["weight", "weight_scales", "output_type", "dynamic_quant", "use_azp", "primitive_cache_size"]
     assert parameters(_custom_ops.create_onednn_scaled_mm) == keys
     assert parameters(_custom_ops.onednn_scaled_int8_quant) == ["input", "scale", "azp", "symmetric"]
@@ -340,11 +340,11 @@ def test_int8_products():
 
 
 def test_weights_are_packed_here():
-    """``PacksWeights`` stands in for this function while a model is loaded; layers look it up when they need it."""
+    """``PacksWeights`` replaces this function while a model is loaded, and layers look it up when they call it."""
     assert parameters(utils.dispatch_cpu_unquantized_gemm) == ["layer", "remove_weight"]
     assert parameters(utils.cpu_unquantized_gemm) == ["layer", "x", "weight", "bias"]
     assert "layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
-    # Embeddings and LM heads, which may be tied, are asked for rows and products through their method.
+    # Embeddings and LM heads, which may be tied, look up rows and multiply through their quantization method.
     assert parameters(UnquantizedEmbeddingMethod.embedding) == ["layer", "input_"]
     assert "layer.weight = embed_tokens.weight" in inspect.getsource(UnquantizedEmbeddingMethod.tie_weights)
     assert "quant_method.embedding(self," in inspect.getsource(VocabParallelEmbedding.forward)
@@ -379,7 +379,7 @@ def test_block_table_attributes():
     source = inspect.getsource(BlockTable.__init__)
     for name in ("self.block_table", "self.num_blocks_per_row", "self.slot_mapping", "self.block_size"):
         assert f"{name} = " in source
-    # Slots are computed into the tensor; the buffer's array need not be the same memory.
+    # Slots are written into the tensor, which need not share memory with the buffer's array.
     assert "self.slot_mapping.gpu," in inspect.getsource(BlockTable.compute_slot_mapping)
 
 
@@ -390,7 +390,7 @@ def test_cpu_backend_can_be_overridden():
 @pytest.mark.parametrize("drafts", [[0], [3], [0, 0], [3, 0, 2, 0, 1]], ids=str)
 @pytest.mark.parametrize("prompt", [0, 100])
 def test_rows_that_need_logits(drafts, prompt):
-    """Ours are upstream's; what else its rejection sampler would read is left out."""
+    """Our indices equal vLLM's. Our metadata omits the fields that only vLLM's rejection sampler reads."""
     runner = object.__new__(GraphModelRunner)
     runner.arange_np, runner._arange_scratch = np.arange(500), np.empty(500, np.int64)
     runner.device, runner.all_rows = torch.device("cpu"), torch.arange(500)
@@ -403,11 +403,11 @@ def test_rows_that_need_logits(drafts, prompt):
     assert (ours.num_draft_tokens, ours.max_spec_len) == (theirs.num_draft_tokens, theirs.max_spec_len)
 
 
-# --- runtime.v1.processors -----------------------------------------------------------------------------
+# --- engine.v1.processors ------------------------------------------------------------------------------
 
 
 def test_adapters_call_what_they_hold_for_each_row():
-    """The walk takes callables of ended requests out of ``req_info``."""
+    """The walk may remove callables of ended requests from ``req_info``."""
     called = []
 
     class Adapter(AdapterLogitsProcessor):
@@ -440,7 +440,7 @@ def test_built_in_processors_are_known_by_their_classes():
 
 @pytest.mark.parametrize("places", [[0], [3], [2, 90], range(100)], ids=str)
 def test_the_best_token_beside_nan_is_torchs(places):
-    """``ops.topk_softmax.argmax_of_walks`` makes the same choice."""
+    """vLLM's greedy choice is torch's argmax, also with NaN; ``ops.topk_softmax.argmax_of_walks`` does the same."""
     logits = torch.randn(2, 100)
     logits[1, list(places)] = torch.nan
     assert torch.equal(Sampler.greedy_sample(logits), logits.argmax(1))

@@ -1,4 +1,4 @@
-"""What the CUDA attention backends build on in vLLM; readable without a GPU."""
+"""The parts of vLLM on which our CUDA attention backends depend. The tests read sources and need no GPU."""
 
 import ast
 import inspect
@@ -30,7 +30,7 @@ def test_attributes(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_cache_has_heads_first_and_keys_beside_values(impl):
-    """Logical shape [num_blocks, kv_heads, block_size, 2 * head_size]; its update is not part of ``forward``."""
+    """The logical shape is [num_blocks, kv_heads, block_size, 2 * head_size], and ``forward`` does not update it."""
     source = inspect.getsource(impl.do_kv_cache_update)
     assert "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in source
     assert "[num_blocks, num_kv_heads, block_size, 2 * head_size]" in inspect.getdoc(impl.forward)
@@ -52,7 +52,7 @@ def test_backends_can_be_replaced():
 
 
 def test_flash_attention_takes_pages_and_returns_its_log_sum_exp():
-    """Read, not imported: its binary is not part of every build."""
+    """The source is read and not imported, because not every build has the binary."""
     file = Path(vllm.__file__).parent / "vllm_flash_attn/flash_attn_interface.py"
     if not file.exists():
         pytest.skip("this build of vLLM has no FlashAttention")

@@ -1,4 +1,4 @@
-"""Upstream symbols behind Ray, see ``runtime.ray_executor``: an upstream change fails here, by name."""
+"""vLLM symbols that ``engine.parallel.ray_executor`` needs: a change in vLLM fails a test that names the symbol."""
 
 import inspect
 
@@ -20,7 +20,7 @@ def parameters(function) -> list[str]:
 
 
 def test_the_cpu_platform_has_no_device_in_ray():
-    """When it has one, our executor can go."""
+    """When the platform has one, our executor can be removed."""
     assert CpuPlatform.ray_device_key == ""
 
 
@@ -53,7 +53,7 @@ def test_the_executor_makes_the_actors_that_we_put_in_its_module():
 
 
 def test_a_placement_group_is_made_once():
-    """We ask for it first, to look at its nodes."""
+    """We create the placement group first, to check its nodes, and vLLM then reuses it."""
     source = inspect.getsource(ray_utils.initialize_ray_cluster)
     assert "if parallel_config.placement_group:" in source and "if ray.is_initialized():" in source
     assert "parallel_config.placement_group = current_placement_group" in source
@@ -67,7 +67,7 @@ def test_executors_may_be_classes():
 
 
 def test_shared_memory_is_named_by_the_rendezvous():
-    """Its name is the same on all nodes where ranks meet over TCP, so we add the node."""
+    """The name is the same on all nodes if ranks meet over TCP, so we add the node to it."""
     assert 'os.environ["VLLM_DIST_IDENT"]' in inspect.getsource(_CPUSHMDistributed.make_group_name)
     assert 'init_method.split(":")[-1]' in inspect.getsource(CPUWorker.init_device)
     assert "_CPUSHMDistributed.make_group_name(self)" in inspect.getsource(
@@ -80,7 +80,7 @@ def test_cores_are_told():
 
 
 def test_ray_data_makes_the_engine_configuration_twice():
-    """So ours must leave the arguments as they were."""
+    """Our code must therefore not change the engine arguments."""
     source = inspect.getsource(vLLMEngineWrapper.__init__)
     assert "engine_args.create_engine_config()" in source and "from_engine_args(" in source
     assert "placement_group_config" in inspect.getsource(vLLMEngineStage.post_init)

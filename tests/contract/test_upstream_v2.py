@@ -1,7 +1,7 @@
-"""What ``runtime.v2`` takes from Model Runner V2: an upstream change fails here, by name.
+"""The parts of Model Runner V2 on which ``engine.v2`` depends: a change in vLLM fails a test that names the symbol.
 
-Sources are read, not imported: V2 needs Triton, and its modules must not be imported before a worker has set them up.
-Those of the installed version and of the next one (``conftest.next_sources``), to see what a move to it would take.
+The sources are read and not imported, because V2 needs Triton, and only a worker may import its modules. The tests read
+the installed version and the next one (``conftest.next_sources``), to show what an upgrade would need.
 """
 
 import ast
@@ -18,7 +18,7 @@ GPU = "v1/worker/gpu"
 
 @pytest.fixture(autouse=True, params=["installed", "next"])
 def sources(request, monkeypatch):
-    """What the tests here read."""
+    """Makes each test read the installed version's sources and the next one's."""
     root = INSTALLED if request.param == "installed" else request.getfixturevalue("next_sources")
     monkeypatch.setattr(sys.modules[__name__], "ROOT", root)
 
@@ -28,18 +28,18 @@ def tree(path: str) -> ast.Module:
 
 
 def find(path: str, name: str):
-    """A class, function or method (``Class.method``) of a module."""
+    """The definition of a class, function or method (``Class.method``) of a module."""
     node: ast.AST = tree(path)
     for part in name.split("."):
         named = (ast.ClassDef, ast.FunctionDef)
-        found = [child for child in ast.iter_child_nodes(node) if isinstance(child, named) and child.name == part]
-        assert found, f"{path} has no {name} any more"
-        node = found[0]
+        matches = [child for child in ast.iter_child_nodes(node) if isinstance(child, named) and child.name == part]
+        assert matches, f"{path} has no {name} any more"
+        node = matches[0]
     return node
 
 
 def parameters(path: str, name: str) -> list[str]:
-    """Names of a function's parameters, ``self`` left out."""
+    """Names of a function's parameters, without ``self``."""
     arguments = find(path, name).args
     return [argument.arg for argument in arguments.posonlyargs + arguments.args if argument.arg != "self"]
 
@@ -56,7 +56,7 @@ def fields(path: str, name: str) -> set[str]:
 RUNNER = f"{GPU}/model_runner.py"
 CUDA_GRAPHS = f"{GPU}/cudagraph_utils.py"
 SIGNATURES = [
-    # runtime.v2.model_runner: overridden
+    # engine.v2.model_runner: overridden
     (RUNNER, "GPUModelRunner.__init__", ["vllm_config", "device"]),
     (RUNNER, "GPUModelRunner.load_model", ["load_dummy_weights"]),
     (
@@ -106,15 +106,15 @@ SIGNATURES = [
     # engine.v2.grammars: called
     ("v1/structured_output/__init__.py", "StructuredOutputManager.grammar_init", ["request"]),
     ("v1/structured_output/__init__.py", "StructuredOutputManager.accept_tokens", ["request", "new_token_ids"]),
-    # runtime.v2.model_runner: replaced while a runner is built
+    # upstream.workers: replaced while a runner is built
     (f"{GPU}/spec_decode/__init__.py", "init_speculator", ["vllm_config", "device", "req_states"]),
     (RUNNER, "GPUModelRunner.capture_model", []),
     ("v1/worker/gpu_worker.py", "Worker._make_model_runner", []),
-    # runtime.worker_memory: overridden
+    # engine.worker_memory: overridden
     ("v1/worker/gpu_worker.py", "Worker.load_model", []),
     ("v1/worker/gpu_worker.py", "Worker.determine_available_memory", []),
     ("v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model", []),
-    # runtime.v2.draft_graphs: called
+    # engine.v2.draft_graphs: called
     (
         CUDA_GRAPHS,
         "CudaGraphManager.__init__",
@@ -135,7 +135,7 @@ SIGNATURES = [
         ["num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len", "num_ubatches"],
     ),
     (CUDA_GRAPHS, "CudaGraphManager.run_fullgraph", ["desc"]),
-    # runtime.v2.walk: called, or called in the place of
+    # engine.v2.walk: called or replaced
     (
         f"{GPU}/spec_decode/rejection_sampler.py",
         "RejectionSampler.__call__",
@@ -216,13 +216,13 @@ def test_a_speculator_is_asked_with_these():
         if isinstance(node, ast.FunctionDef) and node.decorator_list
     ]
     assert abstract == ["init_cudagraph_manager", "capture", "propose"]
-    # What the runner asks of any speculator, and of upstream's own kind only.
+    # The runner reads the first from any speculator, and some others only from vLLM's own kind.
     assert "self.speculator.draft_logits" in source(RUNNER, "GPUModelRunner.sample")
     assert "isinstance(self.speculator, DraftModelSpeculator)" in source(RUNNER, "GPUModelRunner.load_model")
 
 
 def test_slots_come_from_positions_by_place():
-    """``prepare_attn`` computes slots before our positions by depth are written, and attention metadata after."""
+    """The runner computes slots before we write positions by depth, and builds attention metadata after that."""
     text = source(RUNNER, "GPUModelRunner.prepare_attn")
     assert "self.block_tables.compute_slot_mappings(" in text and "input_batch.positions" in text
     step = source(RUNNER, "GPUModelRunner.execute_model")
@@ -277,14 +277,14 @@ def test_the_input_batch_and_the_states_have_what_is_read():
 
 
 def test_history_is_read_where_it_is_written():
-    """Penalties and bad words read the requests' own states, which a walk extends while it goes on."""
+    """Penalties and bad words read the requests' own states, to which a walk appends at every step."""
     penalties = source(f"{GPU}/sample/penalties.py", "PenaltiesState.apply")
     assert "self.output_bin_counts" in penalties and "ctx.expanded_local_pos" in penalties
     bad_words = source(f"{GPU}/sample/bad_words.py", "BadWordsState.apply")
     assert "all_token_ids.gpu" in bad_words and "total_len.gpu" in bad_words
     sampler = source(f"{GPU}/sample/sampler.py", "Sampler.__init__")
     assert "self.needs_logits_processing" in sampler and "self.penalties_state" in sampler
-    # What was accepted is committed by upstream, whatever the walk had written there before.
+    # vLLM commits the accepted tokens and overwrites what the walk has written there.
     assert "tl.store(all_token_ids_ptr" in source(f"{GPU}/input_batch.py", "_post_update_kernel").replace("\n", "")
 
 
@@ -313,7 +313,7 @@ def test_the_cpu_worker_builds_the_runner_by_the_names_that_are_replaced():
 
 
 def test_full_cuda_graphs_read_the_buffers_that_they_were_captured_with():
-    """Their metadata is made by the model state, by name for a capture; tables and lengths stay where they are."""
+    """For a capture, the model state builds the metadata; block tables and lengths are persistent buffers."""
     capture = source(CUDA_GRAPHS, "prepare_inputs_to_capture")
     assert "model_state.prepare_attn(" in capture and "for_capture=full_cudagraph" in capture
     assert "for_capture=dummy_run and" in source(RUNNER, "GPUModelRunner.execute_model")
@@ -325,7 +325,7 @@ def test_full_cuda_graphs_read_the_buffers_that_they_were_captured_with():
 
 
 def test_a_speculators_graphs_are_found_and_captured():
-    """Upstream captures them after the target's, and lets go of those that only showed what memory they need."""
+    """vLLM captures them after the target's, and releases those captured only to profile memory."""
     assert "self.speculator.capture()" in source(RUNNER, "GPUModelRunner.capture_model")
     assert "isinstance(value, CudaGraphManager)" in source(CUDA_GRAPHS, "profile_cudagraph_memory")
     manager = source(CUDA_GRAPHS, "CudaGraphManager")
@@ -333,7 +333,7 @@ def test_a_speculators_graphs_are_found_and_captured():
 
 
 def test_ngram_gpu_is_a_method_that_brings_nothing_along():
-    """The method that V2 is told instead of "custom_class"."""
+    """V2 gets this method instead of "custom_class", which it does not support."""
     config = (ROOT / "config/speculative.py").read_text()
     assert 'NgramGPUTypes = Literal["ngram_gpu"]' in config
     refused = source("config/vllm.py", "VllmConfig._get_v2_model_runner_unsupported_features")
@@ -361,7 +361,7 @@ def test_statistics_ride_on_the_output_of_a_step():
 
 
 def test_hidden_states_of_inner_layers():
-    """The runner returns them if this is set before the target is loaded, for the layers that the target is told."""
+    """The runner returns hidden states of the chosen layers if this flag is set before the target is loaded."""
     text = source(f"{GPU}/model_runner.py", "GPUModelRunner.load_model")
     assert "if self.use_aux_hidden_state_outputs:" in text and "set_eagle3_aux_hidden_state_layers(" in text
     assert "self.use_aux_hidden_state_outputs = False" in source(f"{GPU}/model_runner.py", "GPUModelRunner.__init__")
@@ -369,7 +369,7 @@ def test_hidden_states_of_inner_layers():
 
 
 def test_full_graphs_are_captured_for_a_schedule_that_our_scheduler_does_not_follow():
-    """``wire.speculative_config`` names the shares; ``GraphScheduling`` replaces the lookup by its own, or by None."""
+    """``wire.speculative_config`` sets the schedule; ``GraphScheduling`` replaces its lookup by its own or by None."""
     source_of_graphs = source(CUDA_GRAPHS, "CudaGraphManager._init_candidates")
     assert "build_dynamic_sd_schedule_lookup(" in source_of_graphs and "decode_query_lens" in source_of_graphs
     schedule = source("v1/core/sched/scheduler.py", "Scheduler.schedule")

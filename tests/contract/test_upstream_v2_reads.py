@@ -1,8 +1,8 @@
-"""What vLLM reads off our sampler and our speculator on Model Runner V2: whatever a new version reads more fails here.
+"""Our sampler and our speculator have every attribute that Model Runner V2 reads from them, also in the next version.
 
-``runtime.v2.walk.GraphSampler`` takes the place of upstream's ``RejectionSampler`` without inheriting from it, and
-``GraphSpeculator`` is none of upstream's ``DraftModelSpeculator``. So every attribute that any module of vLLM reads off
-``runner.rejection_sampler`` or ``runner.speculator`` is collected from the sources and looked up in ours.
+``engine.v2.walk.GraphSampler`` replaces vLLM's ``RejectionSampler`` without inheriting from it, and ``GraphSpeculator``
+is not a ``DraftModelSpeculator``. So these tests collect every attribute that vLLM's sources read from
+``runner.rejection_sampler`` or ``runner.speculator``, and look it up in our classes.
 """
 
 import ast
@@ -19,9 +19,9 @@ OURS = {
     "rejection_sampler": (PLUGIN / "walk.py", "GraphSampler"),
     "speculator": (PLUGIN / "speculator.py", "GraphSpeculator"),
 }
-# Model Runner V1's, which has a rejection sampler of its own that we never replace.
+# Model Runner V1 has its own rejection sampler, which we never replace.
 NOT_V2 = {"v1/worker/gpu_model_runner.py"}
-# Conditions under which upstream reads something off a speculator, and why they never hold for ours.
+# Conditions under which vLLM reads some attributes, and why they never hold for our classes.
 NEVER = {
     "isinstance(self.speculator, DraftModelSpeculator)": "ours is a BaseSpeculator",
     "isinstance(speculator, DraftModelSpeculator)": "ours is a BaseSpeculator",
@@ -29,23 +29,23 @@ NEVER = {
     "self.adaptive_verification is not None": "our speculator has no enable_adaptive_verification",
     "in maybe_register_speculator": "called for a DraftModelSpeculator only",
 }
-# Functions among them.
+# Functions among these conditions, and the condition of every call.
 NEVER_CALLED = {"maybe_register_speculator": "isinstance(self.speculator, DraftModelSpeculator)"}
 
 
 class Read(NamedTuple):
-    """One use of an attribute of ours, or a call of the object itself (``__call__``)."""
+    """One read of an attribute of our classes, or a call of the object itself (``__call__``)."""
 
     owner: str  # key of ``OURS``
     name: str
     place: str  # file and line
-    guards: tuple[str, ...]  # conditions that hold there
-    call: ast.Call | None  # where it is called
-    default: bool  # whether upstream does without it: ``getattr`` with a default, ``hasattr``
+    guards: tuple[str, ...]  # conditions that hold at this place
+    call: ast.Call | None  # the call, if the attribute is called
+    default: bool  # whether vLLM can do without it: ``getattr`` with a default, or ``hasattr``
 
 
 def owner_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
-    """Which of ours an expression denotes."""
+    """The key of ``OURS`` that an expression denotes, if any."""
     if isinstance(node, ast.Attribute) and node.attr in OURS:
         return node.attr
     if isinstance(node, ast.Name):
@@ -58,7 +58,7 @@ def owner_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
 
 
 class Reader(ast.NodeVisitor):
-    """Collects the reads of one module."""
+    """Collects the reads in a module."""
 
     def __init__(self, path: str):
         self.path = path
@@ -81,7 +81,7 @@ class Reader(ast.NodeVisitor):
         self.aliases = outer
 
     def block(self, statements: list[ast.stmt]) -> None:
-        """Statements one after the other: one that returns unless a condition holds guards those behind it."""
+        """Visit statements in order. One that returns unless a condition holds guards those after it."""
         depth = len(self.guards)
         for statement in statements:
             self.visit(statement)
@@ -134,7 +134,7 @@ class Reader(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         owner = owner_of(node.value, self.aliases)
-        # What upstream writes it need not find.
+        # Attributes that vLLM only writes need not exist.
         if owner is not None and not isinstance(node.ctx, ast.Store):
             self.add(owner, node.attr, node, self.calls.get(node))
         self.generic_visit(node)
@@ -148,18 +148,18 @@ def reads_in(text: str, path: str) -> list[Read]:
 
 @cache
 def reads() -> list[Read]:
-    """All of vLLM's."""
-    found = []
+    """All reads in vLLM's sources."""
+    result = []
     for file in sorted(ROOT.rglob("*.py")):
         path = file.relative_to(ROOT).as_posix()
         text = file.read_text()
         if path not in NOT_V2 and any(name in text for name in OURS):
-            found += reads_in(text, path)
-    return found
+            result += reads_in(text, path)
+    return result
 
 
 def ours(owner: str) -> dict[str, ast.AST]:
-    """What our class has: its own methods and attributes, and those of upstream's ``BaseSpeculator``."""
+    """The members of our class: its own methods and attributes, and those of vLLM's ``BaseSpeculator``."""
     file, name = OURS[owner]
     (kind,) = [
         node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
@@ -223,26 +223,26 @@ def test_ours_takes_what_upstream_passes(owner):
 
 
 def signature_of(method: ast.FunctionDef) -> inspect.Signature:
-    bare = ast.parse(f"def {method.name}(): pass").body[0]
-    assert isinstance(bare, ast.FunctionDef)
-    bare.args = ast.parse(ast.unparse(method)).body[0].args  # type: ignore[attr-defined]
-    for argument in [*bare.args.posonlyargs, *bare.args.args, *bare.args.kwonlyargs]:
+    stub = ast.parse(f"def {method.name}(): pass").body[0]
+    assert isinstance(stub, ast.FunctionDef)
+    stub.args = ast.parse(ast.unparse(method)).body[0].args  # type: ignore[attr-defined]
+    for argument in [*stub.args.posonlyargs, *stub.args.args, *stub.args.kwonlyargs]:
         argument.annotation = None
     scope: dict = {}
-    exec(ast.unparse(bare), {}, scope)
+    exec(ast.unparse(stub), {}, scope)
     return inspect.signature(scope[method.name])
 
 
 def test_what_is_never_read_is_refused():
-    """The conditions in ``NEVER`` are those that upstream has, and rest on what is said of them."""
+    """The conditions in ``NEVER`` occur in vLLM, and the stated reasons are true."""
     assert {guard for read in reads() for guard in read.guards} >= NEVER.keys()
     for name, guard in NEVER_CALLED.items():
         calls = [read for read in reads() if not read.owner and read.name == name]
         assert calls and all(guard in call.guards for call in calls)
     assert "vllm_config.watermark_config is not None" in (PLUGIN.parent / "refusals.py").read_text()
     assert "enable_adaptive_verification" not in ours("speculator")
-    asked = "getattr(self.speculator, 'enable_adaptive_verification', False)"
-    assert asked in ast.unparse(find(f"{GPU}/model_runner.py", "GPUModelRunner.initialize_kv_cache"))
+    read = "getattr(self.speculator, 'enable_adaptive_verification', False)"
+    assert read in ast.unparse(find(f"{GPU}/model_runner.py", "GPUModelRunner.initialize_kv_cache"))
 
 
 READ = """
@@ -265,13 +265,13 @@ def c(runner):
 
 
 def test_reads_are_found():
-    """By attribute, by another name, as an argument; those that are guarded or have a default are not asked of ours."""
-    found = reads_in(READ, "x.py")
-    asked = {(read.owner, read.name) for read in found if is_asked_of_ours(read)}
-    assert asked == {
+    """Reads are found by attribute, through another name, and of arguments. Guarded ones and defaults do not count."""
+    all_reads = reads_in(READ, "x.py")
+    required = {(read.owner, read.name) for read in all_reads if is_asked_of_ours(read)}
+    assert required == {
         ("rejection_sampler", "first"),
         ("speculator", "second"),
         ("speculator", "fourth"),
         ("rejection_sampler", "__call__"),
     }
-    assert {read.name for read in found} == {"first", "second", "third", "fourth", "sixth", "__call__"}
+    assert {read.name for read in all_reads} == {"first", "second", "third", "fourth", "sixth", "__call__"}

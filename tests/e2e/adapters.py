@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 RANK = 8
-# Deviation of the adapters' changes as a share of the weights': the draft, which has no adapter, still guesses well.
+# Standard deviation of an adapter's changes, relative to that of the weights. It is small enough that the draft, which
+# has no adapter, still predicts the target well.
 STRENGTH = 0.15
 
 
 def build_adapter(folder: Path, target: Path, seed: int) -> Path:
-    """Write a random adapter for all linear layers of ``target``; every second one changes the LM head too."""
+    """Write a random adapter for all linear layers of ``target``; with an odd seed it also changes the LM head."""
     import torch
     from safetensors.torch import save_file
 
@@ -49,10 +50,11 @@ def build_adapter(folder: Path, target: Path, seed: int) -> Path:
 
 
 def generate_adapted(llm, prompts, params, adapters):
-    """In the engine's process: answers to prompts (token ids or vLLM's dicts), each with its adapter's folder or None.
+    """Generate answers, in the engine's process, to prompts (token ids or vLLM's dicts) with their adapters.
 
     Args:
-        params: a list of ``Params``.
+        params: a list of ``Params``, one for each prompt.
+        adapters: each prompt's adapter folder, or None.
     """
     from engine_process import _answer
     from vllm.lora.request import LoRARequest

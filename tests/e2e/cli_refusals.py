@@ -1,7 +1,7 @@
-"""What ``vllm serve`` says to command lines, short of loading weights: all of them in one process.
+"""Checks many ``vllm serve`` command lines in one process, without loading weights.
 
-Reads a JSON list of argument lists from stdin and writes a JSON list of ``[exit code, message]`` to stdout; the code
-is 0 for what would be served, and None for an error that is not meant for a user (its traceback being the message).
+Reads a JSON list of argument lists from stdin and writes a JSON list of ``[exit code, message]`` to stdout. The code is
+0 for a valid command line. It is None for an exception that is not meant for users; the message is then its traceback.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ def _refusal(parser, arguments: list[str]) -> tuple[int | None, str]:
 
     from vllm_gsd.config import GSDConfigError
 
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             args = parser.parse_args(["serve", *arguments])
         args.model = args.model_tag
         AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except SystemExit as error:
-        return error.code, said.getvalue()
+        return error.code, stderr.getvalue()
     except GSDConfigError as error:
         return 1, f"vllm: error: {error}"
     except Exception:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for engine_process and tiny_pair
+sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules in this folder
 
 from engine_pool import Kept, Pool
 from engine_process import ENVIRONMENT, Engine, draft_every_level
@@ -21,7 +21,7 @@ from unlike_pair import build_unlike_pair
 
 
 def pytest_collection_modifyitems(items):
-    """Everything here starts an engine."""
+    """Mark all tests in this folder as e2e."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def preforked(tmp_path_factory):
-    """A Python for programs that import vLLM, as a command; it starts them by forking (see ``preforked.py``)."""
+    """A command that behaves like ``python`` and starts programs that import vLLM by forking (see ``preforked.py``)."""
     folder = tmp_path_factory.mktemp("preforked")
     program, address, command = Path(__file__).with_name("preforked.py"), folder / "socket", folder / "python"
     ask = f'exec "{sys.executable}" -SE "{program}" "{address}" "$@"'
@@ -59,21 +59,21 @@ def tiny_pair(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_eagle(tiny_pair, tmp_path_factory):
-    """A draft of EAGLE's kind for the tiny target."""
+    """An EAGLE draft for the tiny target."""
     return build_tiny_eagle(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle") / "work", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="session")
 def tiny_eagle3(tiny_pair, random_prompts, tmp_path_factory):
-    """A folder with an EAGLE-3 head for the tiny target for each of ``tiny_eagle3.HEADS``."""
-    # Some of test_eagle.py, and of v2/test_v2.py.
+    """Folders of EAGLE-3 heads for the tiny target, one for each of ``tiny_eagle3.HEADS``."""
+    # The heads are fitted to some of the prompts of test_eagle.py and v2/test_v2.py.
     prompts = [*random_prompts(12, 5, 150, seed=31)[:4], *random_prompts(4, 5, 20, seed=3)[:2]]
     return build_tiny_eagle3(tiny_pair.target, tmp_path_factory.mktemp("tiny_eagle3"), prompts)
 
 
 @pytest.fixture(scope="session")
 def tiny_blocks(tiny_pair, tmp_path_factory):
-    """A folder with a draft of whole blocks for the tiny target for each of ``tiny_blocks.BLOCKS``."""
+    """Folders of block drafts for the tiny target, one for each of ``tiny_blocks.BLOCKS``."""
     folder = tmp_path_factory.mktemp("tiny_blocks")
     return {
         name: build_tiny_block(kind, tiny_pair.target, folder / name, **keys) for name, (kind, keys) in BLOCKS.items()
@@ -82,7 +82,7 @@ def tiny_blocks(tiny_pair, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def wide_block(tmp_path_factory):
-    """Folders of a target with 40,000 tokens and of a DSpark draft for it."""
+    """Folders of a target with a vocabulary of 40,000 tokens and of a DSpark draft for it."""
     folder = tmp_path_factory.mktemp("wide_block")
     target = build_tiny_pair(folder, vocab_size=40_000).target
     return target, build_tiny_block("dspark", target, folder / "block")
@@ -90,7 +90,7 @@ def wide_block(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def unlike_pair(tiny_pair, tmp_path_factory):
-    """The tiny target, and a draft whose heads have another size."""
+    """The tiny target, and a draft with another head size."""
     return build_unlike_pair(tiny_pair, tmp_path_factory.mktemp("unlike_pair"))
 
 
@@ -102,7 +102,7 @@ def text_pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine_pool():
-    """Engines of the module's tests."""
+    """The pool of engines that the module's tests share."""
     pool = Pool()
     yield pool
     pool.leave(0)
@@ -110,10 +110,10 @@ def engine_pool():
 
 @pytest.fixture(scope="module")
 def start_engine(engine_pool, tiny_pair):
-    """Starts engines of the tiny pair.
+    """Starts engines of the tiny pair: ``start_engine(gsd, setup=(), **options)``.
 
-    ``start_engine(gsd, setup=(), **options)``: ``gsd`` is None for plain vLLM, else a dict of keys beside method and
-    model; ``setup`` are functions that the engine's process calls first. Equal arguments give the same engine again.
+    ``gsd`` is None for plain vLLM, else a dict of config keys besides method and model. The engine's process calls the
+    functions in ``setup`` with the ``LLM``. Calls with equal arguments return the same engine.
     """
 
     def start(gsd: dict | None = None, setup: tuple = (), **options) -> Kept:
@@ -128,7 +128,7 @@ def start_engine(engine_pool, tiny_pair):
 
 @pytest.fixture(scope="session")
 def built_in_pair():
-    """The built-in models; converts the target on first use."""
+    """The built-in target and draft; the target is converted on first use."""
     from vllm_gsd.tools.models import built_in_pair
 
     return built_in_pair()
@@ -150,7 +150,7 @@ def start_built_in(engine_pool, built_in_pair):
 
 @pytest.fixture(scope="session")
 def random_prompts():
-    """``random_prompts(n, shortest, longest, seed)``: lists of token ids."""
+    """``random_prompts(count, shortest, longest, seed)`` makes prompts of random token ids."""
 
     def make(count: int, shortest: int = 5, longest: int = 40, seed: int = 0) -> list[list[int]]:
         rng = random.Random(seed)
@@ -173,5 +173,5 @@ def plain(request, start_engine):
 
 @pytest.fixture(scope="module")
 def gsd(request, start_engine):
-    """The tiny pair with the default config, and the same arguments."""
+    """The tiny pair with the default gsd config and the module's ``ENGINE`` arguments."""
     return start_engine({}, **getattr(request.module, "ENGINE", {}))

@@ -1,11 +1,11 @@
-"""Custom logits processors as a user would write them; the automatons go on by a state with every call."""
+"""Custom logits processors as a user would write them. The automatons keep a state that every call updates."""
 
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
 class NoStutter:
-    """Forbids a token that is among the last ``window`` ones."""
+    """Forbids tokens that occur among the last ``window`` ones."""
 
     def __init__(self, window: int):
         self.window = window
@@ -27,7 +27,7 @@ class NoStutterProcessor(AdapterLogitsProcessor):
 
 
 class Automaton:
-    """Forbids every third token, which of them by a state that each call moves on by the token before."""
+    """Forbids every third token, at an offset given by a state that each call updates with the last token."""
 
     def __init__(self, state: int):
         self.state = state
@@ -50,7 +50,7 @@ class AutomatonProcessor(AdapterLogitsProcessor):
 
 
 class BatchAutomatonProcessor(LogitsProcessor):
-    """The same, for a whole batch at once."""
+    """``AutomatonProcessor`` for a whole batch at once."""
 
     def __init__(self, vllm_config, device, is_pin_memory):
         self.rows: dict[int, tuple[Automaton, list[int]]] = {}
@@ -59,11 +59,11 @@ class BatchAutomatonProcessor(LogitsProcessor):
         return False
 
     def update_state(self, batch_update):
-        def of(params, _, output_ids):
+        def new_row(params, _, output_ids):
             state = (params.extra_args or {}).get("automaton")
             return (Automaton(state), output_ids) if state else None
 
-        process_dict_updates(self.rows, batch_update, of)
+        process_dict_updates(self.rows, batch_update, new_row)
 
     def apply(self, logits):
         for row, (automaton, output_ids) in self.rows.items():

@@ -1,4 +1,4 @@
-"""What ``examples/observability`` asks of Prometheus, and a real Prometheus to ask."""
+"""The Prometheus expressions in ``examples/observability``, and a real Prometheus to evaluate them."""
 
 import contextlib
 import json
@@ -19,19 +19,19 @@ from serve_process import free_port
 FOLDER = Path(__file__).parents[2] / "examples/observability"
 DASHBOARD = json.loads((FOLDER / "grafana/gsd.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-# scripts/setup unpacks Debian's package there.
+# scripts/setup unpacks Debian's package of Prometheus there.
 PATH = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parents[1] / "prometheus/usr/bin")])
 PROMETHEUS, PROMTOOL = (shutil.which(name, path=PATH) for name in ("prometheus", "promtool"))
 
 
 def expressions() -> dict[str, str]:
     """The expressions of panels and rules by title, with Grafana's variables filled in."""
-    found = {
+    by_title = {
         f"{panel['title']}: {target['legendFormat']}": target["expr"] for panel in PANELS for target in panel["targets"]
     }
     for group in yaml.safe_load((FOLDER / "gsd.rules.yml").read_text())["groups"]:
-        found |= {rule.get("record") or rule["alert"]: rule["expr"] for rule in group["rules"]}
-    return {title: expr.replace("$__rate_interval", "1m").replace("$model", ".*") for title, expr in found.items()}
+        by_title |= {rule.get("record") or rule["alert"]: rule["expr"] for rule in group["rules"]}
+    return {title: expr.replace("$__rate_interval", "1m").replace("$model", ".*") for title, expr in by_title.items()}
 
 
 def metrics_named() -> set[str]:
@@ -54,7 +54,7 @@ def prometheus(folder: Path, server_url: str):
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
 
     def query(expression: str) -> list[dict]:
-        """The samples of an expression now; waits for the first scrapes."""
+        """Evaluate an expression now and return its samples."""
         url = f"http://{address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(url, timeout=SECONDS) as answer:
             return json.load(answer)["data"]["result"]

@@ -1,4 +1,4 @@
-"""An engine without speculative config, described as JSON on stdout: the classes in use, its output and its metrics.
+"""Describes an engine without speculative config as JSON on stdout: its classes, output and metrics.
 
 Reads JSON ``{"model": folder, "prompts": lists of token ids, "params": dicts}`` from stdin; the log goes to stderr.
 """
@@ -9,10 +9,10 @@ import sys
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
-        answer = _describe(**asked)
-    json.dump(answer, sys.stdout)
+        description = _describe(**request)
+    json.dump(description, sys.stdout)
 
 
 def _describe(model: str, prompts: list[list[int]], params: list[dict]) -> dict:
@@ -37,7 +37,7 @@ def _describe(model: str, prompts: list[list[int]], params: list[dict]) -> dict:
         *backends,
         *{type(layer.impl) for layer in layers},
     ]
-    answer = {
+    description = {
         "classes": sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in used),
         "lookahead": config.num_lookahead_tokens,
         "additional_config": config.additional_config,
@@ -48,7 +48,7 @@ def _describe(model: str, prompts: list[list[int]], params: list[dict]) -> dict:
         "gsd_modules": sorted(name for name in sys.modules if name.startswith("vllm_gsd.")),
     }
     llm.llm_engine.engine_core.shutdown()
-    return answer
+    return description
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Is what the graph samples distributed as what plain vLLM samples? Settings, samples and the statistics.
+"""Tests statistically whether sampling on the graph has the same distribution as sampling with plain vLLM.
 
-A two-sample permutation test: if both engines draw from one distribution, then which of them drew a text is a matter
-of chance. So both samples are pooled and dealt out again at random, and the total-variation distance between the two
-is compared with that of the deals. Two runs of plain vLLM are judged in the same way, to show what noise there is.
+This is a two-sample permutation test. If both engines draw from the same distribution, it is chance which of them drew
+a given text. So the two samples are pooled and dealt out again at random many times, and the total-variation distance
+between the samples is compared with the distances of these deals. Two runs of plain vLLM are compared in the same way
+to show the level of noise.
 """
 
 from collections import Counter
@@ -14,7 +15,8 @@ from engine_process import Engine
 VOCAB_SIZE = 32
 PROMPT = [5, 9, 3, 17, 9, 3]
 LENGTH = 4
-# Sampling parameters by name. Penalties are large, and texts short, so that a path that is not counted is noticed.
+# Sampling parameters by name. Penalties are large and texts short, so that the test notices a penalty that does not
+# count the tokens on a node's path.
 SETTINGS = {
     "temperature 0.5": {"temperature": 0.5},
     "temperature 1.0": {"temperature": 1.0},
@@ -26,9 +28,9 @@ SETTINGS = {
     "frequency_penalty": {"frequency_penalty": 1.5},
     "repetition_penalty": {"repetition_penalty": 1.8},
 }
-# Always the same small graphs: every depth is sampled on the graph, and beyond it.
+# Small graphs of a fixed size, so that tokens at every depth are sampled both on the graph and beyond it.
 GSD = {"num_speculative_tokens": 6, "max_depth": 3, "top_k": 3, "budget": 6}
-# Engines draw unseeded requests from one generator: with one seed for all, they would draw alike.
+# An engine's unseeded requests share one generator. With the same seed, both engines would draw the same numbers.
 SEEDS = {"plain": 11, "gsd": 12}
 OPTIONS = {"max_model_len": 64, "max_num_seqs": 256, "skip_tokenizer_init": True}
 DEALS = 2000
@@ -36,7 +38,7 @@ DEALS = 2000
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two samples: their distance, what chance does, and how often chance does as much."""
+    """The distance of two samples, the distances that chance produces, and how often chance reaches as much."""
 
     distance: float
     noise_mean: float  # over deals of the pooled samples
@@ -50,7 +52,7 @@ class Comparison:
 
 
 def sample(engine: Engine, keys: dict, count: int) -> Counter:
-    """How often each text of ``LENGTH`` tokens came, in ``count`` unseeded continuations of one prompt."""
+    """Count each text of ``LENGTH`` tokens among ``count`` unseeded continuations of one prompt."""
     params = {"temperature": 1.0, **keys, "max_tokens": LENGTH, "ignore_eos": True, "n": min(count, 1000)}
     texts: Counter = Counter()
     while (left := count - texts.total()) > 0:
@@ -80,7 +82,7 @@ def compare(left: Counter, right: Counter) -> Comparison:
 
 
 def starts(texts: Counter, length: int) -> Counter:
-    """How often each beginning of that length came."""
+    """Count the texts by their first ``length`` tokens."""
     result: Counter = Counter()
     for text, count in texts.items():
         result[text[:length]] += count
@@ -88,12 +90,12 @@ def starts(texts: Counter, length: int) -> Counter:
 
 
 def compare_starts(left: Counter, right: Counter) -> dict[int, Comparison]:
-    """``compare`` of the texts' first 1, 2, ... tokens: the shorter, the less noise."""
+    """``compare`` the texts' first 1, 2, ... tokens. Shorter beginnings have less noise."""
     return {length: compare(starts(left, length), starts(right, length)) for length in range(1, LENGTH + 1)}
 
 
 def check(plain: Engine, gsd: Engine, keys: dict, count: int) -> dict:
-    """Report on one setting: plain against plain, plain against the graph, and what the graph did."""
+    """Report on one setting: plain against plain, plain against the graph, and the graph's counters."""
     reference, again = sample(plain, keys, count), sample(plain, keys, count)
     before = gsd.metrics()
     graph = sample(gsd, keys, count)

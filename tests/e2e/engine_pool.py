@@ -1,7 +1,7 @@
-"""Engines that tests share, only a few of them alive at once.
+"""A pool of engines that tests share and of which only a few run at once.
 
-Three processes run the tests, and a file of them may want a dozen engines of up to 2 GB: together more than a machine
-of 24 GB holds. Near its end everything takes minutes, as programs are read from the disk again and again.
+Three processes run the tests, and one file may use a dozen engines of up to 2 GB each. Together they would not fit into
+a machine with 24 GB, and everything takes minutes when memory runs out, because programs are paged in again and again.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ MOST = 3  # a test seldom uses more than plain vLLM and one with gsd
 
 
 class Pool:
-    """Starts engines when they are used, and closes the one that was not used for longest."""
+    """Starts engines when they are used, and closes the least recently used ones."""
 
     def __init__(self):
         self.engines: dict[str, Kept] = {}
-        self.alive: dict[Kept, Engine] = {}  # the one used last comes last
+        self.alive: dict[Kept, Engine] = {}  # the most recently used engine comes last
 
     def engine(self, key: str, make: Callable[[], Engine]) -> "Kept":
-        """The engine of that key; the first time, ``make`` starts it."""
+        """Return the engine with that key; ``make`` starts it the first time."""
         if key not in self.engines:
             kept = Kept(self, make)
             self.use(kept)
@@ -35,14 +35,14 @@ class Pool:
         return engine
 
     def leave(self, count: int) -> None:
-        """Close all but ``count`` engines."""
+        """Close engines until only ``count`` are left."""
         while len(self.alive) > count:
             oldest = next(iter(self.alive))
             self.alive.pop(oldest).close()
 
 
 class Kept:
-    """An ``Engine`` of a pool; started anew, and its counters with it, where others have taken its place since."""
+    """An ``Engine`` of a pool. If the pool has closed it, its next use restarts it, with counters at zero."""
 
     def __init__(self, pool: Pool, make: Callable[[], Engine]):
         self.pool = pool

@@ -1,13 +1,13 @@
-"""More that the tests ask of an engine; each function runs in the engine's process, see ``engine_process``."""
+"""More functions that tests run in an engine's process with ``Engine.call``; see ``engine_process``."""
 
 from engine_process import Answer, Params, _answer, free_blocks, gsd_request_state, model_runner, scheduler
 
 
 def generate_and_abort(llm, prompts, params: dict, aborted: list[int], after: int) -> list[Answer | None]:
-    """Answers to prompts of which some are aborted after a number of steps; None for those.
+    """Answers to prompts, of which some are aborted after ``after`` steps; the answer of an aborted prompt is None.
 
     Args:
-        aborted: indices of prompts; none of them may be done by then.
+        aborted: indices of the prompts to abort. None of them may finish before that.
     """
     engine = llm.llm_engine
     for index, prompt in enumerate(prompts):
@@ -17,7 +17,7 @@ def generate_and_abort(llm, prompts, params: dict, aborted: list[int], after: in
     while engine.has_unfinished_requests():
         if steps == after:
             done = [index for index in aborted if answers[index] is not None]
-            assert not done, f"the requests {done} had ended before they were to be aborted"
+            assert not done, f"requests {done} finished before they could be aborted"
             engine.abort_request([str(index) for index in aborted])
         for output in engine.step():
             if output.finished:
@@ -27,8 +27,25 @@ def generate_and_abort(llm, prompts, params: dict, aborted: list[int], after: in
     return answers
 
 
+def steps_with_tokens(llm, prompts, params: dict) -> list[list[int]]:
+    """The steps in which each prompt got tokens, counted from 0."""
+    engine = llm.llm_engine
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, Params(params).build())
+    known, steps, now = [0] * len(prompts), [[] for _ in prompts], 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            index, count = int(output.request_id), len(output.outputs[0].token_ids)
+            if count > known[index]:
+                steps[index].append(now)
+            known[index] = count
+        now += 1
+        assert now < 1000, "some requests get no tokens"
+    return steps
+
+
 def state_at_rest(llm) -> dict[str, int]:
-    """KV blocks free and requests still known, once the worker has been told of the last finished ones."""
+    """Free KV blocks and requests still known, after a step that tells the worker which requests have finished."""
     llm.llm_engine.step()
     state = {"free_blocks": free_blocks(llm), "waiting": len(scheduler(llm).requests)}
     has_gsd = llm.llm_engine.vllm_config.speculative_config is not None
@@ -42,7 +59,7 @@ def attention_groups(llm) -> list[list[str]]:
 
 
 def split_attention_groups(llm) -> None:
-    """Give every layer an attention group of its own, as layers of unlike shapes have."""
+    """Give every layer its own attention group, as vLLM does for layers with different shapes."""
     from vllm.v1.worker.utils import AttentionGroup
 
     runner = model_runner(llm)
@@ -56,16 +73,16 @@ def split_attention_groups(llm) -> None:
 
 
 def forget_prefixes(llm) -> None:
-    """Start again with nothing cached."""
+    """Drop all cached prefixes."""
     llm.llm_engine.step()
     assert llm.reset_prefix_cache()
 
 
 def generate_by_priority(llm, prompts, params: list[Params], priorities: list[int], late: int):
-    """Answers to prompts of which the last ``late`` arrive when the others have run for a few steps.
+    """Answers to prompts, of which the last ``late`` arrive after the others have run for eight steps.
 
     Returns:
-        the answers, and the indices of the prompts in the order in which they were done.
+        The answers, and the indices of the prompts in the order in which they finished.
     """
     engine = llm.llm_engine
     from vllm.sampling_params import RequestOutputKind
@@ -77,11 +94,11 @@ def generate_by_priority(llm, prompts, params: list[Params], priorities: list[in
     done = []
     steps, arrived = 0, 0
     while arrived < len(prompts) or engine.has_unfinished_requests():
-        there = len(prompts) if steps >= 8 else len(prompts) - late
-        for index in range(arrived, there):
+        arriving = len(prompts) if steps >= 8 else len(prompts) - late
+        for index in range(arrived, arriving):
             request = {"prompt_token_ids": prompts[index]}
             engine.add_request(str(index), request, built[index], priority=priorities[index])
-        arrived = there
+        arrived = arriving
         for output in engine.step():
             if output.finished:
                 answers[int(output.request_id)] = _answer(output)
@@ -91,7 +108,7 @@ def generate_by_priority(llm, prompts, params: list[Params], priorities: list[in
 
 
 def hidden_states_kept(llm, prompt: list[int], max_tokens: int) -> tuple[list[int], list[list[float]]]:
-    """A greedy answer, and the target's hidden states of the text as they lie just before its last step."""
+    """A greedy answer, and the stored hidden states of the target for its text, read just before the last step."""
     engine = llm.llm_engine
     runner = model_runner(llm)
     params = Params({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}).build()
@@ -101,7 +118,7 @@ def hidden_states_kept(llm, prompt: list[int], max_tokens: int) -> tuple[list[in
     while engine.has_unfinished_requests():
         batch = runner.input_batch
         if len(tokens) > 0 and batch.req_ids:
-            length = len(prompt) + len(tokens) - 1  # the last token has not been run yet
+            length = len(prompt) + len(tokens) - 1  # the target has not processed the last token yet
             size = batch.block_table[0].block_size
             blocks = batch.block_table[0].block_table.np[0]
             slots = [int(blocks[place // size]) * size + place % size for place in range(length)]
@@ -112,9 +129,9 @@ def hidden_states_kept(llm, prompt: list[int], max_tokens: int) -> tuple[list[in
 
 
 def choose_the_block_size_late() -> None:
-    """Choose the size of KV blocks after the models are loaded, as vLLM 0.33 does on CPUs; called before vLLM starts.
+    """Make vLLM choose the KV block size after it has loaded the models, as vLLM 0.33 does on CPUs.
 
-    The model runner then replaces its batch, which it made for the size known before.
+    Call this before vLLM starts. The model runner then replaces the batch that it had made for the earlier size.
     """
     from vllm.platforms.cpu import CpuPlatform
 

@@ -1,8 +1,8 @@
-"""vLLM engines for the tests, each in a process of its own, and what the tests ask of them.
+"""Runs vLLM engines for the tests, each in its own process.
 
-Engines with and without gsd never share a process, so the reference is plain vLLM and nothing else. The processes are
-forked from one that has imported vLLM already: an engine for the tiny pair starts in a second or two instead of thirty.
-Functions below whose first argument is ``llm`` run in the engine's process.
+Engines with and without gsd never share a process, so that the reference really is plain vLLM. The processes are forked
+from one that has already imported vLLM, which lets an engine for the tiny pair start in a second or two instead of
+thirty. Functions whose first argument is ``llm`` run in the engine's process.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from unittest import mock
 import psutil
 from patience import SECONDS
 
-# One thread each: two busy OpenMP threads on a machine shared with others wait for one another most of the time.
+# One OpenMP thread per process: on a shared machine, two busy threads mostly wait for each other.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore",
 }
-# Small engines: what a test does not say.
+# Engine arguments that a test does not set. They keep engines small.
 DEFAULTS = {
     "dtype": "float32",
     "seed": 0,
@@ -45,7 +45,7 @@ DEFAULTS = {
 
 
 class EngineError(RuntimeError):
-    """What went wrong in an engine's process, with its traceback."""
+    """An error in an engine's process, with its traceback."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that came back for one prompt."""
+    """The result for one prompt."""
 
     completions: list[Completion]
     prompt_logprobs: list[dict[int, float] | None] | None
@@ -74,10 +74,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Params:
-    """Sampling parameters, by ``SamplingParams``'s names; vLLM is imported in the engine's process only."""
+    """Keyword arguments of ``SamplingParams``, which is built in the engine's process: only that one imports vLLM."""
 
     keys: dict = field(default_factory=dict)
-    bad_words_token_ids: list[list[int]] | None = None  # upstream makes them from strings, with a tokenizer
+    bad_words_token_ids: list[list[int]] | None = None  # vLLM tokenizes strings to get these
 
     def build(self):
         from vllm import SamplingParams
@@ -101,13 +101,13 @@ class Engine:
     Args:
         model: folder of the target.
         speculative_config: as for ``LLM``; None for plain vLLM.
-        setup: functions called with the ``LLM`` once it is there.
-        before: functions called before.
-        options: further arguments of ``LLM``.
+        setup: functions that the engine's process calls with the ``LLM`` once it exists.
+        before: functions that the engine's process calls, without arguments, before it imports vLLM.
+        options: more arguments for ``LLM``.
     """
 
-    server = forkserver.ForkServer()  # what the processes are forked from
-    preload = Path(__file__).stem  # what it imports
+    server = forkserver.ForkServer()  # forks the engines' processes
+    preload = Path(__file__).stem  # the module that the server imports
 
     def __init__(self, model, speculative_config=None, setup=(), before=(), **options):
         arguments = {**DEFAULTS, "model": str(model), "speculative_config": speculative_config, **options}
@@ -130,15 +130,15 @@ class Engine:
             raise
 
     def call(self, function, *args):
-        """Run ``function(llm, *args)``, a function of this module, in the engine's process."""
+        """Run ``function(llm, *args)`` in the engine's process; ``function`` must be picklable."""
         self.connection.send((function, args))
         return self._receive()
 
     def generate(self, prompts, params) -> list[Answer]:
-        """Answers to ``prompts`` (lists of token ids, vLLM's own dicts, or chat messages as strings), in order.
+        """Generate an answer to each prompt, in order. Prompts are token ids, vLLM's dicts, or chat messages (strings).
 
         Args:
-            params: a ``Params`` or a dict of its keys for all prompts, or a list of them.
+            params: one ``Params`` (or a dict of its keys) for all prompts, or a list with one for each prompt.
         """
         one_for_all = isinstance(params, (dict, Params))
         params = [params] * len(prompts) if one_for_all else params
@@ -146,11 +146,11 @@ class Engine:
         return self.call(generate, list(prompts), params)
 
     def metrics(self) -> dict[str, float | list[float]]:
-        """All of ``LLM.get_metrics()``, by name without "vllm:", labels told only for gsd_fallbacks."""
+        """All values of ``LLM.get_metrics()`` by name, without "vllm:"; only gsd_fallbacks keeps its label."""
         return self.call(metrics)
 
     def close(self) -> None:
-        """Shut the engine down and see to it that its process ends by itself."""
+        """Shut the engine down, and check that its process exits by itself."""
         if self.process.is_alive():
             self.connection.send(None)
         self.process.join(SECONDS)
@@ -170,7 +170,7 @@ class Engine:
         return value
 
     def _state(self) -> str:
-        """Whether the process is slow or hangs; where it is, it says on stderr."""
+        """Describe how busy the process is, to tell a slow one from a hung one; it dumps its stack to stderr."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(1)
@@ -178,8 +178,8 @@ class Engine:
             times = psutil.Process(self.process.pid).cpu_times()
             free = psutil.virtual_memory().available >> 20
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-            return f"it took {times.user:.0f} + {times.system:.0f} s of a processor; load {load}, {free} MiB free"
-        return "its process is gone"
+            return f"it has used {times.user:.0f} + {times.system:.0f} s of CPU time; load {load}, {free} MiB free"
+        return "its process has exited"
 
     def kill(self) -> None:
         """End the engine's process at once."""
@@ -195,9 +195,9 @@ def run(engine: Engine, prompts, params) -> list[list[int]]:
 
 
 def _serve(connection, arguments, setup, before) -> None:
-    """The engine's process: build the engine, do what is asked, shut down."""
+    """Main function of the engine's process: builds the engine, serves calls, shuts down."""
     faulthandler.register(signal.SIGUSR1)
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # to set it up anew takes half a second
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # configuring it again takes half a second
     try:
         for function in before:
             function()
@@ -206,7 +206,7 @@ def _serve(connection, arguments, setup, before) -> None:
         if draft_every_level in setup:
             from vllm_gsd.engine.observe import measure
 
-            measure.MOST_SECONDS = 0  # it forgets what is measured
+            measure.MOST_SECONDS = 0  # draft_every_level discards the measured costs
         llm = LLM(**arguments)
         for function in setup:
             function(llm)
@@ -226,7 +226,7 @@ def _serve(connection, arguments, setup, before) -> None:
 def _next_message(connection):
     try:
         return connection.recv()
-    except EOFError:  # the tests' process is gone
+    except EOFError:  # the tests' process has exited
         return None
 
 
@@ -287,9 +287,9 @@ def scheduler(llm):
 
 
 def draft_every_level(llm) -> None:
-    """Draft whatever it costs.
+    """Draft regardless of cost.
 
-    A level of the tiny draft costs what a step of the tiny target costs, so on its own gsd would (rightly) not draft.
+    A level of the tiny draft costs as much as a step of the tiny target, so gsd would (rightly) decide not to draft.
     """
     model_runner(llm).speculation.planner.costs = None
 
@@ -300,12 +300,12 @@ def free_blocks(llm) -> int:
 
 
 def reset_prefix_cache(llm) -> bool:
-    """Forget all cached prefixes; False if some request still holds blocks."""
+    """Drop all cached prefixes; returns False if a request still holds blocks."""
     return llm.reset_prefix_cache()
 
 
 def gsd_request_state(llm) -> dict[str, int]:
-    """How many requests the plugin's own bookkeeping still knows."""
+    """The number of requests in each table of the model runner and the plugin."""
     runner = model_runner(llm)
     return {
         "requests": len(runner.requests),

@@ -1,8 +1,10 @@
-"""Runs a Python program, a file or ``-m MODULE``, that forks where it would spawn: ``python forking.py PROGRAM ...``.
+"""Runs a Python program (a file or ``-m MODULE``) that forks its processes instead of spawning them.
 
-On CPUs vLLM spawns its processes, for the sake of OpenMP's threads, and each of them takes ten seconds of a processor
-to import it anew; a server with two engines has eight. With one thread each, as here, they can be forked, as vLLM does
-it elsewhere.
+Usage: ``python forking.py PROGRAM ...``.
+
+On CPUs, vLLM spawns its processes because of OpenMP's threads. Each spawned process imports vLLM again, which takes ten
+seconds of CPU time, and a server with two engines has eight processes. The tests' processes have one thread each, so
+they can be forked safely, as vLLM does on other platforms.
 """
 
 import gc
@@ -18,12 +20,12 @@ upstream = multiprocessing.get_context
 
 
 def get_context(method: str | None = None):
-    """See the standard library."""
+    """``multiprocessing.get_context`` that returns the fork context for "spawn"."""
     return upstream("fork" if method == "spawn" else method)
 
 
 def import_vllm() -> None:
-    """Do what every engine does, in a process that engines are forked from."""
+    """Import vLLM and do other work that all engines share, in the process from which engines are forked."""
     gc.disable()
     import vllm.entrypoints.llm
     import vllm.model_executor.layers.quantization.online.base
@@ -32,23 +34,23 @@ def import_vllm() -> None:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    # vLLM would start a process that imports the model's class and describes it, for ten seconds the first time.
+    # vLLM would start a process to import and inspect the model's class, which takes ten seconds the first time.
     registry._run_in_subprocess = lambda inspect: inspect()
     if not HAS_TRITON:
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
-        # It looks for Triton's kernels in all modules, to replace them.
+        # This searches all modules for Triton kernels to replace. Do it once, here.
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = lambda platform: None
-    # An engine collects garbage nine times from its start to its end. Each time it would look at all objects of vLLM.
+    # An engine collects garbage nine times. Freezing vLLM's objects keeps each collection from scanning them all.
     gc.collect()
     gc.freeze()
-    gc.unfreeze = lambda: None  # which engines call as they end
+    gc.unfreeze = lambda: None  # engines call it at shutdown
     gc.enable()
 
 
 def run(arguments: list[str]) -> None:
-    """Run the program that the arguments name."""
+    """Run the program given by the command-line arguments."""
     multiprocessing.get_context = get_context
     waiting_ranks.register()
     module = arguments[0] == "-m"

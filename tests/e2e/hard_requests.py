@@ -1,16 +1,16 @@
-"""Requests that no kind of draft may change: greedy, seeded and with grammars, preempted, and with cached prefixes."""
+"""Requests whose output no draft may change: greedy, seeded, with grammars, preempted, and with cached prefixes."""
 
 GRAMMAR = {"structured_outputs": {"regex": "(19|20)[0-9]{2}-[01][0-9](abc){4}"}}
 SCARCE = {"block_size": 32, "num_gpu_blocks_override": 11, "max_model_len": 128}  # too few blocks for eight requests
 
 
 def hard_prompts(random_prompts) -> list[list[int]]:
-    """Eight prompts, of which EAGLE-3 heads of ``tiny_eagle3`` know some."""
+    """Eight prompts, two of which the EAGLE-3 heads of ``tiny_eagle3`` have been fitted to."""
     return [*random_prompts(4, 5, 20, seed=3)[:2], *random_prompts(6, 20, 50, seed=6)]
 
 
 def ask(engine, prompts: list[list[int]], length: int) -> list[list[int]]:
-    """Tokens of all prompts at once, then of the longest one alone, greedy and seeded, whose prefix is cached."""
+    """Tokens for all prompts at once, then for the longest one alone, greedy and seeded, when its prefix is cached."""
     greedy = {"temperature": 0, "max_tokens": length, "ignore_eos": True}
     seeded = {**greedy, "temperature": 0.8, "top_p": 0.9}
     grammar = {"temperature": 0, "max_tokens": length, **GRAMMAR}
@@ -23,7 +23,11 @@ def ask(engine, prompts: list[list[int]], length: int) -> list[list[int]]:
 
 
 def check_counts(counts: dict, levels: bool) -> None:
-    """From an engine that was asked: requests were preempted, all were drafted for, by at most a forward a step."""
+    """Check the counters of an engine after ``ask``.
+
+    Requests were preempted, nodes were verified, and no request fell back to plain decoding. Block drafts (without
+    ``levels``) took at most one draft forward per step.
+    """
     assert counts["num_preemptions"] > 0
     assert counts["gsd_nodes_verified"] > 0
     assert levels or counts["gsd_draft_forwards"] <= counts["gsd_target_steps"]

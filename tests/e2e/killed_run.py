@@ -1,7 +1,7 @@
-"""An engine that never stops generating, as a program, so that a test can kill one of its ranks.
+"""A program that runs an engine which never stops generating, so that a test can kill one of its ranks.
 
-The argument is JSON: ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``). Says on stdout, a line
-each: the process ids of its ranks as a JSON list, and "generating" after some steps.
+The argument is JSON: ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``). The program prints two
+lines: the process ids of its ranks as a JSON list, and "generating" after ten steps.
 """
 
 import json
@@ -12,7 +12,7 @@ os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "
 
 
 def process_id(worker) -> int:
-    """The rank's process."""
+    """The id of the rank's process."""
     return os.getpid()
 
 

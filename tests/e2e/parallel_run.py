@@ -1,10 +1,15 @@
-"""One engine over several ranks, as a program: reads a job from a JSON file, writes what came of it to another.
+"""A program that runs one engine over several ranks. It reads a job from a JSON file and writes the result to another.
 
-Job: ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``), ``prompts`` (token ids), ``params`` (of
-each), ``disturb`` (whether ranks are made to disagree where they could), ``opt_out`` (whether to answer everything
-without the graph first), ``steps`` (to go on until there were so many; left out, graphs are not watched). Result:
-``plain_tokens`` (if ``opt_out``), ``tokens``, ``accepted``, and for each rank ``hashes``, one of everything it proposed
-in each step.
+The job has these keys:
+
+- ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``), ``prompts`` (token ids), and ``params`` (a
+  dict for each prompt);
+- ``disturb``: whether to add noise that could make ranks disagree;
+- ``opt_out``: whether to answer all prompts without the graph first;
+- ``steps``: keep generating until this many steps are recorded. Without it, graphs are not recorded.
+
+The result has ``plain_tokens`` (with ``opt_out``), ``tokens``, ``accepted``, and ``hashes``: for each rank, a hash of
+its proposals in each step.
 """
 
 import hashlib
@@ -14,12 +19,13 @@ import sys
 from pathlib import Path
 
 os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-# The engine core in this process: all requests are there before the first step, so batches are the same in every run.
+# The engine core runs in this process, so that all requests arrive before the first step and every run has the same
+# batches.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def watch(worker, disturb: bool):
-    """Record this rank's graphs; if ``disturb``, give it floats, threads and a clock of its own."""
+    """Record this rank's graphs; with ``disturb``, ranks differ in their floats, thread counts and timing."""
     import random
     import time
 
@@ -44,7 +50,7 @@ def watch(worker, disturb: bool):
         candidates = drafter.model.candidates
 
         def noisy(hidden, k):
-            # Nodes of equal probability, which ranks then order differently, and noise in all others.
+            # Rounding makes nodes equally probable, and noise makes ranks order them differently.
             hidden = hidden.round(decimals=1) + worker.rank * 1e-2 * torch.randn_like(hidden)
             return candidates(hidden, k)
 
@@ -52,9 +58,9 @@ def watch(worker, disturb: bool):
 
 
 def watch_v2(worker, disturb: bool, planned: bool):
-    """The same with Model Runner V2; if ``disturb``, the second rank's draft has noise in its hidden states.
+    """Record this rank's graphs with Model Runner V2; with ``disturb``, add noise to other ranks' draft hidden states.
 
-    If ``planned``, the ranks plan by a planted table, and by what steps take.
+    With ``planned``, ranks plan with a fixed table of costs and with the durations of their steps.
     """
     import numpy as np
     import torch
@@ -68,9 +74,9 @@ def watch_v2(worker, disturb: bool, planned: bool):
 
     def recorded(input_batch, *args, **kwargs):
         tokens = propose(input_batch, *args, **kwargs)
-        trees = [of[input_batch.idx_mapping].tolist() for of in speculator.proposals.trees]
+        trees = [tree[input_batch.idx_mapping].tolist() for tree in speculator.proposals.trees]
         proposed = [tokens.tolist(), trees, speculator.plan.shares.tolist(), speculator.plan.phase]
-        if speculator.proposals.trees.size[input_batch.idx_mapping].any():  # steps without nodes look alike
+        if speculator.proposals.trees.size[input_batch.idx_mapping].any():  # skip steps without nodes
             speculator.hashes.append(hashlib.sha256(json.dumps(proposed).encode()).hexdigest())
         return tokens
 
@@ -89,7 +95,7 @@ def watch_v2(worker, disturb: bool, planned: bool):
 
 
 def hashes(worker):
-    """What was recorded."""
+    """The hashes recorded so far."""
     runner = worker.model_runner
     return (runner.speculator if hasattr(runner, "speculator") else runner.drafter).hashes
 
@@ -131,9 +137,9 @@ def main(job_path: str, result_path: str) -> None:
     accepted = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
     result["accepted"] = sum(accepted)
     while watched and (done := len(llm.collective_rpc(hashes)[0])) < job["steps"]:
-        left = min(longest, job["steps"] - done + 2)  # nothing is proposed for the last two tokens of a text
+        left = min(longest, job["steps"] - done + 2)  # no nodes are proposed for a text's last two tokens
         params = [SamplingParams(detokenize=False, max_tokens=left, ignore_eos=True, seed=done + i) for i in range(2)]
-        llm.generate(prompts[:2], params, use_tqdm=False)  # no more, as steps count and not tokens
+        llm.generate(prompts[:2], params, use_tqdm=False)  # two suffice: the goal is a number of steps, not tokens
     result["hashes"] = llm.collective_rpc(hashes) if watched else []
     Path(result_path).write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()

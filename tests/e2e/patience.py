@@ -1,7 +1,7 @@
-"""How long tests wait for a program before they call it hung.
+"""How many seconds tests wait for a program before they treat it as hung.
 
-Long, as others keep the machine busy: what takes two seconds has taken three minutes. Nothing that works waits for it.
-Long forms of tests may need more, and pytest's --timeout then.
+The limit is generous because the machine may be busy: operations of two seconds have taken three minutes. A test that
+passes never waits that long. The long forms of some tests may need more; raise pytest's --timeout with it.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Python programs forked from a process that has imported vLLM, which takes ten seconds of a processor each time.
+"""Runs Python programs by forking a process that has already imported vLLM; the import takes ten seconds of CPU time.
 
-``preforked.py SOCKET PROGRAM [ARGUMENTS]`` asks the process behind the socket (``preforked.py --serve SOCKET``) to run
-a program, a file or ``-m MODULE``, with this process's files, variables and folder, and ends as that ends: for whoever
-started it, this process is the program. Not for programs whose variables are read while vLLM is imported.
+``preforked.py --serve SOCKET`` is the server. ``preforked.py SOCKET PROGRAM [ARGUMENTS]`` asks it to run a program (a
+file or ``-m MODULE``) with the client's standard streams, environment and working directory. The client exits with the
+program's exit code, so its caller can treat it as the program itself. Environment variables that vLLM reads during its
+import have no effect.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import forking  # beside this file
 
 
 def ask(path: str, arguments: list[str]) -> int:
-    """Have a program run, pass signals on to it; its exit code."""
+    """Ask the server to run a program, forward signals to it, and return its exit code."""
     job = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
@@ -31,7 +32,7 @@ def ask(path: str, arguments: list[str]) -> int:
 def serve(path: str) -> None:
     """Import vLLM, then run programs until standard input ends."""
     forking.import_vllm()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the forked keepers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
@@ -45,7 +46,7 @@ def serve(path: str) -> None:
 
 
 def keep(client: socket.socket) -> int:
-    """Run one program for a client; it does not outlive it."""
+    """Run one program for a client, and kill the program if the client exits first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, files, *_ = socket.recv_fds(client, 1, 3)
     with client.makefile() as lines:
@@ -56,12 +57,12 @@ def keep(client: socket.socket) -> int:
         run(job, files)
     for file in files:
         os.close(file)
-    ended = os.pidfd_open(program)
-    while ended not in select.select([client, ended], [], [])[0]:
-        said = client.recv(1)
+    program_fd = os.pidfd_open(program)
+    while program_fd not in select.select([client, program_fd], [], [])[0]:
+        signal_number = client.recv(1)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(program, said[0] if said else signal.SIGKILL)
-        if not said:
+            os.killpg(program, signal_number[0] if signal_number else signal.SIGKILL)
+        if not signal_number:
             break
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     with contextlib.suppress(OSError):
@@ -70,7 +71,7 @@ def keep(client: socket.socket) -> int:
 
 
 def run(job: dict, files: list[int]) -> None:
-    """The program itself, to the end of this process."""
+    """Become the program: take the client's streams and environment, run it, and exit."""
     os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -78,7 +79,7 @@ def run(job: dict, files: list[int]) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
-    sys.executable = os.environ.get("PREFORKED", sys.executable)  # what it starts as ``sys.executable -m``
+    sys.executable = os.environ.get("PREFORKED", sys.executable)  # for programs that run ``sys.executable -m``
     sys.exit(forking.run(job["arguments"]))
 
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, as ``ray start`` makes it: CPUs only, no dashboard."""
+"""A Ray cluster of several nodes on this machine, started with ``ray start``: CPUs only, no dashboard."""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ from serve_process import free_port
 
 RAY = Path(sys.executable).parent / "ray"
 PLUGINS = Path(__file__).with_name("plugins")
-# `ray start` would write a token for clients; the processes of a test are a test's own.
+# Without this, `ray start` would write an authentication token, which a test's own processes do not need.
 CLIENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 NODE = {
     **CLIENT,
-    "RAY_worker_niceness": "0",  # Ray's workers are polite by default, and get nothing on a busy machine
-    "RAY_memory_monitor_refresh_ms": "0",  # nor are they to be killed for what others need
+    "RAY_worker_niceness": "0",  # by default, workers run at low priority and starve on a busy machine
+    "RAY_memory_monitor_refresh_ms": "0",  # do not kill workers because other programs use memory
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
@@ -38,14 +38,15 @@ class RayCluster:
 
     @property
     def joining(self) -> dict[str, str]:
-        """The variables of a program that joins the cluster, whose ranks have those of their nodes."""
+        """Environment of a program that joins the cluster; its ranks use the environment of their nodes."""
         return {**CLIENT, "RAY_ADDRESS": self.address}
 
     def environment(self, **ranks: str) -> dict[str, str]:
-        """The same, with ranks that sleep until a message arrives.
+        """Environment of a program that joins the cluster, with ranks that sleep until a message arrives.
 
         Args:
-            ranks: variables of its ranks. Were they the nodes' own, each of Ray's many processes would read them.
+            ranks: environment variables for the ranks only. If they were set for the nodes, each of Ray's many
+                processes would read them.
         """
         path = [ranks.get("PYTHONPATH") or os.environ.get("PYTHONPATH"), PLUGINS]
         ranks["PYTHONPATH"] = os.pathsep.join(str(folder) for folder in path if folder)
@@ -53,14 +54,14 @@ class RayCluster:
         return {**self.joining, "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
 
     def add_node(self, num_cpus: int = 1, **environment: str) -> subprocess.Popen:
-        """Start a node, the first one as head, and wait until it has joined.
+        """Start a node and wait until it has joined. The first node is the head.
 
         Args:
-            environment: variables of the node's processes, ranks included.
+            environment: environment variables for all of the node's processes, including ranks.
         """
         head = ["--head", f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self.folder}"]
-        where = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
-        command = [RAY, "start", *where, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
+        address = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
+        command = [RAY, "start", *address, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
         log = self.folder.with_name(f"{self.folder.name}-node-{len(self.nodes)}.log")
         until = time.monotonic() + SECONDS
         while True:
@@ -80,11 +81,11 @@ class RayCluster:
             else:
                 return node
             self.remove_node(node)
-            # Ray gives a node thirty seconds, which cannot be set: on a busy machine that is not enough.
+            # Ray's limit of thirty seconds for a node to start cannot be changed, and is too short on a busy machine.
             assert "timed out during startup" in log.read_text() and time.monotonic() < until, log.read_text()
 
     def remove_node(self, node: subprocess.Popen) -> None:
-        """Stop a node and everything that runs on it."""
+        """Stop a node and all its processes."""
         self.nodes.remove(node)
         node.send_signal(signal.SIGTERM)
         try:
@@ -103,12 +104,12 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(nodes: int, **environment: str):
-    """A cluster of nodes with one CPU each, so that ranks are spread.
+    """A cluster of nodes with one CPU each, so that every rank runs on its own node.
 
     Args:
         environment: as for ``RayCluster.add_node``.
     """
-    # Ray puts sockets here, whose paths may have a hundred characters and no more: pytest's folders are too deep.
+    # Ray puts sockets here. Their paths are limited to about a hundred characters, and pytest's folders are too deep.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     cluster = RayCluster(f"127.0.0.1:{free_port()}", folder)
     try:

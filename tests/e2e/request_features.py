@@ -1,7 +1,7 @@
-"""Every request feature that works on graphs, for the tests of both runners: what to ask for, and what must equal.
+"""Every request feature that works on graphs, for the tests of both model runners, and how to compare the answers.
 
-Each is asked for greedily and with seeds, and sometimes by the greedy text that the request would have otherwise.
-Requires an engine with a tokenizer, such as those of ``text_pair``.
+Each feature is requested greedily and with seeds. Some requests depend on the greedy text that the prompt has without
+the feature. The engine needs a tokenizer, such as that of ``text_pair``.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ RECORD = {
 EBNF = 'root ::= "ab" [0-9] [0-9] ("z" | "yz")'
 
 
-def grammar(of: dict, **keys) -> dict:
-    return {"structured_outputs": of, "ignore_eos": False, "max_tokens": 16, **keys}
+def grammar(constraint: dict, **keys) -> dict:
+    return {"structured_outputs": constraint, "ignore_eos": False, "max_tokens": 16, **keys}
 
 
 def stop_string(free: Completion) -> str:
@@ -28,7 +28,7 @@ def stop_string(free: Completion) -> str:
     return free.text[len(free.text) // 2 :][:4]
 
 
-# Of a text of ``length`` tokens that greedily begins with ``free``.
+# Each maps the greedy text without the feature and the number of tokens to sampling parameters.
 FEATURES: dict[str, Callable[[Completion, int], dict]] = {
     "nothing": lambda free, length: {},
     "temperature": lambda free, length: {"temperature": 1.3},
@@ -62,7 +62,7 @@ FEATURES: dict[str, Callable[[Completion, int], dict]] = {
         "stop": [stop_string(free)],
         "include_stop_str_in_output": True,
     },
-    # A text of four tokens, which says again what it has said, repeats itself soon.
+    # With only four tokens allowed and repetition rewarded, the text soon repeats itself.
     "repetition_detection": lambda free, length: {
         "allowed_token_ids": [9, 11, 12, 14],
         "frequency_penalty": -1.0,
@@ -82,10 +82,10 @@ FEATURES: dict[str, Callable[[Completion, int], dict]] = {
     "json": lambda free, length: grammar({"json": RECORD}, top_k=50),
     "json_object": lambda free, length: grammar({"json_object": True}),
     "EBNF": lambda free, length: grammar({"grammar": EBNF}),
-    # One key is for the processor of V1's tests, and one for that of V2's.
+    # The V1 tests' processor reads one key, the V2 tests' processor the other.
     "custom processor": lambda free, length: {"extra_args": {"no_stutter": 4, "automaton": 3}},
 }
-# These change no text, or only where it has a certain token; and these change no greedy text.
+# The first change no text, or only one that contains a certain token. The second change no greedy text.
 NEVER_CHANGE = {
     "nothing", "eos", "prompt_logprobs", "n", "logprobs of sampled tokens", "logprob_token_ids", "flat_logprobs",
 }  # fmt: skip
@@ -93,7 +93,10 @@ CHANGE_SAMPLED = {"temperature", "top_k", "top_p", "min_p"}
 
 
 def asked(feature: str, free: Completion, length: int, seed: int | None) -> Params:
-    """A request for a feature; greedy without a seed. ``free`` is its greedy text of at least ``length`` tokens."""
+    """Parameters that request a feature; greedy without a seed.
+
+    ``free`` is the prompt's greedy text without the feature, of at least ``length`` tokens.
+    """
     keys = {
         "temperature": 0.7,
         "seed": seed,
@@ -115,7 +118,7 @@ def assert_same_logprobs(ours, theirs, within: float = 1e-4):
 
 
 def assert_same(ours: list[Answer], theirs: list[Answer], within: float = 1e-4):
-    """Tokens, texts, reasons to end, and, up to a difference ``within``, logprobs and prompt logprobs."""
+    """Compare tokens, texts, finish and stop reasons exactly, and logprobs up to a difference of ``within``."""
     for our, their in zip(ours, theirs, strict=True):
         assert_same_logprobs(our.prompt_logprobs, their.prompt_logprobs, within)
         for one, other in zip(our.completions, their.completions, strict=True):
@@ -125,22 +128,22 @@ def assert_same(ours: list[Answer], theirs: list[Answer], within: float = 1e-4):
 
 
 def assert_on_graph(before: dict, after: dict, answers: list[Answer]):
-    """Every request of a run went on a graph and gained by it."""
+    """Check that no request of a run fell back to plain decoding, and that graphs saved target steps."""
     counts = {name: value - before.get(name, 0) for name, value in after.items() if isinstance(value, int)}
     assert sum(value for name, value in counts.items() if name.startswith("gsd_fallbacks")) == 0
     assert counts["spec_decode_num_accepted_tokens"] > 0
-    # With asynchronous scheduling, nodes of requests that have just ended are verified in vain.
+    # With asynchronous scheduling, some verified nodes belong to requests that have just ended.
     assert 0 < counts["spec_decode_num_draft_tokens"] <= counts["gsd_nodes_verified"]
     tokens = sum(len(one.tokens) for answer in answers for one in answer.completions)
     assert tokens / counts["gsd_target_steps"] > 1.1
 
 
-# What an engine asks for with every logprobs_mode.
+# Values of logprobs_mode.
 MODES = ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 def asked_with_mode(index: int, length: int) -> Params:
-    """The ``index``-th request for logprobs: greedy, with top-k, with a penalty, with a bias."""
+    """The ``index``-th request for logprobs: in turn greedy, with top-k, with a penalty, and with a bias."""
     keys = [{"temperature": 0}, {"top_k": 20}, {"temperature": 0, "presence_penalty": 1.0}, {"logit_bias": {9: 2.0}}]
     rest = {"seed": index, "logprobs": 3, "prompt_logprobs": 2 if index % 3 == 0 else None, "max_tokens": length}
     return Params({"temperature": 0.7, "ignore_eos": True, **keys[index % 4], **rest})

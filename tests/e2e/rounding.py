@@ -1,39 +1,38 @@
-"""Answers of two engines in bfloat16, equal but for rounding."""
+"""Compares answers of two bfloat16 engines, which may differ only by rounding."""
 
 from collections.abc import Callable
 
 import torch
 from engine_process import Answer, Engine
 
-# Logits of the tiny models stay below 32, where bfloat16 has steps of 1/8, so that rounding one moves it by 1/16 at
-# most. A log-probability is a logit less the logits' log-sum, which moves no further than the logits, and so is the
-# difference of two tokens' log-probabilities. Between two computations that is four roundings, and what the roundings
-# of hidden states before it add is allowed to be as much again.
+# Logits of the tiny models stay below 32, where adjacent bfloat16 numbers are 1/8 apart, so rounding moves a logit by
+# 1/16 at most. A log-probability is a logit minus the logits' log-sum-exp, which moves no further than the logits. That
+# makes two roundings in each engine and four between two engines. The rounding of hidden states may add as much again.
 ROUNDING = 2 * 4 / 16
-# Roundings fall either way, and few are as large as they can be: on average over many, an eighth of that is left. With
-# AMX vLLM's attention rounds the softmax's weights, too, so that a sixth is allowed.
+# Rounding errors have either sign, and few are as large as possible: on average, an eighth of the bound remains. With
+# AMX, vLLM's attention also rounds the softmax weights, so the tests allow a sixth.
 MEAN_ROUNDING = ROUNDING / (6 if torch.cpu._is_amx_tile_supported() else 8)
 
 Generate = Callable[[list[int], list[list[int]], list[int]], list[Answer]]
 
 
 def generates(engine: Engine, keys: dict) -> Generate:
-    """``assert_close``'s way to ask an engine, with these sampling parameters."""
+    """Make the ``generate`` argument of ``assert_close`` from an engine and sampling parameters."""
     return lambda _, texts, lengths: engine.generate(texts, [{**keys, "max_tokens": length} for length in lengths])
 
 
 def assert_close(theirs: list[Answer], prompts: list[list[int]], generate: Generate) -> None:
-    """Greedy texts and their log-probabilities are the reference's but for rounding.
+    """Check that greedy texts and their log-probabilities differ from the reference's only by rounding.
 
-    Where two tokens were as good as one another, the engine goes on from the reference's token, so that all of every
-    text is compared.
+    Where two tokens are tied up to rounding, the engine continues from the reference's token, so that every text is
+    compared to its end.
 
     Args:
-        theirs: the reference's answers, with two logprobs or more.
-        generate: asks the engine that is compared with it, given places of prompts, these prompts extended by the
-            reference's text so far, and how many tokens are left.
+        theirs: the reference's answers, with at least two logprobs.
+        generate: generates with the engine under test, given the indices of prompts, these prompts extended by the
+            reference's text so far, and the numbers of tokens that are left.
     """
-    apart: list[float] = []
+    gaps: list[float] = []
     done, unfinished = [0] * len(prompts), list(range(len(prompts)))
     while unfinished:
         texts = [prompts[i] + theirs[i].tokens[: done[i]] for i in unfinished]
@@ -41,29 +40,29 @@ def assert_close(theirs: list[Answer], prompts: list[list[int]], generate: Gener
         for i, ours in zip(unfinished, generate(unfinished, texts, lengths), strict=True):
             if done[i] == 0:
                 both = [answer.prompt_logprobs or [None] for answer in (theirs[i], ours)]
-                apart += [gap for a, b in list(zip(*both, strict=True))[1:] for gap in _gaps(a, b)]
-            done[i] += _same_tokens(theirs[i], ours, done[i], apart)
+                gaps += [gap for a, b in list(zip(*both, strict=True))[1:] for gap in _gaps(a, b)]
+            done[i] += _same_tokens(theirs[i], ours, done[i], gaps)
         unfinished = [i for i in unfinished if done[i] < len(theirs[i].tokens)]
-    worst, mean = max(apart), sum(apart) / len(apart)
+    worst, mean = max(gaps), sum(gaps) / len(gaps)
     print(f"log-probabilities differ by {worst:.3f} at most and {mean:.4f} on average")
     assert worst < ROUNDING and mean < MEAN_ROUNDING, (worst, mean)
 
 
-def _same_tokens(theirs: Answer, ours: Answer, start: int, apart: list[float]) -> int:
-    """How many tokens of the reference's text from ``start`` on are settled: up to a tie, or all."""
+def _same_tokens(theirs: Answer, ours: Answer, start: int, gaps: list[float]) -> int:
+    """The number of reference tokens from ``start`` that have been compared: up to the first tie, or all."""
     expected, got = theirs.completions[0], ours.completions[0]
     assert len(got.tokens) == len(expected.tokens) - start
     for place, token in enumerate(got.tokens):
-        there, here = expected.logprobs[start + place], got.logprobs[place]
-        apart += _gaps(there, here)
+        reference, logprobs = expected.logprobs[start + place], got.logprobs[place]
+        gaps += _gaps(reference, logprobs)
         if token != expected.tokens[start + place]:
-            # A token that the reference does not list lies below all those that it does.
-            best = there[expected.tokens[start + place]]
-            assert best - there.get(token, min(there.values())) < ROUNDING
+            # A token that the reference does not list is less probable than all that it lists.
+            best = reference[expected.tokens[start + place]]
+            assert best - reference.get(token, min(reference.values())) < ROUNDING
             return place + 1
     return len(got.tokens)
 
 
-def _gaps(there: dict[int, float], here: dict[int, float]) -> list[float]:
-    """How far apart the log-probabilities of a place lie."""
-    return [abs(there[token] - here[token]) for token in there.keys() & here.keys()]
+def _gaps(theirs: dict[int, float], ours: dict[int, float]) -> list[float]:
+    """Absolute differences of the log-probabilities at one position."""
+    return [abs(theirs[token] - ours[token]) for token in theirs.keys() & ours.keys()]

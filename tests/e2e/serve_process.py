@@ -1,4 +1,4 @@
-"""``vllm serve`` as a process of its own."""
+"""Runs ``vllm serve`` in its own process."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ class Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server answers."""
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             assert self.process.poll() is None, self.log.read_text()[-5000:]
@@ -58,8 +58,8 @@ def free_port() -> int:
 
 
 def server_environment() -> dict[str, str]:
-    """Variables of a server's process."""
-    # Bound to a core, as vLLM does by itself, the worker would share it with every other server on the machine.
+    """Environment variables of a server's process."""
+    # By default, vLLM binds a worker to a core, and all servers on the machine would share that core.
     environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     return environment
@@ -67,12 +67,13 @@ def server_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(model: Path, folder: Path, *flags: str, command=(sys.executable, FORKING, VLLM), **options):
-    """A server of ``model`` (named "target") that may not answer yet, killed in the end.
+    """Start a server of ``model``, served as "target", and kill it at the end. It may not answer yet; see ``wait``.
 
     Args:
-        folder: where its log goes.
-        flags, options: further arguments of ``vllm serve``, ``--flag`` and ``--some-option value``.
-        command: instead of ``vllm``.
+        folder: folder for its log.
+        flags: more arguments for ``vllm serve`` without a value, as ``--flag``.
+        options: more arguments for ``vllm serve`` with a value, such as ``some_option="value"``.
+        command: replaces the ``vllm`` command.
     """
     port = free_port()
     options = {

@@ -1,6 +1,6 @@
-"""A session of streaming input, as a program: ``streaming_run.py TARGET CONFIG`` prints tokens and counters as JSON.
+"""A program that runs a session of streaming input: ``streaming_run.py TARGET CONFIG`` prints the result as JSON.
 
-The first chunk asks for one token, for which nothing is drafted, and the second, which repeats it, for many.
+The first chunk requests one token, for which nothing is drafted. The second chunk repeats the first and requests many.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 CHUNK = list(range(100, 140))
-ASKED = (1, 38)
+MAX_TOKENS = (1, 38)
 
 
 async def answer(target: str, config: dict | None) -> list[int]:
@@ -30,13 +30,13 @@ async def answer(target: str, config: dict | None) -> list[int]:
         SamplingParams(
             temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
-        for count in ASKED
+        for count in MAX_TOKENS
     ]
     arrived = asyncio.Event()
 
     async def chunks() -> AsyncIterator[StreamingInput]:
-        for asked in params:
-            yield StreamingInput({"prompt_token_ids": CHUNK}, asked)
+        for chunk_params in params:
+            yield StreamingInput({"prompt_token_ids": CHUNK}, chunk_params)
             await arrived.wait()
 
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""``vllm run-batch`` with a gsd.json: answers in a file, as plain vLLM gives them."""
+"""``vllm run-batch`` with a gsd.json writes the same answers as plain vLLM."""
 
 import json
 import re
@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0, "max_tokens": 40}
 
 
 def keys_of(index: int) -> dict:
-    """Every fourth request has a grammar, every fourth a seed."""
+    """Sampling parameters of a request: every fourth has a grammar, every fourth a seed."""
     if index % 4 == 1:
         return {**GREEDY, "structured_outputs": {"regex": TIME}}
     return {**GREEDY, "temperature": 1.0, "seed": index, "n": 2} if index % 4 == 2 else GREEDY
@@ -30,14 +30,15 @@ def expected(text_pair):
 
 
 def run_batch(
-    pair, command: tuple, asked, folder, said: str = "GraphProposer", **more
+    pair, command: tuple, questions, folder, logged: str = "GraphProposer", **more
 ) -> dict[int, list[tuple[str, str]]]:
-    """Answers of ``vllm run-batch`` to some of the questions, by their numbers: each choice's text and its end.
+    """Run ``vllm run-batch`` on some questions; returns, by question number, each choice's text and finish reason.
 
     Args:
-        command: runs ``vllm``.
-        said: something that its log must say, by default a class of ours in vLLM's configuration.
-        more: further options.
+        command: the command that runs ``vllm``.
+        questions: their numbers.
+        logged: text that its log must contain; by default one of our classes, which vLLM's log names.
+        more: more options of ``vllm run-batch``.
     """
     lines = [
         {
@@ -46,7 +47,7 @@ def run_batch(
             "url": "/v1/chat/completions",
             "body": {"model": "target", "messages": [{"role": "user", "content": QUESTIONS[index]}], **keys_of(index)},
         }
-        for index in asked
+        for index in questions
     ]
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(pair.draft), "budget": 16}))
@@ -72,7 +73,7 @@ def run_batch(
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    assert said in done.stdout + done.stderr
+    assert logged in done.stdout + done.stderr
     answers = {}
     for line in map(json.loads, (folder / "out.jsonl").open()):
         choices = line["response"]["body"]["choices"]

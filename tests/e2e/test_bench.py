@@ -1,4 +1,4 @@
-"""``vllm-gsd bench`` on the tiny pair: every method takes its turns, and JSON, pictures and a page come out."""
+"""``vllm-gsd bench`` on the tiny pair: it runs every method and writes JSON, pictures and a page."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_all_methods(command, tmp_path):
             assert row["ratio_to_plain"]["median"] > 0
             assert row["answers"]["prompt"] > 0 and 1 <= row["answers"]["tokens"] <= 12
             assert 0 < row["decode"]["requests"] <= 3 and row["decode"]["step_ms"] > 0
-            assert row["planner"] is None  # with a fixed budget nothing is planned
+            assert row["planner"] is None  # a fixed budget needs no plan
             parts = row["step_parts_ms"]
             assert sum(parts.values()) == pytest.approx(row["step_ms"], rel=0.1)
             assert parts["target forward"] > 0
@@ -57,7 +57,7 @@ def test_all_methods(command, tmp_path):
             if method in ("plain", "gsd-off"):
                 assert row["tokens_per_step"]["max"] == 1
                 assert "ratio_to_off" not in row
-            elif method in ("ngram", "suffix"):  # these prompts repeat nothing
+            elif method in ("ngram", "suffix"):  # the prompts contain no repetitions to copy
                 assert row["tokens_per_step"]["median"] >= 1
             else:
                 assert row["tokens_per_step"]["median"] > 1.1
@@ -98,14 +98,14 @@ def test_all_methods(command, tmp_path):
     for category, ratios in turns.items():
         assert list(ratios) == ["prompts", "gsd-tree", "gsd-chain"]
         assert 0.3 < ratios["gsd-tree"]["mean"] < 3
-        assert (ratios["gsd-tree"]["low"] is None) == (category != "")  # of two prompts nothing is known
+        assert (ratios["gsd-tree"]["low"] is None) == (category != "")  # two prompts are too few for an interval
     assert turns[""]["gsd-tree"]["low"] <= turns[""]["gsd-tree"]["mean"] <= turns[""]["gsd-tree"]["high"]
     page = Path(files["page"]).read_text()
     assert "draft_model K=" in page
 
 
 def test_a_draft_that_reads_hidden_states(command, tmp_path, tiny_eagle):
-    """It serves vLLM's own eagle; a draft_model has to be given apart."""
+    """vLLM's eagle method uses it as its draft. The method draft_model is skipped, because it needs --draft-model."""
     command[command.index("--draft") + 1] = str(tiny_eagle)
     command += ["--methods", "draft_model,eagle", "--chain-lengths", "2", "--repeats", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -119,7 +119,7 @@ def test_a_draft_that_reads_hidden_states(command, tmp_path, tiny_eagle):
 
 
 def test_apart_with_a_choice_and_analyses(command, preforked, tiny_pair, tiny_blocks, tmp_path, monkeypatch):
-    """Analyses of a draft of whole blocks; those of levels are computed alike (tests/unit/test_bench.py)."""
+    """Analyses with a block draft. Those with drafts by level are computed alike (tests/unit/test_bench.py)."""
     from typer.testing import CliRunner
 
     from vllm_gsd.tools.bench import analyses
@@ -141,15 +141,15 @@ def test_apart_with_a_choice_and_analyses(command, preforked, tiny_pair, tiny_bl
     assert set(tried) == {"draft_model K=1 eager", "draft_model K=2 eager"}
     assert row["setting"] == max(tried, key=tried.get)
     assert "ratio_to_plain" not in row
-    found = report["analyses"]
-    (tree, graph), (chain,) = found["ablations"]["merge_ngram"], found["forms"]["gsd-chain"]
+    results = report["analyses"]
+    (tree, graph), (chain,) = results["ablations"]["merge_ngram"], results["forms"]["gsd-chain"]
     assert 1 < chain["tokens_per_step"] <= min(row["tokens_per_step"] for row in (tree, graph))
     assert tree["merged_share"] == tree["accepted_merged_share"] == 0 < graph["merged_share"]
-    assert graph["tokens_per_draft_forward"] >= graph["tokens_per_step"]  # one forward a step, none at the end
-    (ratios,) = found["graph_over_tree"]
+    assert graph["tokens_per_draft_forward"] >= graph["tokens_per_step"]  # at most one forward per step
+    (ratios,) = results["graph_over_tree"]
     assert ratios["at_equal_cost"] == pytest.approx(ratios["at_equal_nodes"], rel=0.1) and ratios["nodes"] == 16
-    assert found["recurring_ngrams"] == {}
-    assert '"recurring_ngrams"' in (tmp_path / "out" / "index.html").read_text()  # which the page draws
+    assert results["recurring_ngrams"] == {}
+    assert '"recurring_ngrams"' in (tmp_path / "out" / "index.html").read_text()  # the page draws the analyses
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Drafts of whole blocks (DSpark, DFlash2, DFlash): plain vLLM's output, one draft forward a step, KV by slot."""
+"""Block drafts (DSpark, DFlash2, DFlash): output equals plain vLLM's, and a step takes one draft forward."""
 
 import pytest
 from engine_probes import forget_prefixes
@@ -7,11 +7,11 @@ from rounding import assert_close, generates
 from tiny_blocks import BLOCKS, greedy_texts
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-# Prompts come in pieces, and are found in the prefix cache.
+# Long prompts are read in chunks, and their prefixes are cached.
 ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
-# vLLM 0.32 cannot draw with seeds on a CPU where prompts come in pieces: these fit into one step.
+# On CPUs, vLLM 0.32 cannot sample with seeds if a prompt is chunked. Seeded prompts are cut to fit into one step.
 SEEDED = [{**GREEDY, "temperature": 0.7 + 0.1 * i, "top_p": 0.9, "seed": i} for i in range(8)]
-# With every path of two candidates a depth, and its best path alone.
+# CHAIN drafts only the best candidate at each depth. GRAPH has every path of two candidates per depth.
 CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": 3, "num_speculative_tokens": 3, "budget": 3}
 CHAIN |= {"theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0}
 GRAPH = {**CHAIN, "top_k": 2, "num_speculative_tokens": 14, "budget": 14}
@@ -45,7 +45,7 @@ def test_equals_plain_vllm(start_engine, tiny_blocks, prompts, expected, kind):
     assert run(engine, [prompt[:8] for prompt in prompts], SEEDED) == expected[1]
     tokens, counts = counted(engine, prompts[:1])
     assert tokens == expected[0][:1]
-    assert 0 < counts["draft_forwards"] <= counts["target_steps"]  # whatever the depth
+    assert 0 < counts["draft_forwards"] <= counts["target_steps"]  # at any depth
 
 
 def test_cached_prefixes_have_draft_kv(start_engine, tiny_blocks, prompts, expected):
@@ -57,13 +57,13 @@ def test_cached_prefixes_have_draft_kv(start_engine, tiny_blocks, prompts, expec
     _, warm = counted(engine, prompts)
     engine.call(forget_prefixes)
     run(engine, prompts, {**GREEDY, "extra_args": {"gsd": False}, "max_tokens": 1})
-    _, of_target = counted(engine, prompts)  # blocks that the target filled while nothing was drafted
+    _, of_target = counted(engine, prompts)  # the prefix cache has blocks that only the target filled
     for other in (warm, of_target):
         assert other["nodes_accepted_native"] == pytest.approx(cold["nodes_accepted_native"], rel=0.03)
 
 
 def test_more_candidates_accept_no_less(start_engine, tiny_blocks, prompts):
-    """Where nothing is pruned, the graph has the chain's nodes in it; of all kinds in ``v2/test_v2_drafts.py``."""
+    """Without pruning, the graph contains the chain. ``v2/test_v2_drafts.py`` checks this for all kinds."""
     steps = []
     for config in (CHAIN, GRAPH):
         engine = start_engine({"model": str(tiny_blocks["dspark"]), **config}, **ENGINE)
@@ -72,13 +72,13 @@ def test_more_candidates_accept_no_less(start_engine, tiny_blocks, prompts):
 
 
 def test_a_large_vocabulary_in_bfloat16(wide_block):
-    """With packed weights. Candidates are chosen among all 40,000 tokens, of which the bias favours one."""
+    """With packed weights, candidates are chosen among all 40,000 tokens after the bias is added."""
     target, draft = wide_block
     prompts = [text[:6].tolist() for text in greedy_texts(target, 40_000)[:8]]
     options = {**ENGINE, "dtype": "bfloat16", "skip_tokenizer_init": True}
     engine = Engine(target, {"method": "gsd", "model": str(draft), **GRAPH}, [draft_every_level], **options)
     _, counts = counted(engine, prompts)
-    # One, if only the 256 best tokens before the bias are candidates.
+    # If candidates were chosen among the 256 best tokens before the bias, only one node would be accepted.
     assert counts["nodes_accepted_native"] + counts["nodes_accepted_merged"] > 20
     params = {**GREEDY, "logprobs": 2}
     theirs = engine.generate(prompts, {**params, "extra_args": {"gsd": False}})

@@ -1,4 +1,4 @@
-"""The key "cpu_kernels", and our CPU kernels without speculation."""
+"""The config key "cpu_kernels", and our CPU kernels without speculation."""
 
 import itertools
 
@@ -16,12 +16,12 @@ CHAINS = {"sources": ["draft"], "top_k": 1, "merge_ngram": 0}
 
 ours_are_faster = pytest.mark.skipif(
     not packs(torch.empty(16, 2, dtype=torch.bfloat16)) or torch.cpu._is_amx_tile_supported(),
-    reason="this processor's products are upstream's",
+    reason="on this processor, vLLM's own matrix products are used",
 )
 
 
 def products(llm) -> dict[str, tuple[str, str, int]]:
-    """By name of each layer of target and draft with weights for CPUs: what multiplies, and the weight's dimensions."""
+    """The CPU matrix products of target and draft: by layer, their module and name, and the weight's dimensions."""
     runner = model_runner(llm)
     models = {"target": runner.model}
     if hasattr(runner, "drafter"):
@@ -39,7 +39,7 @@ def _name(product) -> str:
 
 
 def count_rows(llm) -> None:
-    """From now on, count the target's rows that each kernel attends, and our kernel's calls by kind of rows."""
+    """Start to count the target's rows that vLLM's and our attention kernel process; see ``rows_of``."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     from vllm_gsd.engine.attention.cpu import TreeCPUAttentionImpl
@@ -66,14 +66,14 @@ def count_rows(llm) -> None:
 
 
 def rows_of(llm) -> dict[str, int]:
-    """What was counted since the last call."""
+    """The numbers of rows since the last call."""
     counted = dict(llm.rows)
     llm.rows.update(dict.fromkeys(counted, 0))
     return counted
 
 
 def speculation(llm) -> dict:
-    """What of an engine would be there for speculation."""
+    """The parts of an engine that speculation would change."""
     config = llm.llm_engine.vllm_config
     return {
         "config": config.speculative_config,
@@ -91,7 +91,7 @@ def off(start_engine):
 
 @pytest.fixture(scope="module")
 def kernels_only(engine_pool, tiny_pair):
-    """``kernels_only(dtype)``: our kernels and no speculation."""
+    """``kernels_only(dtype)`` starts an engine with our kernels and without speculation."""
     config = {"method": "gsd", "model": None, "sources": []}
 
     def start(dtype: str):
@@ -107,7 +107,7 @@ def test_off_leaves_products_to_vllm(off, start_engine):
     theirs, ours = start_engine(None, **BFLOAT16).call(products), off.call(products)
     assert theirs and not any(module.startswith("vllm_gsd") for module, _, _ in ours.values())
     assert {name: made for name, made in ours.items() if name.startswith("target")} == theirs
-    # The draft is of the same architecture, so its layers are multiplied by as the target's are.
+    # The draft has the target's architecture, so its layers use the same products.
     assert {made for name, made in ours.items() if name.startswith("draft")} == set(theirs.values())
 
 
@@ -121,7 +121,7 @@ def test_off_is_plain_vllm_bit_for_bit_without_a_graph(off, start_engine, random
 
 @ours_are_faster
 def test_auto_is_not_plain_vllm_bit_for_bit(start_engine, random_prompts):
-    """Or the test above would prove nothing."""
+    """A control for the test above: our products do round differently."""
     prompts = random_prompts(16, 5, 200)
     plain = start_engine(None, **BFLOAT16).generate(prompts, GREEDY)
     assert start_engine({}, **BFLOAT16).generate(prompts, OPTED_OUT) != plain
@@ -130,7 +130,7 @@ def test_auto_is_not_plain_vllm_bit_for_bit(start_engine, random_prompts):
 def test_off_attends_by_our_kernel_where_rows_branch_only(off, random_prompts):
     prompts = random_prompts(8, 5, 100)
     off.call(rows_of)
-    off.generate(prompts, [GREEDY, OPTED_OUT] * 4)  # beside prompts and plain rows
+    off.generate(prompts, [GREEDY, OPTED_OUT] * 4)  # batches also have prompts and rows without a graph
     counted = off.call(rows_of)
     assert counted["ours"] > 0 and counted["ours without a branch"] == 0
     assert counted["upstream"] > sum(map(len, prompts))
@@ -148,14 +148,14 @@ def test_kernels_only_in_float32_is_plain_vllm(kernels_only, start_engine, rando
     engine, plain, prompts = kernels_only("float32"), start_engine(None), random_prompts(12, 5, 150)
     for params in ({**GREEDY, "max_tokens": 24}, {"temperature": 0.8, "seed": 3, "max_tokens": 24, "logprobs": 2}):
         assert engine.generate(prompts, params) == plain.generate(prompts, params)
-    found, theirs = engine.call(speculation), plain.call(speculation)
-    assert found == theirs and found["config"] is None and found["lookahead"] == 0
+    ours, theirs = engine.call(speculation), plain.call(speculation)
+    assert ours == theirs and ours["config"] is None and ours["lookahead"] == 0
     assert not [name for name in engine.metrics() if "gsd" in name or "spec_decode" in name]
 
 
 @ours_are_faster
 def test_kernels_only_in_bfloat16(kernels_only, start_engine, random_prompts):
-    """Weights are packed, our kernel attends all batches of more than a row, and rounding is all that differs."""
+    """Weights are packed, our kernel attends most rows, and answers differ only by rounding."""
     engine, prompts = kernels_only("bfloat16"), random_prompts(16, 5, 200)
     made = engine.call(products)
     layers = {name for name in made if "embed_tokens" not in name}

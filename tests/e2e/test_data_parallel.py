@@ -1,4 +1,4 @@
-"""``--data-parallel-size 2``: two engines behind one server give plain vLLM's tokens, and both take part."""
+"""``--data-parallel-size 2``: two engines behind one server return plain vLLM's tokens, and both serve requests."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def asked(random_prompts):
+def requests(random_prompts):
     """Prompts with their sampling parameters."""
     greedy = {"temperature": 0, "max_tokens": 24}
     sampled = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 32}
@@ -21,9 +21,9 @@ def asked(random_prompts):
 
 
 @pytest.fixture(scope="module")
-def expected(start_engine, asked):
-    """Plain vLLM's tokens, one engine."""
-    answers = start_engine(None).generate([ids for ids, _ in asked], [params for _, params in asked])
+def expected(start_engine, requests):
+    """Tokens of a single plain vLLM engine."""
+    answers = start_engine(None).generate([ids for ids, _ in requests], [params for _, params in requests])
     return [answer.tokens for answer in answers]
 
 
@@ -31,7 +31,7 @@ def expected(start_engine, asked):
 def server(expected, tiny_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data_parallel")
     (folder / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(tiny_pair.draft), "budget": 16}))
-    # Two API servers share their metrics in a folder, which must be there before a process imports what writes them.
+    # Two API servers share their metrics in a folder, which must exist before a process imports the metrics library.
     (folder / "metrics").mkdir()
     with (
         mock.patch.dict(os.environ, PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")),
@@ -47,7 +47,7 @@ def server(expected, tiny_pair, tmp_path_factory):
         yield server
 
 
-def test_same_tokens_from_two_engines(server, asked, expected):
+def test_same_tokens_from_two_engines(server, requests, expected):
     from openai import AsyncOpenAI
 
     async def ask(client, ids, params):
@@ -57,7 +57,7 @@ def test_same_tokens_from_two_engines(server, asked, expected):
 
     async def gather():
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS) as client:
-            return await asyncio.gather(*[ask(client, ids, params) for ids, params in asked])
+            return await asyncio.gather(*[ask(client, ids, params) for ids, params in requests])
 
     assert asyncio.run(gather()) == expected
     metrics = server.get("/metrics").splitlines()

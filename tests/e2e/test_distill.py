@@ -1,4 +1,4 @@
-"""``vllm-gsd distill`` on a tiny target: killed at every stage it goes on, and vLLM and gsd load its drafts."""
+"""``vllm-gsd distill`` on a tiny target: it resumes after being killed at any stage; vLLM and gsd load its drafts."""
 
 import json
 import os
@@ -22,20 +22,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VLLM_GSD = [str(Path(sys.executable).with_name("vllm-gsd"))]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": 3, "num_speculative_tokens": 3, "budget": 3}
-# Those that are trained on. A random target's answers to others cannot be guessed.
+# The tests generate from the training prompts, because a draft cannot predict a random target's answers to others.
 PROMPTS = [[(7 * i + j) % 500 for j in range(12)] for i in range(40)]
 CHAIN |= {"theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """Of three layers, as EAGLE-3 heads read so many."""
+    """A target with three layers, because EAGLE-3 heads read three."""
     return build_tiny_pair(tmp_path_factory.mktemp("three layers"), num_hidden_layers=3).target
 
 
 @pytest.fixture(scope="module")
 def command(target, preforked, tmp_path_factory):
-    """The command, without ``--out``."""
+    """The ``vllm-gsd distill`` command, without ``--out``."""
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     rows = [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in PROMPTS]
     prompts.write_text("\n".join(map(json.dumps, rows)))
@@ -46,7 +46,7 @@ def command(target, preforked, tmp_path_factory):
 
 
 def kill_once(command, path, pattern):
-    """Run until a file like that is there, then kill the command and all it started, and wait for their end."""
+    """Run the command until a file matches the pattern, then kill all its processes and wait until they have ended."""
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + SECONDS
     while not list(path.glob(pattern)):
@@ -54,19 +54,19 @@ def kill_once(command, path, pattern):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()  # its errors end when the last process that could write there has ended
+    process.communicate()  # stderr closes when the last process that holds it ends
 
 
 @pytest.fixture(scope="module")
 def head(command, target, tmp_path_factory):
-    """An EAGLE-3 head, made by a run that was killed at every stage, and the results that the run printed."""
+    """An EAGLE-3 head from a run that was killed at every stage, and the results that the last run printed."""
     folder = tmp_path_factory.mktemp("head")
     work = folder / "draft.work"
     command = [*command, "--kind", "eagle3", "--eager", "--out", str(folder / "draft")]
     written = {}
     for stage in ("states/*.safetensors", "answers/*.parquet", "checkpoints/checkpoint-*/trainer_state.json"):
         kill_once(command, work, stage)
-        if stage.startswith("answers"):  # states come with the answers, and are computed where they are missing
+        if stage.startswith("answers"):  # states are written with answers; the next run computes missing ones
             answers = list(work.glob("answers/*.parquet"))
             (work / "states").rename(folder / "with answers")
         written |= {file: file.stat().st_mtime_ns for name in ("answers", "states") for file in work.glob(f"{name}/*")}
@@ -78,13 +78,13 @@ def head(command, target, tmp_path_factory):
     write_missing(target, answers, folder / "again")
     data = load_answers(answers, 640)
     for states in (folder / "with answers", work / "states"):
-        for found, expected in zip(StoredStates(states)(data), StoredStates(folder / "again")(data), strict=True):
-            torch.testing.assert_close(found[:-1], expected[:-1], rtol=0.1, atol=0.1)
+        for stored, expected in zip(StoredStates(states)(data), StoredStates(folder / "again")(data), strict=True):
+            torch.testing.assert_close(stored[:-1], expected[:-1], rtol=0.1, atol=0.1)
     return folder / "draft", json.loads(done.stdout.splitlines()[-1])
 
 
 def test_an_eagle3_head(head, target):
-    """It has a card, agrees with the target, and drafts the same chains in vLLM's own method and here."""
+    """The draft has a model card, and vLLM's own method and gsd draft the same chains with it."""
     draft, results = head
     assert results["draft"] == str(draft)
     assert all(0 <= best <= four <= 1 for best, four in zip(results["top_1"], results["top_4"], strict=True))
@@ -94,15 +94,15 @@ def test_an_eagle3_head(head, target):
     steps = []
     for config in ({"method": "eagle3", "num_speculative_tokens": 3}, {"method": "gsd", **CHAIN}):
         engine = Engine(target, {**config, "model": str(draft)}, skip_tokenizer_init=True)
-        tokens, found = engine.call(drafts_of_steps, PROMPTS[1], 40)
-        steps.append((tokens, [(count, drafts[: 40 - count - 1]) for count, drafts in found if 0 < count < 40]))
+        tokens, chains = engine.call(drafts_of_steps, PROMPTS[1], 40)
+        steps.append((tokens, [(count, drafts[: 40 - count - 1]) for count, drafts in chains if 0 < count < 40]))
         engine.close()
     assert steps[0] == steps[1] and steps[0][1]
 
 
 @pytest.fixture(scope="module")
 def of_same_answers(command, head):
-    """Function that makes another draft of the head's answers."""
+    """A function that trains another draft on the answers collected for the head."""
 
     def make(out, *options):
         own = command[: command.index("--prompts")]
@@ -118,7 +118,7 @@ def test_a_block_of_the_same_answers(of_same_answers, target, tmp_path):
     made = of_same_answers(tmp_path / "first", "--vocab-size", "400", "--depth", "4", "--rank", "16", "--epochs", "20")
     assert len(made["top_1"]) == 4
     again = of_same_answers(tmp_path / "draft", "--init", str(tmp_path / "first"), "--minutes", "0.05")
-    assert 1 <= again["steps"] < 6 * 39 // 8  # six passes over the answers take longer
+    assert 1 <= again["steps"] < 6 * 39 // 8  # --minutes ended training early: six epochs have more steps
     prompts, texts = PROMPTS[1:5], []
     for config in (None, {"method": "gsd", "model": str(tmp_path / "draft"), "sources": ["draft"], "budget": 16}):
         engine = Engine(target, config, skip_tokenizer_init=True)

@@ -1,6 +1,6 @@
-"""Unseeded text sampled on graphs has the distribution of plain vLLM's (see ``distribution`` for the criterion).
+"""Unseeded text sampled on graphs has the same distribution as plain vLLM's (see ``distribution`` for the criterion).
 
-``scripts/check_distribution`` does it with 20,000 continuations for every setting.
+``scripts/check_distribution`` runs the same check with 20,000 continuations for every setting.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""Drafts that people own, each kind with the same requests: seeded, with grammars, preempted, with cached prefixes.
+"""Published kinds of drafts give plain vLLM's output for hard requests (see ``hard_requests``).
 
-``test_blocks.py`` and ``test_eagle3.py`` have every format, ``v2/test_v2_drafts.py`` the other runner.
+``test_blocks.py`` and ``test_eagle3.py`` test every format, and ``v2/test_v2_drafts.py`` tests Model Runner V2.
 """
 
 import pytest

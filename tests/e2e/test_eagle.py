@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 heads: plain vLLM's output, and graphs that are grown from the target's own hidden states."""
+"""EAGLE and EAGLE-3 heads: output equals plain vLLM's, and graphs grow from the target's hidden states."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tiny_eagle import chain_steps, load_exact
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 OFF = {"extra_args": {"gsd": False}}
-# Prompts come in pieces, and are found in the prefix cache.
+# Long prompts are read in chunks, and their prefixes are cached.
 ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
 CONFIGS = {
     "graph": {},
@@ -23,7 +23,7 @@ def prompts(random_prompts):
     return random_prompts(12, 5, 150, seed=31)
 
 
-# vLLM 0.32 cannot draw with seeds on a CPU where prompts come in pieces: these fit into one step.
+# On CPUs, vLLM 0.32 cannot sample with seeds if a prompt is chunked. Seeded prompts are cut to fit into one step.
 SEEDED = [{**GREEDY, "temperature": 0.7 + 0.3 * i, "top_p": 0.9, "seed": i} for i in range(4)]
 
 
@@ -56,17 +56,17 @@ def equals_plain(engine, prompts, short, expected):
 
 
 def cache_bytes(llm) -> tuple[int, int]:
-    """Of the KV cache, and of the hidden states beside it."""
+    """Bytes of the KV cache and of the stored hidden states."""
     runner = model_runner(llm)
     states = runner.speculation.features.states
     return sum(layer.size for layer in runner.kv_cache_config.kv_cache_tensors), states.nbytes
 
 
 def test_hidden_states_are_part_of_the_memory_for_the_kv_cache(start_engine, tiny_eagle):
-    given = 1 << 26
-    kv, features = start_engine({"model": str(tiny_eagle)}, kv_cache_memory_bytes=given).call(cache_bytes)
+    limit = 1 << 26
+    kv, features = start_engine({"model": str(tiny_eagle)}, kv_cache_memory_bytes=limit).call(cache_bytes)
     assert 0 < features < kv
-    assert 0.99 * given < kv + features < 1.001 * given  # a block and a row of rounding
+    assert 0.99 * limit < kv + features < 1.001 * limit  # up to rounding by a block and a row
 
 
 def accepted_by(engine, prompts, params=GREEDY):
@@ -78,20 +78,20 @@ def accepted_by(engine, prompts, params=GREEDY):
 
 
 def test_chains_are_those_of_the_student(start_engine, tiny_eagle, tiny_pair, prompts):
-    """Steps and accepted drafts, counted by the layer and the target of ``transformers``."""
+    """Steps and accepted drafts match those computed with the draft layer and the target in ``transformers``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
     student = load_exact(tiny_eagle, model)
     engine = start_engine({"model": str(tiny_eagle), **CONFIGS["chain"]}, **ENGINE)
     engine.call(forget_prefixes)
-    tokens, found = accepted_by(engine, prompts)
-    ways = [
+    tokens, counts = accepted_by(engine, prompts)
+    expected = [
         chain_steps(student, model, prompt + text, len(prompt), 2) for prompt, text in zip(prompts, tokens, strict=True)
     ]
-    steps, accepted = (sum(column) for column in zip(*ways, strict=True))
+    steps, accepted = (sum(column) for column in zip(*expected, strict=True))
     assert accepted > 20
-    assert found == pytest.approx((steps, accepted), rel=0.02)  # a near tie may fall either way
+    assert counts == pytest.approx((steps, accepted), rel=0.02)  # rounding may decide near ties differently
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -100,16 +100,16 @@ def test_cached_prefixes_keep_their_hidden_states(start_engine, tiny_eagle, tiny
     engine = start_engine({"model": str(draft), **CONFIGS["chain"]}, **ENGINE)
     engine.call(forget_prefixes)
     _, cold = accepted_by(engine, prompts)
-    _, warm = accepted_by(engine, prompts)  # the draft's own too
+    _, warm = accepted_by(engine, prompts)  # target and draft are cached
     engine.call(forget_prefixes)
     run(engine, prompts, {**GREEDY, **OFF, "max_tokens": 1})
-    _, caught_up = accepted_by(engine, prompts)  # of the target only: the draft catches up on them
+    _, caught_up = accepted_by(engine, prompts)  # only the target is cached, and the draft catches up
     assert warm == pytest.approx(cold, rel=0.02)
     assert caught_up == pytest.approx(cold, rel=0.02)
 
 
 def test_hidden_states_lie_where_plain_decoding_would_have_them(start_engine, tiny_eagle, tiny_pair, prompts):
-    """After graphs were accepted: those of ``transformers``, token for token."""
+    """After paths through graphs were accepted, the stored states equal those of ``transformers`` at every token."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: the chain that vLLM's own method drafts, and no fewer accepted tokens with more candidates."""
+"""EAGLE-3 heads: chains equal those of vLLM's own method, and more candidates accept no fewer tokens."""
 
 import pytest
 from engine_probes import drafts_of_steps, forget_prefixes
@@ -11,7 +11,7 @@ CHAIN = {
     "theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0,
 }  # fmt: skip
 GRAPH = {**CHAIN, "top_k": 4, "num_speculative_tokens": 16, "budget": 16}
-ENGINE = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "block_size": 32}  # prompts are read whole
+ENGINE = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "block_size": 32}  # no prompt is chunked
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,10 @@ def head(request, tiny_eagle3):
 
 
 def test_chains_are_those_of_vllm(start_engine, tiny_pair, prompts, head):
-    """The same drafts and the same accepted tokens in every step.
+    """Every step has the same drafts and the same accepted tokens.
 
-    Prompts are read whole: where a prompt is in pieces, vLLM 0.32's method gives a piece's last row the last token of
-    the whole prompt for the next one.
+    Prompts are not chunked: for the last row of a chunk, vLLM 0.32's method uses the last token of the whole prompt as
+    the next token.
     """
     own = {"method": "eagle3", "model": head, "num_speculative_tokens": LENGTH}
     theirs = Engine(tiny_pair.target, own, skip_tokenizer_init=True, **ENGINE)
@@ -41,7 +41,7 @@ def test_chains_are_those_of_vllm(start_engine, tiny_pair, prompts, head):
     for prompt, (tokens, steps) in zip(prompts, expected, strict=True):
         got, chains = engine.call(drafts_of_steps, prompt, 40)
         assert got == tokens
-        # Our last drafts are no longer than what is left.
+        # Our drafts near the end are no longer than the remaining text.
         theirs_cut = [(count, drafts[: 40 - count - 1]) for count, drafts in steps if 0 < count < 40]
         assert theirs_cut == [(count, drafts) for count, drafts in chains if 0 < count < 40]
         accepted += len(tokens) - 1 - len(theirs_cut)
@@ -49,7 +49,7 @@ def test_chains_are_those_of_vllm(start_engine, tiny_pair, prompts, head):
 
 
 def test_more_candidates_accept_no_less(start_engine, prompts, head):
-    """Where nothing is pruned, the graph has the chain's nodes in it."""
+    """Without pruning, the graph contains the chain's nodes."""
     steps = []
     for config in (CHAIN, GRAPH):
         engine = start_engine({"model": head, **config}, **ENGINE)

@@ -1,6 +1,6 @@
-"""Every request feature on Model Runner V1: equal to plain vLLM alone and in a batch, and on a graph.
+"""Every request feature on Model Runner V1: it runs on graphs and equals plain vLLM, alone and in a batch.
 
-``v2/test_v2_features.py`` has the same list for V2. Long structured output has files of its own, ``test_structured_*``.
+``v2/test_v2_features.py`` tests the same list on V2. ``test_structured_*`` test long structured output.
 """
 
 import pytest
@@ -38,20 +38,20 @@ def gsd(engine_pool, text_pair):
 
 @pytest.fixture(scope="module")
 def free(plain, prompts):
-    """Greedy texts with nothing else asked for."""
+    """Greedy texts without any feature."""
     return [answer.completions[0] for answer in plain.generate(prompts, GREEDY)]
 
 
 @pytest.fixture(scope="module")
 def free_seeded(plain, prompts, free):
-    """Seeded texts with nothing else asked for."""
+    """Seeded texts without any feature."""
     params = [asked("nothing", text, LENGTH, seed) for text, seed in zip(free, SEEDS, strict=True)]
     return [answer.completions[0] for answer in plain.generate(prompts, params)]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_equal_and_on_the_graph(plain, gsd, prompts, free, free_seeded, feature):
-    """Greedy and seeded, eight at once; then four alone, two of them greedy. Most features change some text."""
+    """Eight requests at once, then two alone, both greedy and seeded; unless exempt, the feature changes some text."""
     before, answers = gsd.metrics(), []
     for seeds, usual in (([None] * 8, free), (SEEDS, free_seeded)):
         params = [asked(feature, text, LENGTH, seed) for text, seed in zip(free, seeds, strict=True)]
@@ -69,7 +69,7 @@ def test_equal_and_on_the_graph(plain, gsd, prompts, free, free_seeded, feature)
 
 
 def test_all_of_them_in_one_batch(plain, gsd, prompts, free):
-    """But for logprob_token_ids, beside which vLLM's V1 hides the top log probabilities of others."""
+    """All features except logprob_token_ids: with it, vLLM's V1 hides the top logprobs of other requests."""
     features = [feature for feature in FEATURES if feature != "logprob_token_ids"]
     params = [asked(feature, free[i % 8], 20 + i, (None, 80)[i % 2]) for i, feature in enumerate(features)]
     some = [prompts[i % 8] for i in range(len(params))]

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Mixtral, Qwen3-MoE, Llama 4): plain vLLM's tokens with graphs, and costs of rows that differ."""
+"""Mixtures of experts (Mixtral, Qwen3-MoE, Llama 4): tokens equal plain vLLM's, and measured costs are realistic."""
 
 import contextlib
 
@@ -22,11 +22,11 @@ SHAPE = {
     "eos_token_id": None,
     "num_experts_per_tok": 2,
 }
-# Class in transformers, and what is its own.
+# The config class in transformers, and its own keys.
 FAMILIES = {
     "Mixtral": ("MixtralConfig", {"num_local_experts": EXPERTS}),
     "Qwen3Moe": ("Qwen3MoeConfig", {"num_experts": EXPERTS, "moe_intermediate_size": 64, "norm_topk_prob": True}),
-    # Every layer but the third attends within chunks, which are as long as the longest text.
+    # All layers but the third attend within chunks. A chunk is as long as the longest text.
     "Llama4": (
         "Llama4TextConfig",
         {
@@ -43,7 +43,7 @@ SAMPLING = [{"temperature": 0, "max_tokens": 30}, {"temperature": 0.8, "seed": 5
 
 
 def build(folder, family):
-    """A random target, and a draft that is a mixture of experts too and mostly agrees with it."""
+    """A random target, and a draft that is also a mixture of experts and mostly agrees with it."""
     import transformers
 
     torch.manual_seed(3)
@@ -67,29 +67,29 @@ def answers(engine, prompts):
 
 
 def experts_of_idle_runs(llm, rows: list[int]) -> list[int]:
-    """How many experts of the first layer the idle runs choose whose times are the planner's costs."""
-    runner, seen = model_runner(llm), []
+    """How many experts of the first layer are used by idle runs, whose durations are the planner's costs."""
+    runner, used = model_runner(llm), []
     chosen = runner.model_config.hf_config.num_experts_per_tok
     gate = next(part for name, part in runner.model.named_modules() if name.endswith((".gate", ".router")))
-    watching = gate.register_forward_hook(lambda _, __, out: seen.append(out[0].topk(chosen).indices.unique().numel()))
+    hook = gate.register_forward_hook(lambda _, __, out: used.append(out[0].topk(chosen).indices.unique().numel()))
     for count in rows:
         runner.run_idle(count)
-    watching.remove()
-    return seen
+    hook.remove()
+    return used
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_plain_vllm(tmp_path, family, random_prompts):
     target, draft = build(tmp_path, family)
     prompts = random_prompts(8, 10, 90)
-    found = []
+    results = []
     for config in (None, {"method": "gsd", "model": str(draft), "num_speculative_tokens": 16}):
         setup = [draft_every_level] if config else []
         with contextlib.closing(Engine(target, config, setup, skip_tokenizer_init=True)) as engine:
-            found.append(answers(engine, prompts))
+            results.append(answers(engine, prompts))
             if config:
                 chosen, counts = engine.call(experts_of_idle_runs, [1, 2, 8, 64]), engine.metrics()
-    assert found[1] == found[0]
+    assert results[1] == results[0]
     assert counts["gsd_nodes_accepted_native"] > counts["gsd_target_steps"] / 5
     assert counts["gsd_kv_rows_moved"] > 20
     assert chosen[0] < chosen[1] < chosen[-1] == EXPERTS

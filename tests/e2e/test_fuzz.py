@@ -1,9 +1,9 @@
-"""Random batches of random requests on random graphs: float32 text and logprobs are plain vLLM's.
+"""Random batches of random requests on random graphs: float32 text and logprobs equal plain vLLM's.
 
     scripts/fuzz [--examples 5000] [--seed 7]
 
-Two engines run all examples. Before each the draft's candidates are shaken (other tokens first, repeated tokens, flat
-or steep probabilities) and the limits of graphs drawn anew, so that trees branch and merge in all ways.
+Two engines run all examples. Before each example, the draft's candidates are perturbed (shuffled, repeated tokens, flat
+or steep probabilities) and the limits of graphs are drawn at random, so that graphs branch and merge in all ways.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from tiny_pair import VOCAB_SIZE
 
 GSD = {"num_speculative_tokens": 16, "max_depth": 6, "top_k": 4}
 OPTIONS = {"max_model_len": 96, "max_num_seqs": 8}
-# Prompts are cut into chunks with gsd only: vLLM's own CPU runner ends where a seeded request's prompt is.
+# Only gsd's prompts are chunked, because vLLM's CPU runner fails on chunked prompts of seeded requests.
 CHUNKED = {"max_num_batched_tokens": 64}
 LOGPROB_TOLERANCE = 2e-3
 
-# --- what is asked for --------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------
 
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
 GRAMMARS = [{"regex": "[a-d]{2,9}"}, {"choice": ["abba", "abc", "xyz"]}, {"json": {"type": "integer"}}]
-# Parameters of which a request has some; one token of the vocabulary at least is always left to choose.
+# Each request has some of these parameters. They never forbid all tokens.
 SOME = {
     "top_k": st.sampled_from([1, 3, 20]),
     "top_p": st.sampled_from([0.3, 0.8, 0.95]),
@@ -49,7 +49,7 @@ SOME = {
 
 @st.composite
 def requests(draw) -> tuple[list[int], Params]:
-    """A prompt, often of few different tokens, so that there is something to copy, and what is asked for."""
+    """A prompt and its parameters. Half of the prompts have few different tokens, so that there is text to copy."""
     few = draw(st.booleans())
     prompt = draw(st.lists(st.integers(10, 14) if few else TOKENS, min_size=1, max_size=24))
     keys = draw(st.fixed_dictionaries({"max_tokens": st.integers(1, 16)}, optional=SOME))
@@ -61,7 +61,7 @@ def requests(draw) -> tuple[list[int], Params]:
     words = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=2), max_size=8)) if draw(st.booleans()) else None
     if draw(st.integers(0, 7)) == 0:
         keys["structured_outputs"] = draw(st.sampled_from(GRAMMARS))
-        # A grammar leaves few tokens, of which nothing else may take the last.
+        # A grammar allows few tokens. Drop parameters that could forbid the last of them.
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "min_tokens"):
             keys.pop(name, None)
         words = None
@@ -70,7 +70,7 @@ def requests(draw) -> tuple[list[int], Params]:
 
 @st.composite
 def shapes(draw) -> dict:
-    """How the drafts of a batch look."""
+    """Limits of a batch's graphs and perturbations of its drafts."""
     sources = st.sampled_from([["draft", "ngram"], ["draft"], ["draft", "ngram"], ["ngram"]])
     limits = {
         "sources": draw(sources),
@@ -91,7 +91,7 @@ def shapes(draw) -> dict:
 
 
 def draft(llm, shape: dict) -> None:
-    """Let the engine's draft propose so."""
+    """Make the engine draft with these limits and perturbations."""
     speculation = model_runner(llm).speculation
     drafter, model = speculation.drafter, speculation.drafter.model
     speculation.config = drafter.config = speculation.config.model_copy(update=shape["limits"])
@@ -134,7 +134,7 @@ def assert_same(ours, theirs):
 
 
 class Restarted:
-    """An engine that is replaced after an error, which may have left requests in it that never end."""
+    """An engine that is restarted after an error, because the error may leave requests that never finish."""
 
     def __init__(self, *args, **options):
         self.start = partial(Engine, *args, **options)
@@ -185,5 +185,5 @@ def test_fuzz(engines, pytestconfig):
     examples = pytestconfig.getoption("examples")
     assert counts["spec_decode_num_accepted_tokens"] > examples
     if examples < 200:
-        return  # too few for merges to be certain: the first examples are simple
+        return  # the first examples are simple, and may merge no nodes
     assert min(counts["gsd_nodes_merged"], counts["gsd_kv_rows_moved"], counts["gsd_fallbacks:opt_out"]) > examples / 10

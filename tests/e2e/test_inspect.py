@@ -1,4 +1,4 @@
-"""``vllm-gsd inspect --prompt``: an engine answers, and the page shows its steps."""
+"""``vllm-gsd inspect --prompt``: an engine answers the prompt, and the page shows its steps."""
 
 import json
 import re
@@ -26,10 +26,10 @@ def test_a_prompt(text_pair, preforked, tmp_path):
     arguments = [str(part) for option in options.items() for part in option]
     done = subprocess.run([preforked, VLLM_GSD, "inspect", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    ((name, found),) = read_traces(trace).items()
-    assert told == {"page": str(page), "request": name, "steps": len(found.steps)}
-    assert 1 < sum(len(step["tokens"]["token"]) for step in found.steps) <= 24
+    summary = json.loads(done.stdout.splitlines()[-1])
+    ((name, request),) = read_traces(trace).items()
+    assert summary == {"page": str(page), "request": name, "steps": len(request.steps)}
+    assert 1 < sum(len(step["tokens"]["token"]) for step in request.steps) <= 24
     data = re.search('id="data">(.*?)</script>', page.read_text())[1]
-    assert json.loads(data)["steps"] == found.steps
+    assert json.loads(data)["steps"] == request.steps
     assert "user: &lt;/script&gt;" in page.read_text()

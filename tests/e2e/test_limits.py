@@ -1,8 +1,8 @@
-"""Behaviour near the edges: lengths, stops, aborts, a scarce KV cache. Always as plain vLLM, token for token."""
+"""Edge cases: length limits, stop conditions, aborts and scarce KV blocks. Tokens always equal plain vLLM's."""
 
 import numpy as np
 import pytest
-from engine_probes import generate_and_abort, state_at_rest
+from engine_probes import generate_and_abort, state_at_rest, steps_with_tokens
 from engine_process import model_runner, run
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -13,7 +13,7 @@ def seeded(count, **keys):
 
 
 def answers_and_counts(engine, prompts, params):
-    """Answers without cached-token numbers, and what the run added to the counters."""
+    """Completions, and by how much the run increased each counter."""
     before = engine.metrics()
     answers = [answer.completions for answer in engine.generate(prompts, params)]
     after = engine.metrics()
@@ -25,7 +25,7 @@ def tokens_of(answers):
 
 
 def assert_same(plain, gsd, prompts, params, drafts=True):
-    """Tokens, finish and stop reasons are plain vLLM's; returns answers and gsd's counters."""
+    """Check that tokens, finish and stop reasons equal plain vLLM's; returns gsd's answers and counters."""
     expected, _ = answers_and_counts(plain, prompts, params)
     got, counts = answers_and_counts(gsd, prompts, params)
     assert got == expected
@@ -34,7 +34,7 @@ def assert_same(plain, gsd, prompts, params, drafts=True):
 
 
 def cut_tokens(answers, counts):
-    """Accepted tokens that a stop condition threw away."""
+    """The number of accepted tokens that a stop condition discarded."""
     emitted = counts["gsd_target_steps"] + counts["spec_decode_num_accepted_tokens"]
     return emitted - sum(map(len, tokens_of(answers)))
 
@@ -46,8 +46,8 @@ class TestLengths:
             answers, counts = assert_same(plain, gsd, prompts, params, drafts=max_tokens > 2)
             assert {len(tokens) for tokens in tokens_of(answers)} == {max_tokens}
             assert {completions[0].finish_reason for completions in answers} == {"length"}
-            assert cut_tokens(answers, counts) == 0  # no deeper graph than tokens are left
-            assert (counts["gsd_draft_rows"] > 0) == (max_tokens > 2)  # nor does the draft read a prompt for nothing
+            assert cut_tokens(answers, counts) == 0  # graphs are no deeper than the remaining text
+            assert (counts["gsd_draft_rows"] > 0) == (max_tokens > 2)  # no drafts: no prompt is read
 
     @pytest.mark.parametrize("max_tokens", [None, 1000])
     def test_max_model_len(self, start_engine, random_prompts, max_tokens):
@@ -70,7 +70,7 @@ class TestLengths:
 
 
 class TestStops:
-    """The text ends where plain vLLM ends it, though the target has accepted more."""
+    """Text ends where plain vLLM ends it, even if the target has accepted tokens beyond that."""
 
     def test_stop_tokens(self, plain, gsd, prompts):
         free = run(plain, prompts, GREEDY)
@@ -101,7 +101,7 @@ class TestStops:
 
     @pytest.mark.parametrize("included", [False, True])
     def test_stop_strings(self, start_engine, prompts, included):
-        """One word per token here, so a string of two words ends in the middle of many accepted paths."""
+        """Each token is one word, so a stop string of two words often ends in the middle of an accepted path."""
         plain, gsd = (start_engine(gsd, skip_tokenizer_init=False) for gsd in (None, {}))
         free = run(plain, prompts, GREEDY)
         cut = 0
@@ -153,7 +153,7 @@ class TestScheduling:
 
     @pytest.mark.parametrize("nodes", [5, 16])
     def test_preemption(self, start_engine, plain, random_prompts, nodes):
-        """Eleven blocks of 32 tokens for requests that need up to four each."""
+        """Twelve requests that need up to four KV blocks each share eleven blocks."""
         scarce = {"block_size": 32, "num_gpu_blocks_override": 11, "max_model_len": 128}
         gsd = start_engine({"num_speculative_tokens": nodes}, **scarce)
         prompts = random_prompts(12, 20, 40, seed=11)
@@ -175,10 +175,10 @@ class TestScheduling:
 
     @pytest.mark.parametrize("rows", [64, 100])
     def test_chunked_prefill(self, start_engine, plain, random_prompts, rows):
-        """Prompts of several chunks beside requests that decode.
+        """Prompts are read in several chunks while other requests decode.
 
-        The reference reads its prompts whole: vLLM 0.32 itself breaks on the CPU where a seeded request's prompt is
-        chunked ("CPU Generator does not use offset").
+        The reference does not chunk prompts: on CPUs, vLLM 0.32 itself fails if a seeded request's prompt is chunked
+        ("CPU Generator does not use offset").
         """
         gsd = start_engine({}, max_num_batched_tokens=rows, enable_chunked_prefill=True, max_num_seqs=8)
         prompts = [*random_prompts(6, 150, 400, seed=13), *random_prompts(10, 5, 20, seed=14)]
@@ -186,6 +186,23 @@ class TestScheduling:
         assert_same(plain, gsd, mixed, [{**GREEDY, "max_tokens": 8 + 5 * i % 40} for i in range(16)])
         assert_same(plain, gsd, mixed, {**GREEDY, "presence_penalty": 0.6})
         assert_same(plain, gsd, mixed, seeded(16))
+
+    def test_no_request_waits_for_nodes_of_others(self, start_engine, plain, random_prompts):
+        """Two whole graphs fill a step, yet every request gets tokens in nearly every step."""
+        gsd = start_engine({"budget": 16}, max_num_batched_tokens=34, max_num_seqs=6)
+        prompts = random_prompts(8, 3, 5, seed=18)
+        steps = gsd.call(steps_with_tokens, prompts, GREEDY)
+        assert max(np.diff(those).max() for those in steps) <= 2
+        assert max(those[0] for those in steps[:6]) <= 2
+        assert_same(plain, gsd, prompts, GREEDY)
+
+    def test_a_graph_larger_than_a_step(self, start_engine, plain, random_prompts):
+        """Of a cached prompt one token is left, which upstream would start with placeholders for a whole graph."""
+        gsd = start_engine({"num_speculative_tokens": 64, "budget": 64}, max_num_batched_tokens=64, block_size=32)
+        (prompt,) = random_prompts(1, 65, 65, seed=19)
+        assert_same(plain, gsd, [prompt], GREEDY)
+        (steps,) = gsd.call(steps_with_tokens, [prompt], GREEDY)
+        assert steps[0] == 0
 
     @pytest.mark.parametrize(("block_size", "nodes"), [(32, 5), (32, 23), (64, 23), (128, 5)])
     def test_block_sizes(self, start_engine, plain, random_prompts, block_size, nodes):
@@ -207,28 +224,28 @@ def test_nothing_is_left_of_a_thousand_requests(gsd, random_prompts):
 
 
 def one_draft_of_nan(llm) -> None:
-    """Let the draft model's next logits have a NaN in their first row."""
+    """Put a NaN into the first row of the draft model's next logits."""
     model = model_runner(llm).speculation.drafter.model.model
     compute = model.compute_logits
 
-    def sick(hidden):
+    def with_nan(hidden):
         logits = compute(hidden)
         logits[0, 5] = float("nan")
         model.compute_logits = compute
         return logits
 
-    model.compute_logits = sick
+    model.compute_logits = with_nan
 
 
 def what_was_learned(llm) -> list[float]:
-    """Numbers that steps leave behind for those that follow."""
+    """All numbers that the planner has learned from earlier steps."""
     planner = model_runner(llm).speculation.planner
     learned = planner.calibration.factor, planner.calibration.accepted, planner.children, planner.worth, planner.levels
     return [float(number) for numbers in learned for number in numbers.ravel()]
 
 
 def test_a_draft_that_emits_nan_once(plain, gsd, prompts):
-    """It is counted, and neither text nor later drafts suffer."""
+    """The NaN is counted, and it affects neither the text nor later drafts."""
     _, healthy = assert_same(plain, gsd, prompts, GREEDY)
     gsd.call(one_draft_of_nan)
     before = gsd.metrics()["gsd_draft_rows_invalid"]

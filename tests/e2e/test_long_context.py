@@ -1,4 +1,4 @@
-"""Prompts of 32,768 tokens: plain vLLM's answers, from the prefix cache too, with tables that do not grow with texts.
+"""Prompts of 32,768 tokens: answers equal plain vLLM's, also with cached prefixes, and the plugin's tables stay small.
 
 ``python tests/e2e/test_long_context.py FOLDER`` writes the models, for measurements at other lengths.
 """
@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 
 def build(folder):
-    """Of one layer and one KV head, since attention over a prompt costs the square of its length."""
+    """Models with one layer and one KV head, because the cost of attention grows with the square of the length."""
     return build_tiny_pair(
         folder,
         num_hidden_layers=1,
@@ -27,7 +27,7 @@ def build(folder):
 
 
 def own_bytes(llm):
-    """Bytes of the arrays that speculation, its draft and the draft's KV tracker hold, by their attributes' names."""
+    """Bytes of the NumPy arrays of speculation, drafter, the draft's KV tracker and planner, by attribute name."""
     import numpy as np
 
     ours = model_runner(llm).speculation
@@ -55,26 +55,26 @@ def engines(tmp_path_factory):
 def test_equals_plain_vllm(engines, random_prompts):
     plain, gsd = engines
     (text,) = random_prompts(1, LENGTH, LENGTH)
-    prompts = [text, text + text[100:130]]  # the second ends as the text goes on near its beginning
-    found = []
+    prompts = [text, text + text[100:130]]  # the second ends with a copy from near its start
+    runs = []
     for prompt in prompts:
         before = gsd.metrics()
-        found.append((run(gsd, [prompt], GREEDY), gsd.metrics(), before))
-        assert found[-1][0] == run(plain, [prompt], GREEDY)
-    (_, first, _), (_, second, before) = found
+        runs.append((run(gsd, [prompt], GREEDY), gsd.metrics(), before))
+        assert runs[-1][0] == run(plain, [prompt], GREEDY)
+    (_, first, _), (_, second, before) = runs
     assert first["spec_decode_num_accepted_tokens"] > 5
     assert second["spec_decode_num_accepted_tokens"] > before["spec_decode_num_accepted_tokens"]
     assert first["gsd_draft_rows"] > LENGTH
-    # The second prompt's prefix, and the draft's keys and values of it, come from the prefix cache.
+    # The second prompt's prefix comes from the prefix cache, including the draft's keys and values.
     assert second["gsd_draft_rows"] - before["gsd_draft_rows"] < LENGTH / 20
-    # A text that the draft has not read, and that one forward of the draft cannot catch up on, is not read in a step.
+    # If the draft has not read a text, and the text is too long to catch up on in one forward, the draft skips it.
     (unread,) = random_prompts(1, 6000, 6000, seed=1)
     run(gsd, [unread], {**GREEDY, "max_tokens": 1, "extra_args": {"gsd": False}})
     before = gsd.metrics()["gsd_draft_rows"]
     assert run(gsd, [unread + unread[:30]], GREEDY) == run(plain, [unread + unread[:30]], GREEDY)
     assert gsd.metrics()["gsd_draft_rows"] == before
     bytes_of = gsd.call(own_bytes)
-    assert sum(bytes_of.values()) < 4 * LENGTH * 4, bytes_of  # vLLM's own table of its 4 requests' token ids has more
+    assert sum(bytes_of.values()) < 4 * LENGTH * 4, bytes_of  # less than vLLM's own table of token ids
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""LoRA adapters on the target, none on the draft: output is plain vLLM's with the same adapters.
+"""LoRA adapters on the target but not on the draft: output equals plain vLLM's with the same adapters.
 
-There is always a slot more than adapters in use: with all of them taken, vLLM 0.32 itself gives the last one's
-adapter to requests without any, on the CPU (``tests/contract/test_upstream.py``).
+The tests keep one adapter slot free. If all slots are taken, vLLM 0.32 on CPUs applies the last slot's adapter to
+requests without one (see ``tests/contract/test_upstream.py``).
 """
 
 import pytest
@@ -25,7 +25,7 @@ def adapters(all_adapters):
 
 
 def ask(engine, prompts, params, adapters):
-    """Answers, and what was counted meanwhile."""
+    """Answers, and by how much they increased each counter."""
     params = params if isinstance(params, list) else [params] * len(prompts)
     before = engine.metrics()
     answers = engine.call(generate_adapted, prompts, [Params(keys) for keys in params], adapters)
@@ -34,7 +34,7 @@ def ask(engine, prompts, params, adapters):
 
 
 def assert_same(plain, gsd, prompts, params, adapters):
-    """Tokens, reasons and logprobs are plain vLLM's, and drafts were accepted; answers and counts of gsd."""
+    """Check that output equals plain vLLM's and that drafts were accepted; returns gsd's answers and counts."""
     theirs, _ = ask(plain, prompts, params, adapters)
     ours, counts = ask(gsd, prompts, params, adapters)
     for our, their in zip(ours, theirs, strict=True):
@@ -56,7 +56,7 @@ def test_an_adapter(plain, gsd, prompts, adapters, which):
     chosen = [adapters[which]] * len(prompts)
     without, _ = ask(plain, prompts, GREEDY, [None] * len(prompts))
     answers, _ = assert_same(plain, gsd, prompts, GREEDY, chosen)
-    assert all(new.tokens != old.tokens for new, old in zip(answers, without, strict=True))  # it does something
+    assert all(new.tokens != old.tokens for new, old in zip(answers, without, strict=True))  # every text differs
     assert_same(plain, gsd, prompts, seeded(len(prompts)), chosen)
 
 
@@ -66,7 +66,7 @@ def test_one_request_at_a_time(plain, gsd, prompts, adapters):
 
 
 def test_mixed_batches(plain, gsd, random_prompts, adapters):
-    """Two adapters and none, side by side with other features."""
+    """Requests with two adapters and with none share batches, with various other features."""
     prompts = random_prompts(18, seed=31)
     chosen = [(None, *adapters)[index % 3] for index in range(len(prompts))]
     features = [
@@ -82,7 +82,7 @@ def test_mixed_batches(plain, gsd, random_prompts, adapters):
 
 
 class TestPrefixCaching:
-    """Target KV depends on the adapter, the draft's does not; blocks are shared within an adapter only."""
+    """Only the target's KV depends on the adapter, not the draft's. Blocks are shared only within an adapter."""
 
     @pytest.fixture
     def cold(self, gsd):
@@ -103,11 +103,11 @@ class TestPrefixCaching:
             answers, counts = assert_same(plain, cold, prompts, GREEDY, [adapter] * 4)
             cached = sum(answer.num_cached_tokens for answer in answers)
             assert cached > sum(map(len, prompts)) - 32 * len(prompts)
-            saved = cold_rows - counts["gsd_draft_rows"]  # what the target has cached has draft KV too
+            saved = cold_rows - counts["gsd_draft_rows"]  # cached blocks have draft KV too
             assert saved == pytest.approx(cached, abs=0.1 * cold_rows)
 
     def test_a_prefix_that_only_the_target_has_seen(self, plain, cold, prompts, adapters):
-        """Served with the adapter, but without speculation: the draft catches up."""
+        """The prompts were first served with the adapter but without speculation: the draft catches up on them."""
         chosen = [adapters[1]] * 4
         _, before = assert_same(plain, cold, prompts, GREEDY, chosen)
         cold.call(forget_prefixes)
@@ -131,6 +131,6 @@ def test_nothing_is_left(gsd, prompts, adapters):
 
 
 def test_more_adapters_than_slots(plain, gsd, random_prompts, all_adapters):
-    """Adapters wait for a slot and are loaded again. The last test of this file: no slot is free afterwards."""
+    """Adapters wait for a slot and are reloaded. Keep this test last in the file: afterwards, no slot is free."""
     prompts = random_prompts(15, seed=35)
     assert_same(plain, gsd, prompts, {**GREEDY, "max_tokens": 20}, all_adapters * 3)

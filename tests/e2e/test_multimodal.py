@@ -1,4 +1,4 @@
-"""Targets that read images, with M-RoPE (Qwen3-VL), windows, shared KV (Gemma 3 and 4): plain tokens, with graphs."""
+"""Targets that read images, with M-RoPE (Qwen3-VL), windows or shared KV (Gemma 3 and 4): tokens equal plain vLLM's."""
 
 import contextlib
 
@@ -17,17 +17,17 @@ def answers(engine, prompts):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_plain_vllm(tmp_path, family, random_prompts):
-    """Prompts with no, one and two images, in one batch; every prompt but the first time from the prefix cache."""
+    """Batches mix prompts with no, one and two images. After its first use, a prompt is in the prefix cache."""
     target, draft = build(tmp_path, family)
     texts, seeds = random_prompts(5, 40, 90), [[1], [], [2, 3], [1, 1], [4]]
     prompts = [with_pictures(family, text, own) for text, own in zip(texts, seeds, strict=True)]
-    found = []
+    results = []
     for config in (None, {"method": "gsd", "model": str(draft), "num_speculative_tokens": 16}):
         setup = [draft_every_level] if config else []
         with contextlib.closing(Engine(target, config, setup, [without_torchvision], **OPTIONS)) as engine:
-            found.append(answers(engine, prompts))
+            results.append(answers(engine, prompts))
             counts = engine.metrics()
-    assert found[1] == found[0]
+    assert results[1] == results[0]
     assert counts["gsd_nodes_accepted_native"] > counts["gsd_target_steps"] / 20
     assert counts["gsd_kv_rows_moved"] > 20
     assert counts["prefix_cache_hits"] > 0 and counts["mm_cache_hits"] > 0

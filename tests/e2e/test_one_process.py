@@ -1,4 +1,4 @@
-"""Engines with and without gsd, one after the other in one process, as in a notebook: each attends its own way."""
+"""Engines with and without gsd run one after another in one process, as in a notebook, without affecting each other."""
 
 import contextlib
 
@@ -10,29 +10,30 @@ COUNTERS = ["gsd_kv_rows_moved", "spec_decode_num_accepted_tokens"]
 
 
 def in_turn(llm, target, configs, prompts, params, options):
-    """What engines of these speculative configs answer; the first of them is ``llm``, each is shut down at its end.
+    """Run one engine for each config, one after another. The first engine is ``llm``; each is shut down after use.
 
     Args:
-        params: of all requests.
-        options: further ones of the engines after the first.
+        params: sampling parameters of all requests.
+        options: more arguments for the engines after the first.
 
     Returns:
-        of each engine the tokens of every prompt, the classes of its layers' attention, and its ``COUNTERS``.
+        For each engine: the tokens of every prompt, the attention classes of its layers, and its ``COUNTERS``.
     """
     from vllm import LLM
 
-    told = []
+    results = []
     for turn, config in enumerate(configs):
         if turn:
             llm = LLM(model=str(target), speculative_config=config, **{**DEFAULTS, **options})
         if config is not None:
-            model_runner(llm).speculation.planner.costs = None  # draft whatever it costs
+            model_runner(llm).speculation.planner.costs = None  # draft regardless of cost
         tokens = [answer.tokens for answer in generate(llm, prompts, [Params(params)] * len(prompts))]
         layers = model_runner(llm).compilation_config.static_forward_context.values()
         counts = metrics(llm)
-        told.append((tokens, {type(layer.impl).__name__ for layer in layers}, [counts.get(name) for name in COUNTERS]))
+        attention = {type(layer.impl).__name__ for layer in layers}
+        results.append((tokens, attention, [counts.get(name) for name in COUNTERS]))
         llm.llm_engine.engine_core.shutdown()
-    return told
+    return results
 
 
 @pytest.mark.parametrize("first", ["plain", "gsd"])
@@ -43,8 +44,8 @@ def test_engines_in_turn(tiny_pair, random_prompts, start_engine, first, draft):
     config = {"method": "gsd", "model": str(tiny_pair.draft) if draft else None}
     configs = [None, config, None] if first == "plain" else [config, None, config]
     with contextlib.closing(Engine(tiny_pair.target, configs[0], skip_tokenizer_init=True)) as engine:
-        told = engine.call(in_turn, tiny_pair.target, configs, prompts, REPEATED, {"skip_tokenizer_init": True})
-    for config, (tokens, attention, (moved, accepted)) in zip(configs, told, strict=True):
+        results = engine.call(in_turn, tiny_pair.target, configs, prompts, REPEATED, {"skip_tokenizer_init": True})
+    for config, (tokens, attention, (moved, accepted)) in zip(configs, results, strict=True):
         assert attention == {"CPUAttentionBackendImpl" if config is None else "TreeCPUAttentionImpl"}
         assert tokens == expected
         assert config is None or (accepted > 0 and (moved > 0 or not draft))

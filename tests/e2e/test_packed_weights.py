@@ -1,4 +1,4 @@
-"""In bfloat16 the models' matrices lie packed for our own kernel, and the answers are plain vLLM's up to rounding."""
+"""In bfloat16, matrices are packed for our own kernel, and answers equal plain vLLM's up to rounding."""
 
 import contextlib
 
@@ -16,20 +16,20 @@ GREEDY = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "ignore_eos": True}
 
 pytestmark = pytest.mark.skipif(
     not packs(torch.empty(16, 2, dtype=torch.bfloat16)) or torch.cpu._is_amx_tile_supported(),
-    reason="this processor's products are upstream's",
+    reason="on this processor, vLLM's own matrix products are used",
 )
 
 
 def layers_by_kind(llm) -> dict[str, set[bool]]:
-    """By model and class of its layers with weights of their own kind for CPUs: whether they are packed."""
+    """Whether layers with CPU matrix products are packed, by model and class of layer."""
     runner = model_runner(llm)
-    found: dict[str, set[bool]] = {}
+    packed: dict[str, set[bool]] = {}
     for name, model in (("target", runner.model), ("draft", runner.speculation.drafter.model.model)):
         for module in model.modules():
             if hasattr(module, "cpu_linear"):
                 ours = "vllm_gsd" in module.cpu_linear.__module__
-                found.setdefault(f"{name} {type(module).__name__}", set()).add(ours)
-    return found
+                packed.setdefault(f"{name} {type(module).__name__}", set()).add(ours)
+    return packed
 
 
 def weights_of_ends(llm) -> list[tuple[int, int]]:
@@ -39,16 +39,16 @@ def weights_of_ends(llm) -> list[tuple[int, int]]:
 
 
 def test_all_layers_are_packed(gsd):
-    found = gsd.call(layers_by_kind)
+    packed = gsd.call(layers_by_kind)
     for name in ("target", "draft"):
         layers = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear")
-        assert all(found[f"{name} {layer}"] == {True} for layer in layers)
-    assert found["target ParallelLMHead"] == {True}
+        assert all(packed[f"{name} {layer}"] == {True} for layer in layers)
+    assert packed["target ParallelLMHead"] == {True}
 
 
 @pytest.fixture
 def tied_target(tiny_pair, tmp_path):
-    """The tiny target with one matrix for its embedding and its LM head."""
+    """The tiny target with tied word embeddings."""
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.target)
     model.config.tie_word_embeddings = True
     model.model.embed_tokens.weight = model.lm_head.weight
@@ -57,7 +57,7 @@ def tied_target(tiny_pair, tmp_path):
 
 
 def test_embedding_and_lm_head(gsd, plain, tied_target, tiny_pair, random_prompts):
-    """A matrix that is both is kept once, packed; an embedding of its own stays as it is."""
+    """A tied matrix is stored once, packed. An embedding that is not tied to the LM head is not packed."""
     embedding, lm_head = gsd.call(weights_of_ends)
     assert embedding[1] == 2 and lm_head[1] == 5
     prompts = random_prompts(5, 5, 60)
@@ -72,8 +72,8 @@ def test_embedding_and_lm_head(gsd, plain, tied_target, tiny_pair, random_prompt
 
 
 def test_other_types_are_upstreams(start_engine):
-    found = start_engine({}).call(layers_by_kind)  # float32
-    assert found and all(packed == {False} for packed in found.values())
+    packed = start_engine({}).call(layers_by_kind)  # float32
+    assert packed and all(values == {False} for values in packed.values())
 
 
 def test_answers(plain, gsd, random_prompts):
@@ -83,7 +83,7 @@ def test_answers(plain, gsd, random_prompts):
 
 
 def test_adapters(start_engine, tiny_pair, random_prompts, tmp_path):
-    """Their products are added to those of packed layers."""
+    """The adapters' products are added to those of packed layers."""
     adapters = [build_adapter(tmp_path / str(seed), tiny_pair.target, seed) for seed in range(2)]
     prompts, chosen = random_prompts(9, 5, 80), [None, *adapters] * 3
     options = {**ENGINE, "enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}

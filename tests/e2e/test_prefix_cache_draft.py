@@ -1,6 +1,6 @@
-"""Prefixes that vLLM has cached while the draft model never ran on them: its KV is computed before it is used.
+"""Cached prefixes on which the draft model never ran: the draft's KV is computed before it is used.
 
-Without that, drafting from them would stay lossless and accept next to nothing.
+Without that, output would still be correct, but hardly any drafted token would be accepted.
 """
 
 import pytest
@@ -36,13 +36,13 @@ def gsd(engine):
 
 @pytest.fixture(scope="module")
 def cold(engine, plain, prompts):
-    """What the prompts take with nothing cached."""
+    """The counts for the prompts with an empty cache."""
     engine.call(forget_prefixes)
     return counters_of(engine, plain, prompts)
 
 
 def counters_of(gsd, plain, prompts, params=GREEDY):
-    """Serve the prompts, see that the tokens are plain vLLM's, and return what was counted."""
+    """Serve the prompts, check that the tokens equal plain vLLM's, and return the changes of the counters."""
     before = gsd.metrics()
     answers = gsd.generate(prompts, params)
     after = gsd.metrics()
@@ -52,13 +52,13 @@ def counters_of(gsd, plain, prompts, params=GREEDY):
 
 
 def speculates_as(counts, cold):
-    """Graphs are as good as with nothing cached; rounding may move a step or two."""
+    """Whether graphs are as good as with an empty cache. Rounding may change the counts a little."""
     names = ("gsd_target_steps", "spec_decode_num_accepted_tokens")
     return all(counts[name] == pytest.approx(cold[name], rel=0.03) for name in names)
 
 
 def test_the_draft_guesses_well_on_these_prompts(cold, prompts):
-    """Or else nothing below would tell anything."""
+    """Otherwise the tests below would show nothing."""
     assert cold["cached"] == 0
     assert cold["spec_decode_num_accepted_tokens"] > 0.6 * cold["gsd_target_steps"]
 
@@ -69,7 +69,7 @@ def test_prefix_served_without_speculation(gsd, plain, prompts, cold):
     counts = counters_of(gsd, plain, prompts)
     assert counts["cached"] > sum(map(len, prompts)) - BLOCK * len(prompts)
     assert speculates_as(counts, cold)
-    assert counts["gsd_draft_rows"] == pytest.approx(cold["gsd_draft_rows"], rel=0.03)  # all of the prompts again
+    assert counts["gsd_draft_rows"] == pytest.approx(cold["gsd_draft_rows"], rel=0.03)  # the draft reads whole prompts
 
 
 def test_prefix_served_with_speculation_is_not_run_again(gsd, plain, prompts, cold):
@@ -81,7 +81,7 @@ def test_prefix_served_with_speculation_is_not_run_again(gsd, plain, prompts, co
 
 
 def test_generated_text_as_a_prefix(gsd, plain, prompts):
-    """The second turn of a chat whose first was not speculated on."""
+    """The second turn of a chat whose first turn ran without speculation."""
     texts = run(gsd, prompts, {**GREEDY, **OFF})
     turns = [prompt + text + [7, 8, 9] for prompt, text in zip(prompts, texts, strict=True)]
     warm = counters_of(gsd, plain, turns)
@@ -91,7 +91,7 @@ def test_generated_text_as_a_prefix(gsd, plain, prompts):
 
 
 def test_beginning_with_and_middle_without(gsd, plain, prompts, cold):
-    """Draft KV of the first blocks only."""
+    """Only the first blocks have draft KV."""
     counters_of(gsd, plain, [prompt[:70] for prompt in prompts], {**GREEDY, "max_tokens": 3})
     counters_of(gsd, plain, prompts, {**GREEDY, **OFF, "max_tokens": 4})
     counts = counters_of(gsd, plain, prompts)
@@ -101,7 +101,7 @@ def test_beginning_with_and_middle_without(gsd, plain, prompts, cold):
 
 
 def test_both_kinds_at_once_over_one_prefix(gsd, plain, prompts, cold):
-    """Requests with and without speculation that share blocks while all are running."""
+    """Requests with and without speculation run at the same time and share blocks."""
     params = [{**GREEDY, **OFF}] * len(prompts) + [GREEDY] * len(prompts)
     counters_of(gsd, plain, prompts, {**GREEDY, **OFF, "max_tokens": 4})
     counts = counters_of(gsd, plain, [*prompts, *prompts], params)

@@ -1,11 +1,11 @@
-"""Priority scheduling: who is preempted for whom is vLLM's business, the output of all stays plain vLLM's."""
+"""Priority scheduling: vLLM decides which requests are preempted, and the output of all equals plain vLLM's."""
 
 import pytest
 from engine_probes import generate_by_priority, state_at_rest
 from engine_process import Params
 
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
-# Eleven blocks of 32 tokens for requests that need up to four each.
+# Twelve requests that need up to four KV blocks each share eleven blocks.
 ENGINE = {"scheduling_policy": "priority", "block_size": 32, "num_gpu_blocks_override": 11, "max_model_len": 128}
 
 
@@ -43,22 +43,25 @@ def test_late_and_urgent_requests(plain, gsd, prompts, kind):
     assert counts["num_preemptions"] > 0
     accepted = after["spec_decode_num_accepted_tokens"] - before["spec_decode_num_accepted_tokens"]
     assert accepted > 0.1 * counts["gsd_target_steps"]
-    if kind != "mixed":  # the urgent ones came last and were done before most others
+    if kind != "mixed":  # urgent requests arrive last and finish before low-priority ones
         assert max(done.index(index) for index in (9, 10, 11)) < min(done.index(index) for index in (1, 4, 7))
     assert gsd.call(state_at_rest) == at_rest
 
 
 def test_the_best_of_several(plain, gsd, prompts):
-    """``n`` completions with their logprobs, as one needs them to choose the best."""
+    """The most probable of ``n`` completions, chosen by their logprobs."""
     params = [{**keys, "n": 4, "logprobs": 0, "max_tokens": 20} for keys in seeded(4)]
 
     def best(engine):
         answers = engine.generate(prompts[:4], params)
         sums = [
-            [sum(place[token] for place, token in zip(one.logprobs, one.tokens, strict=True)) for one in of.completions]
-            for of in answers
+            [
+                sum(place[token] for place, token in zip(completion.logprobs, completion.tokens, strict=True))
+                for completion in answer.completions
+            ]
+            for answer in answers
         ]
-        chosen = [max(range(4), key=one.__getitem__) for one in sums]
+        chosen = [max(range(4), key=completions.__getitem__) for completions in sums]
         return [answer.completions[index].tokens for answer, index in zip(answers, chosen, strict=True)], sums
 
     (ours, our_sums), (theirs, their_sums) = best(gsd), best(plain)

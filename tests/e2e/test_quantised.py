@@ -1,4 +1,4 @@
-"""Quantised targets with drafts quantised alike: plain vLLM's answers from the same weights, with graphs."""
+"""Quantised targets with drafts quantised alike: answers equal plain vLLM's on the same target."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ OFF = {"extra_args": {"gsd": False}}
 
 @pytest.fixture
 def start(tiny_pair, tmp_path):
-    """``start(format, dtype)``: plain vLLM, and an engine with gsd."""
+    """``start(form, dtype)`` starts two engines for a quantised target: plain vLLM, and one with gsd."""
     with contextlib.ExitStack() as stack:
 
         def start(form: str, dtype: str) -> list[Engine]:
@@ -32,7 +32,7 @@ def start(tiny_pair, tmp_path):
 
 
 def answers(engine, prompts, extra=None):
-    """Tokens greedy and seeded, of single prompts and of all at once."""
+    """Greedy and seeded tokens for single prompts and for all at once."""
     every = [prompts[:1], prompts[1:2], prompts]
     return [run(engine, batch, {**params, **(extra or {})}) for params in (GREEDY, SEEDED) for batch in every]
 
@@ -44,7 +44,7 @@ def check_graphs(engine):
 
 
 def test_int8_equals_plain_vllm(start, random_prompts):
-    """Sums of products of 8-bit numbers are exact, so answers in float32 are plain vLLM's."""
+    """Sums of products of 8-bit integers are exact, so float32 answers equal plain vLLM's."""
     plain, gsd = start("int8", "float32")
     prompts = random_prompts(4)
     assert answers(gsd, prompts) == answers(plain, prompts)
@@ -53,14 +53,14 @@ def test_int8_equals_plain_vllm(start, random_prompts):
 
 @pytest.mark.parametrize("form", ["int4", "GPTQ", "AWQ"])
 def test_int4(start, random_prompts, form):
-    """vLLM 0.32's CPU kernel for 4-bit weights has no float32, so answers are plain vLLM's but for rounding."""
+    """vLLM 0.32's CPU kernel for 4-bit weights has no float32, so answers equal plain vLLM's only up to rounding."""
     current_platform.import_kernels()
     if not torch.cpu._is_avx512_supported() and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        pytest.skip("vLLM's CPU kernels for AVX2 have none for 4-bit weights, so plain vLLM cannot run them there")
+        pytest.skip("vLLM has no AVX2 kernel for 4-bit weights, so plain vLLM cannot run them on this processor")
     plain, gsd = start(form, "bfloat16")
     prompts, params = random_prompts(4), {**GREEDY, "logprobs": 2}
     assert_close(plain.generate(prompts, params), prompts, generates(gsd, params))
-    # With AMX, vLLM's kernels serve rows that do not branch.
+    # With AMX, vLLM's kernels process all rows without a graph, so even the bits are equal.
     reference = plain if torch.cpu._is_amx_tile_supported() else gsd
     assert answers(gsd, prompts, OFF) == answers(reference, prompts)
     check_graphs(gsd)

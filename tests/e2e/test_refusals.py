@@ -1,4 +1,4 @@
-"""Wrong speculative configs end ``vllm serve`` with one clear sentence and an exit code, before weights are loaded."""
+"""``vllm serve`` refuses wrong speculative configs with one clear sentence and an exit code, before loading weights."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from engine_process import ENVIRONMENT
 from patience import SECONDS
 
 BINARY = bytes(range(256)) * 10
-# name of the file: (its content or None for no file, what the sentence must have in it).
+# File name: (its content, or None for no file, and what the sentence must contain).
 FILES = {
     "missing.json": (None, ["does not exist", "JSON file"]),
     "empty.json": (b"", ["is empty", "JSON object"]),
@@ -27,7 +27,7 @@ FILES = {
     "nan.json": (b'{"method": "gsd", "model": "x", "theta_sib": NaN}', ["NaN", "finite"]),
     "infinity.json": (b'{"method": "gsd", "model": "x", "theta_sib": 1e999}', ['"theta_sib"', "from 0 to 1"]),
 }
-# Keys beside (or instead of) "method": "gsd" and a good "model"; MISSING leaves a key out.
+# Keys that are added to a good config or replace its keys. MISSING removes a key.
 MISSING = object()
 KEYS = {
     "unknown key": ({"temperature": 1}, ['"temperature"', "num_speculative_tokens", "preset"]),
@@ -59,7 +59,7 @@ KEYS = {
     "draft vocabulary": ({"draft_vocab_size": 32000}, ["32000", "at most 512"]),
     "tree attention": ({"tree_attention": "xformers"}, ["on the CPU", "leave it out"]),
 }
-# Draft models: what the sentence must have in it besides "model" and the folder's name.
+# Draft model: what the sentence must contain besides "model" and the folder's name.
 DRAFTS = {
     "nowhere": ["does not exist", "a folder or a hub id"],
     "no-config": ["without config.json", "Hugging Face model"],
@@ -68,7 +68,7 @@ DRAFTS = {
     "other-words": ["tokens other ids", "same tokenizer"],
     "nobody/no-such-model": ["no folder here", "the hub"],
 }
-# A good config with engine arguments that gsd does not go with.
+# Engine arguments that gsd does not support, with a good config.
 ARGUMENTS = {
     "--pipeline-parallel-size 2": ["pipeline parallelism (size 2)", "set --pipeline-parallel-size to 1"],
     "--enable-lora --max-num-seqs 8 --max-num-batched-tokens 100": [
@@ -92,7 +92,7 @@ INLINE = {
 
 @pytest.fixture(scope="module")
 def drafts(tiny_pair, tmp_path_factory):
-    """A folder with one folder for each draft that is there but cannot be used."""
+    """A folder of drafts that exist but cannot be used."""
     folder = tmp_path_factory.mktemp("drafts")
     for name in DRAFTS:
         if name not in ("nowhere", "nobody/no-such-model"):
@@ -144,13 +144,13 @@ def command_lines(tiny_pair, drafts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment():
-    """Offline, and with nothing in the log but what is said to the user."""
+    """Environment variables that disable the network and all log messages below errors."""
     return {**os.environ, **ENVIRONMENT}
 
 
 @pytest.fixture(scope="module")
 def answers(command_lines, environment, preforked):
-    """[exit code, message] of all cases."""
+    """[exit code, message] for each case."""
     script = Path(__file__).parent / "cli_refusals.py"
     done = subprocess.run(
         [preforked, script],
@@ -165,18 +165,18 @@ def answers(command_lines, environment, preforked):
 
 
 def sentence(message: str) -> str:
-    """The one sentence for the user, after the name of the program (and argparse's usage line)."""
+    """The sentence for the user, after argparse's usage line and the program's name."""
     usage, _, last = message.strip().rpartition("error: ")
     assert usage.count("\n") <= 1 and "Traceback" not in message
-    told = last.removeprefix("argument --speculative-config/-sc: ")
-    assert "\n" not in told
-    assert told.endswith(".") and not told.endswith("..")
-    assert 20 < len(told) < 500
-    assert told[0].isupper() or told[0] in '"g-'  # a key, gsd or an option may begin it
-    return told
+    text = last.removeprefix("argument --speculative-config/-sc: ")
+    assert "\n" not in text
+    assert text.endswith(".") and not text.endswith("..")
+    assert 20 < len(text) < 500
+    assert text[0].isupper() or text[0] in '"g-'  # it may begin with a key, "gsd" or an option
+    return text
 
 
-# What is found out beside the target, no longer in the file: the key it names.
+# Errors found only with the target's config at hand. Their sentence names the key, not the file.
 LATER = {
     "parallel size 2": '"draft_tensor_parallel_size"',
     "draft vocabulary": '"draft_vocab_size"',
@@ -196,9 +196,9 @@ CASES = {
 def test_refused(answers, case):
     code, message = answers[case]
     assert code, message
-    told = sentence(message)
+    text = sentence(message)
     for part in CASES[case]:
-        assert part in told
+        assert part in text
 
 
 @pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA", "good over Ray", "good twice"])
@@ -208,7 +208,7 @@ def test_accepted(answers, case):
 
 @pytest.mark.parametrize("case", ["unknown key", "missing.json", "more-words", "--pipeline-parallel-size 2"])
 def test_command_line(command_lines, environment, preforked, case):
-    """The program itself: nothing but the sentence, no engine is started."""
+    """The real command prints only the sentence and starts no engine."""
     vllm = Path(sys.executable).parent / "vllm"
     done = subprocess.run(
         [preforked, vllm, "serve", *command_lines[case]],
@@ -220,8 +220,8 @@ def test_command_line(command_lines, environment, preforked, case):
     assert done.returncode in (1, 2)
     lines = [line for line in done.stderr.splitlines() if "error: " in line]
     assert len(lines) == 1
-    told = sentence(lines[0])
+    text = sentence(lines[0])
     for part in CASES[case]:
-        assert part in told
+        assert part in text
     for trace in ("Traceback", "EngineCore", "Loading"):
         assert trace not in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Hard cases of single request features on V1; ``request_features`` has the list of all features."""
+"""Hard cases of single request features on V1; ``request_features`` lists all features."""
 
 import pytest
 from engine_process import run
@@ -79,7 +79,7 @@ def test_custom_logits_processors_read_their_own_path(start_engine, prompts):
 
 @pytest.mark.parametrize("kind", ["AutomatonProcessor", "BatchAutomatonProcessor"])
 def test_custom_logits_processors_whose_state_goes_on_with_every_call(start_engine, prompts, kind):
-    """Walks of a batch are of unlike lengths, and so are texts: requests leave the batch, others take their place."""
+    """The state stays right although paths and texts differ in length, and requests join and leave the batch."""
     options = {"logits_processors": [f"custom_processor:{kind}"]}
     plain, gsd = start_engine(None, **options), start_engine({}, **options)
     many, before = prompts * 2, accepted(gsd)

@@ -1,4 +1,4 @@
-"""With our CPU kernels, answers are the same bits with a graph and without, alone and beside any other requests."""
+"""With our CPU kernels, answers are bit-identical with and without graphs, alone and in any batch."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SEEDED = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "seed": 5}
 
 pytestmark = pytest.mark.skipif(
     not packs(torch.empty(16, 2, dtype=torch.bfloat16)) or torch.cpu._is_amx_tile_supported(),
-    reason="this processor's products are upstream's",
+    reason="on this processor, vLLM's own matrix products are used",
 )
 
 
@@ -25,7 +25,7 @@ def together(engine, prompts, params):
 
 
 CASES = {
-    "greedy": (GREEDY, {"max_num_batched_tokens": 128}),  # prompts in several parts
+    "greedy": (GREEDY, {"max_num_batched_tokens": 128}),  # prompts are chunked
     "seeded": (SEEDED, {"max_num_batched_tokens": 128}),
     "compiled": (GREEDY, {"max_num_batched_tokens": 128, "enforce_eager": False}),
 }
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_change_no_bit(start_engine, random_prompts, case):
-    """Texts and log-probabilities, alone and beside others, some of them without graphs."""
+    """Texts and log-probabilities are equal alone, in a batch, and in a batch where some requests have no graph."""
     params, options = CASES[case]
     engine = start_engine({}, **ENGINE, enable_prefix_caching=False, **options)
     prompts = random_prompts(8, 5, 300)

@@ -1,4 +1,4 @@
-"""``vllm serve`` with a gsd.json: streamed chat completions equal plain vLLM's, metrics, and a clean end."""
+"""``vllm serve`` with a gsd.json: streamed chat completions equal plain vLLM's; metrics; a clean shutdown."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def expected(start_built_in):
-    """Plain vLLM's texts, computed before the server takes the processor."""
+    """Plain vLLM's completions, computed before the server starts."""
     params = {"temperature": 0, "max_tokens": MAX_TOKENS}
     answers = start_built_in(gsd=False).generate(QUESTIONS, params)
     return [answer.completions[0] for answer in answers]
@@ -37,7 +37,7 @@ def server(expected, built_in_pair, tmp_path_factory):
 
 
 async def ask(client, question: str, **keys):
-    """A streamed answer: its text, the number of pieces it came in and why it ended."""
+    """A streamed answer: its text, its number of nonempty pieces, and its finish reason."""
     stream = await client.chat.completions.create(
         model="target",
         messages=[{"role": "user", "content": question}],
@@ -53,7 +53,7 @@ async def ask(client, question: str, **keys):
 
 
 def ask_all(server, questions, **keys):
-    """Answers to all questions, asked at once."""
+    """Send all questions at once and return the answers."""
     from openai import AsyncOpenAI
 
     async def gather():
@@ -66,7 +66,7 @@ def ask_all(server, questions, **keys):
 def test_streamed_chats_at_once(server, expected):
     answers = ask_all(server, QUESTIONS)
     assert [(text, reason) for text, _, reason in answers] == [(one.text, one.finish_reason) for one in expected]
-    assert max(pieces for _, pieces, _ in answers) > 3  # they are streamed
+    assert max(pieces for _, pieces, _ in answers) > 3  # answers are streamed in several pieces
 
 
 def test_one_chat_at_a_time(server, expected):
@@ -89,7 +89,7 @@ def test_a_trace_is_refused(server, expected):
 
 
 def test_clients_that_hang_up(server, expected):
-    """Their requests are aborted; the others' answers do not change."""
+    """Requests of clients that disconnect are aborted, and the answers to the others do not change."""
     from openai import AsyncOpenAI
 
     async def hang_up(client):
@@ -117,7 +117,7 @@ def test_metrics(server):
 
 
 def test_interrupt_ends_every_process(server):
-    """The last test of this file: there is no server afterwards."""
+    """Keep this test last in the file, because it stops the server."""
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     assert len(family) > 1
     server.process.send_signal(signal.SIGINT)

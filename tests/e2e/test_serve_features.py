@@ -1,4 +1,4 @@
-"""What the HTTP API offers beside plain text: answers with the graph are those of a plain ``vllm serve``."""
+"""Features of the HTTP API, such as tools and reasoning: answers with graphs equal those of plain ``vllm serve``."""
 
 import contextlib
 import json
@@ -27,21 +27,21 @@ SCHEMAS = {"get_weather": WEATHER, "get_time": TIME}
 
 
 def tools(strict: bool) -> list[dict]:
-    """The two tools; with strict ones vLLM makes a grammar of their schemas, and puts it in place of the request's."""
+    """The two tools. With strict tools, vLLM replaces the request's grammar with one made from the tools' schemas."""
     functions = ({"name": name, "parameters": schema, "strict": strict} for name, schema in SCHEMAS.items())
     return [{"type": "function", "function": function} for function in functions]
 
 
-# A random model would put spaces without end wherever the grammar lets it.
+# A random model would write endless spaces wherever the grammar allows them.
 CALLING = {"tools": tools(strict=True), "logit_bias": {str(FIRST.index(" ")): -100.0, str(FIRST.index("\n")): -100.0}}
 REQUIRED = {**CALLING, "tool_choice": "required"}
 NAMED = {**CALLING, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
-# A random model does not call tools of its own accord: its text is made to.
+# A random model would not call a tool by itself, so a grammar makes it.
 CALL = r'(hm|well) <tool_call>\n\{"name": "get_time", "arguments": \{"zone": "(UTC|CET)"\}\}\n</tool_call>'
 AUTO = {"tools": tools(strict=False), "tool_choice": "auto", "structured_outputs": {"regex": CALL}}
 AS_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}}
 SEEDED = {"temperature": 1.0, "seed": 4}
-# Thoughts end in the middle of many graphs.
+# The bias ends reasoning early, often in the middle of a graph.
 THINK = {"chat_template_kwargs": {"thinking": True}, "logit_bias": {str(FIRST.index("</think>")): 9.0}}
 CHATS = {
     "chat": {},
@@ -79,13 +79,13 @@ REQUESTS = {
 }
 
 
-# Names, and whether the answer is streamed: prompt logprobs vLLM does not stream.
+# Names, and whether the answer is streamed. vLLM does not stream prompt logprobs.
 CASES = [(name, stream) for name in REQUESTS for stream in (False, True) if name != "prompt logprobs" or not stream]
 
 
 @pytest.fixture(scope="module")
 def servers(text_pair, preforked, tmp_path_factory):
-    """Plain vLLM's and ours, started side by side."""
+    """A server of plain vLLM and one with gsd, started in parallel."""
     folder = tmp_path_factory.mktemp("serve_features")
     config = {"method": "gsd", "model": str(text_pair.draft), "budget": 16, "trace": str(folder / "trace.jsonl")}
     (folder / "gsd.json").write_text(json.dumps(config))
@@ -112,7 +112,7 @@ def servers(text_pair, preforked, tmp_path_factory):
 
 
 def post(server, endpoint: str, keys: dict) -> list[dict]:
-    """The answer, or all of its pieces where it is streamed."""
+    """Send a request and return the answer as a list: one item, or all chunks if it is streamed."""
     body = json.dumps(keys).encode()
     request = urllib.request.Request(f"{server.url}/v1/{endpoint}", body, {"Content-Type": "application/json"})
     try:
@@ -127,7 +127,7 @@ def post(server, endpoint: str, keys: dict) -> list[dict]:
 
 
 def choices(answer: list[dict]) -> list[dict]:
-    """An answer's choices without what is new every time; the pieces of a stream put together."""
+    """An answer's choices without random ids. Chunks of a stream are joined."""
     joined: dict[int, dict] = {}
     for piece in answer:
         for choice in piece["choices"]:
@@ -155,7 +155,7 @@ def _join(whole: dict, piece: dict) -> None:
 
 
 def assert_same(ours, theirs):
-    """Equal up to the rounding of numbers."""
+    """Check that two JSON values are equal up to the rounding of floats."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
@@ -172,7 +172,7 @@ def assert_same(ours, theirs):
 
 @pytest.fixture(scope="module")
 def answers(servers):
-    """Answers of both servers by (name, whether streamed), all asked at once."""
+    """Answers of both servers by (name, whether streamed). Each server gets all requests at once."""
 
     def ask(server):
         with ThreadPoolExecutor(len(CASES)) as pool:
@@ -180,7 +180,7 @@ def answers(servers):
                 (name, stream): pool.submit(post, server, REQUESTS[name][0], {**REQUESTS[name][1], "stream": stream})
                 for name, stream in CASES
             }
-            return {asked: choices(future.result()) for asked, future in futures.items()}
+            return {case: choices(future.result()) for case, future in futures.items()}
 
     return [ask(server) for server in servers]
 
@@ -222,7 +222,7 @@ def test_all_of_it_went_on_graphs(servers, answers):
 
 
 def test_traced_requests(servers, tmp_path_factory):
-    """Two of the requests so far, and nothing of the others."""
+    """The trace contains only the requests that asked for it."""
     plain, gsd = servers
     (trace,) = tmp_path_factory.getbasetemp().glob("serve_features[0-9]*/trace.jsonl")
     assert trace.read_text() == ""
@@ -234,9 +234,9 @@ def test_traced_requests(servers, tmp_path_factory):
         emitted = "".join(text for step in last.steps for text in step["tokens"]["text"])
         assert emitted.removesuffix("<eos>") == answers[1][0]["choices"][0]["message"]["content"]
         assert MESSAGES["messages"][0]["content"] in last.request["prompt"]
-        found = summarise(last.steps)
-        assert found["tokens_per_step"] > 1 and found["accepted"] > 0
-        assert found["kinds"].keys() >= ({"target", "grammar"} if name == "json" else {"target", "drafted"})
+        summary = summarise(last.steps)
+        assert summary["tokens_per_step"] > 1 and summary["accepted"] > 0
+        assert summary["kinds"].keys() >= ({"target", "grammar"} if name == "json" else {"target", "drafted"})
         assert all(step["draft_ms"] > 0 and step["plan"] == "fixed" for step in last.steps[1:])
     assert len(read_traces(trace)) == 2
     refused = {**keys, "vllm_xargs": {"gsd_trace": "yes"}}

@@ -1,4 +1,4 @@
-"""Targets whose last layers read the KV cache of earlier ones (Gemma 3n, Gemma 4): plain vLLM's tokens, with graphs."""
+"""Targets whose last layers read the KV cache of earlier layers (Gemma 3n, Gemma 4): tokens equal plain vLLM's."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-# Class in transformers, and what is its own.
+# Family in transformers, and the keys that only it has.
 FAMILIES = {
     "Gemma3n": {"laurel_rank": 8, "activation_sparsity_pattern": None},
     "Gemma4": {"global_head_dim": 32},
@@ -41,7 +41,7 @@ SAMPLING = [
 
 
 def build(folder, family):
-    """A random target whose last two layers share KV, and a draft alike that mostly agrees with it."""
+    """A random target whose last two layers share KV, and a similar draft that mostly agrees with it."""
     import transformers
 
     torch.manual_seed(3)
@@ -58,7 +58,7 @@ def build(folder, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_plain_vllm(tmp_path, family, random_prompts, tiny_pair):
-    """With a draft that shares KV too, and with a random one: it drafts tokens for which Gemma 3n computes NaN."""
+    """One draft shares KV too. For Gemma 3n, another, unrelated draft proposes tokens that make the target give NaN."""
     target, draft = build(tmp_path, family)
     prompts = random_prompts(8, 10, 90)
     answers, moved = [], []

@@ -1,4 +1,4 @@
-"""Source "shared": suffixes of finished responses change no token and stay with those who may see them."""
+"""Source "shared": copies from finished responses change no token, and stay within a cache salt and an adapter."""
 
 import pytest
 from adapters import RANK, build_adapter, generate_adapted
@@ -16,7 +16,7 @@ def shared(start_engine):
 
 
 def ask(engine, prompts, salt=None, adapter=None):
-    """Tokens, and how many of them came from other responses."""
+    """Tokens, and counts of accepted nodes from other responses and from the own text, and of target steps."""
     before = engine.metrics()
     params = [Params(GREEDY)] * len(prompts)
     salted = [{"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})} for ids in prompts]
@@ -49,7 +49,7 @@ def test_salts_and_adapters_do_not_see_one_another(shared, plain, random_prompts
     ask(shared, prompts, adapter=adapter)
     _, (adapted, *_) = ask(shared, prompts, adapter=adapter)
     _, (_, _, steps) = ask(shared, random_prompts(4, seed=8), salt="another")
-    # Random models loop a little, so texts of others still help themselves; but not like the same text does.
+    # Random models repeat themselves a little, so new texts have some hits, but far fewer than repeated requests.
     assert min(mine, adapted) > 0.5 * 4 * 48
     assert theirs == 0
     assert steps >= 0.9 * 4 * 48

@@ -1,4 +1,4 @@
-"""A soak of half a minute; ``scripts/soak`` does the same for longer."""
+"""A soak test of half a minute; ``scripts/soak`` runs longer ones."""
 
 import sys
 from pathlib import Path
@@ -16,4 +16,4 @@ def test_half_a_minute(tmp_path):
     report = soak(Setting("v1", 24), 25, seed=0, folder=tmp_path)
     assert report["passed"], (report["checks"], report["failures"][:5])
     assert report["requests"]["all"]["ended"]["answered"] > 20
-    assert max(reading["tracked"] for reading in report["series"]) > 1  # the gauge does count
+    assert max(reading["tracked"] for reading in report["series"]) > 1  # the gauge works

@@ -1,4 +1,4 @@
-"""Sessions of streaming input, whose chunks have parameters of their own under one request id."""
+"""Sessions of streaming input: chunks share a request id, but each has its own sampling parameters."""
 
 import json
 import os
@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).with_name("streaming_run.py")
 
 
 def test_later_chunks_are_drafted_for(tiny_pair, preforked):
-    """What held for the first chunk, which asked for too little to draft, does not hold for the second."""
+    """The first chunk requests too few tokens to draft. The second requests many, and is drafted for."""
     plain, gsd = (
         json.loads(
             subprocess.run(

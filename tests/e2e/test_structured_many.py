@@ -1,4 +1,4 @@
-"""A sample of ``scripts/check_structured``: every grammar once greedy and once sampled."""
+"""A short run of ``scripts/check_structured``: every grammar once greedily and once sampled."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_structured"
 
 @pytest.mark.slow
 def test_every_answer_is_valid_and_the_graph_was_used(built_in_pair, preforked):
-    # A fixed budget: what pays is the planner's business, and on a busy machine that may be no graph at all.
+    # The budget is fixed because on a busy machine the planner may decide that no graph pays.
     command = [preforked, str(SCRIPT), "--requests", "50", "--gsd", json.dumps({"budget": 16})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.stdout, done.stderr

@@ -1,10 +1,10 @@
-"""Grammars beside everything else; in a file of its own because the engines of a file stay in memory until its end."""
+"""Grammars together with all other features; a separate file because engines live until the end of their file."""
 
 from test_structured_output import REQUESTS, SUM_REQUEST
 
 
 def test_grammars_among_all_other_features(start_built_in):
-    """One batch, half of it with grammars, the other half asking for everything else."""
+    """Half of the batch has grammars, and the other half uses other features."""
     options = {"logits_processors": ["custom_processor:NoStutterProcessor"]}
     plain, gsd = start_built_in(gsd=False, **options), start_built_in(gsd=True, **options)
     others = [

@@ -1,4 +1,4 @@
-"""Structured output on graphs, with every backend: valid, equal to plain vLLM's, and in fewer steps."""
+"""Structured output on graphs with every backend is valid, equals plain vLLM's, and takes fewer steps."""
 
 import json
 import re
@@ -19,7 +19,7 @@ PERSON = {
 LIST = {"type": "array", "items": {"enum": ["apple", "banana", "cherry"]}, "minItems": 2, "maxItems": 4}
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 CHOICE = ["certainly yes", "certainly not", "maybe"]
-# Keys of StructuredOutputsParams, a prompt, and what must hold of the text.
+# Keys of StructuredOutputsParams, a prompt, and a check that raises for an invalid text.
 REQUESTS = [
     ({"json": json.dumps(PERSON)}, "Describe a person as JSON.", lambda t: jsonschema.validate(json.loads(t), PERSON)),
     ({"json": json.dumps(LIST)}, "List some fruit as JSON.", lambda t: jsonschema.validate(json.loads(t), LIST)),
@@ -29,7 +29,7 @@ REQUESTS = [
 SUM = 'root ::= number (" + " number){1,3} " = " number\nnumber ::= [0-9]{1,3}'
 SUM_REQUEST = ({"grammar": SUM}, "Add some numbers.", lambda t: re.fullmatch(r"\d+( \+ \d+)+ = \d+", t).group())
 FREE = ({}, "Count from one to ten.", lambda t: t[0])
-BACKENDS = ["xgrammar", "guidance", "outlines"]  # lm-format-enforcer cannot be imported beside vLLM 0.32
+BACKENDS = ["xgrammar", "guidance", "outlines"]  # lm-format-enforcer cannot be imported with vLLM 0.32
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, in processes or on Ray nodes: the tokens of one, and the same graphs on both."""
+"""Two tensor-parallel ranks, in processes or on Ray nodes: tokens equal one rank's, and graphs are equal on both."""
 
 import json
 import os
@@ -11,15 +11,15 @@ from ray_cluster import ray_cluster
 from tiny_blocks import build_tiny_block
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-# Every node verified; a trimmed LM head is gathered from where the ranks hold its rows.
+# All nodes are verified. The rows of the trimmed LM head are gathered from the ranks that hold them.
 GRAPH = {"budget": 16, "draft_vocab_size": 480}
 PROGRAM = Path(__file__).with_name("parallel_run.py")
-STEPS = 1000  # of which the ranks' graphs are compared
+STEPS = 1000  # number of steps in which the ranks' graphs are compared
 
 
 @pytest.fixture(scope="module")
 def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
-    """Runs an engine over 100 mixed requests, at most eight at a time: greedy, seeded, penalised, short and long."""
+    """Runs an engine on up to 100 mixed requests, eight at a time: greedy, seeded, penalised, short and long."""
     prompts = random_prompts(100)
     params = []
     for index in range(100):
@@ -43,7 +43,7 @@ def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
         command = [preforked, str(PROGRAM), str(folder / "job.json"), str(folder / "result.json")]
-        # vLLM wants a list of cores for each rank; here both share all there are.
+        # vLLM requires a list of cores for each rank. All ranks share all cores.
         cores = f"0-{os.cpu_count() - 1}"
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join([cores] * size), "OMP_NUM_THREADS": "1"}
         variables = {**os.environ, **threads, **(environment or {})}
@@ -56,18 +56,18 @@ def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(run):
-    """One rank, plain."""
+    """Tokens of plain vLLM with one rank."""
     return run(None, 1)["tokens"]
 
 
 @pytest.fixture(scope="module")
 def one_rank(run):
-    """One rank with the graph."""
+    """The result of gsd with one rank."""
     return run(GRAPH, 1)
 
 
 def test_a_draft_that_reads_hidden_states(run, expected, tiny_eagle):
-    """It shares embedding and LM head that lie spread over the ranks."""
+    """The draft shares the target's embedding and LM head, which are sharded over the ranks."""
     config = {**GRAPH, "model": str(tiny_eagle), "sources": ["draft"]}
     one, two = run(config, 1, count=24), run(config, 2, count=24)
     assert one["tokens"] == two["tokens"] == expected[:24]
@@ -77,7 +77,7 @@ def test_a_draft_that_reads_hidden_states(run, expected, tiny_eagle):
 
 
 def test_an_eagle3_head(run, expected, tiny_eagle3):
-    """Its own LM head lies spread over the ranks, and its states are combined on each."""
+    """The head's own LM head is sharded over the ranks, and each rank combines the hidden states."""
     two = run({"budget": 16, "model": str(tiny_eagle3 / "llama"), "sources": ["draft"]}, 2, count=24)
     assert two["tokens"] == expected[:24]
     assert two["accepted"] > 0
@@ -87,11 +87,11 @@ def test_an_eagle3_head(run, expected, tiny_eagle3):
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2", "dflash"])
 def test_a_draft_of_whole_blocks(run, expected, tiny_pair, kind, tmp_path):
-    """Its own LM head and its context's keys and values lie spread over the ranks."""
+    """The draft's own LM head and the keys and values of its context are sharded over the ranks."""
     draft = build_tiny_block(kind, tiny_pair.target, tmp_path / "draft", trimmed=kind == "dspark")
     two = run({"budget": 16, "model": str(draft), "sources": ["draft"]}, 2, count=24)
     assert two["tokens"] == expected[:24]
-    assert two["accepted"] > 0 or kind == "dflash"  # whose marginals are random
+    assert two["accepted"] > 0 or kind == "dflash"  # its predictions are random
     first, second = two["hashes"]
     assert first == second
 
@@ -107,7 +107,7 @@ def test_same_tokens_and_graphs(run, expected, one_rank, draft_size):
 
 
 def test_ranks_that_would_disagree(run, expected):
-    """Ties, noise in the draft's floats, other thread counts and a clock of its own on the second rank."""
+    """Ranks agree in spite of ties, and of other noise, thread counts and timing on the second rank."""
     result = run({"draft_tensor_parallel_size": 1}, 2, disturb=True, steps=STEPS)
     assert result["tokens"] == expected
     first, second = result["hashes"]
@@ -117,7 +117,7 @@ def test_ranks_that_would_disagree(run, expected):
 
 
 def test_ray_nodes(run, expected, one_rank):
-    """One rank on each of two nodes, first without the graph, then with it, then for many steps."""
+    """One rank runs on each of two nodes: first without graphs, then with them, then for many steps."""
     with ray_cluster(nodes=2) as cluster:
         over_ray = {"environment": cluster.environment(), "distributed_executor_backend": "ray"}
         two = run(GRAPH, 2, opt_out=True, steps=STEPS, **over_ray)

@@ -1,4 +1,4 @@
-"""With the plugin installed and no gsd config, vLLM is what it is without the plugin."""
+"""With the plugin installed but no gsd config, vLLM behaves as without the plugin."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from engine_process import ENVIRONMENT
 from patience import SECONDS
 
 ROOT = Path(__file__).parents[2]
-# Engines of this module run in programs of their own: VLLM_PLUGINS and the log level are read at import.
+# Each engine runs in its own program, because VLLM_PLUGINS and the log level are read at import.
 ENGINES = {"installed": {}, "absent": {"VLLM_PLUGINS": ""}}
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """This checkout under the name that a clone of it has; the virtual environment in it too."""
+    """A link to this checkout, including its virtual environment, with the name that a clone has."""
     folder = tmp_path_factory.mktemp("clone") / "vllm_gsd"
     folder.symlink_to(ROOT)
     return folder
@@ -26,12 +26,12 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def described(checkout, tiny_pair, random_prompts):
-    """``describe_engine``'s answer and the log, of an engine with and one without the plugin, started side by side."""
+    """The output of ``describe_engine`` and the log, with and without the plugin. Both engines run at the same time."""
     python = (
         checkout / Path(sys.executable).relative_to(ROOT) if sys.executable.startswith(f"{ROOT}/") else sys.executable
     )
     params = [{"temperature": i % 2, "seed": i, "max_tokens": 24, "ignore_eos": i % 3 > 0} for i in range(12)]
-    asked = json.dumps({"model": str(tiny_pair.target), "prompts": random_prompts(12), "params": params})
+    request = json.dumps({"model": str(tiny_pair.target), "prompts": random_prompts(12), "params": params})
     programs = {}
     for name, variables in ENGINES.items():
         environment = {
@@ -50,7 +50,7 @@ def described(checkout, tiny_pair, random_prompts):
             text=True,
             env=environment,
         )
-        programs[name].stdin.write(asked)
+        programs[name].stdin.write(request)
         programs[name].stdin.close()
         programs[name].stdin = None
     described = {}
@@ -99,15 +99,15 @@ def test_no_metrics_of_ours(installed):
 
 
 def test_neither_runtime_nor_kernels_are_imported(installed):
-    """Loading the plugin stays cheap: nothing compiled, no model runner."""
+    """Loading the plugin stays cheap: it imports no kernels and no model runner."""
     heavy = ("vllm_gsd.method", "vllm_gsd.ops", "vllm_gsd.engine.v1", "vllm_gsd.engine.v2")
     assert not [name for name in installed["gsd_modules"] if name.startswith(heavy)]
 
 
 def test_nothing_in_the_log(described, checkout):
     log = described["installed"][1]
-    for folder in (checkout, ROOT, sys.prefix):  # in the paths of tracebacks that vLLM logs
+    for folder in (checkout, ROOT, sys.prefix):  # they occur in tracebacks that vLLM logs
         log = log.replace(str(folder), "")
-    assert " INFO " in log  # it is the whole log
-    said = [line for line in log.splitlines() if re.search(r"\b(DEBUG|INFO|WARNING|ERROR)\b", line)]
-    assert not [line for line in said if "gsd" in line.lower()]
+    assert " INFO " in log  # the log is complete
+    messages = [line for line in log.splitlines() if re.search(r"\b(DEBUG|INFO|WARNING|ERROR)\b", line)]
+    assert not [line for line in messages if "gsd" in line.lower()]

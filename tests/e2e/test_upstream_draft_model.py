@@ -1,4 +1,4 @@
-"""The README's column for vLLM's own ``draft_model``: what it refuses, and what it serves as plain vLLM does or not."""
+"""vLLM's own ``draft_model``, as compared in the README: features it refuses, and those it serves like plain vLLM."""
 
 import pytest
 from engine_process import Engine, EngineError, run
@@ -32,7 +32,7 @@ def test_served(plain, draft_model, prompts, feature):
 
 
 def test_min_tokens_are_overshot(plain, draft_model, prompts):
-    """Stop tokens stay forbidden for a whole step, past ``min_tokens``."""
+    """Stop tokens stay forbidden for the rest of a step after ``min_tokens`` is reached."""
     params = {**GREEDY, "min_tokens": 12, "stop_token_ids": list(range(5, 300))}
     theirs, expected = run(draft_model, prompts, params), run(plain, prompts, params)
     assert theirs != expected

@@ -1,4 +1,4 @@
-"""Layers with sliding windows, capped scores or attention sinks give plain vLLM's tokens along graphs."""
+"""Layers with sliding windows, capped scores or attention sinks: tokens with graphs equal plain vLLM's."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from tiny_windows import FAMILIES, NODES, SHAPE, WINDOW, build
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def engines(request, tmp_path_factory):
-    """Plain vLLM, with a draft model, and with copies of the text alone."""
+    """Engines: plain vLLM, gsd with a draft model, and gsd with only copies from the text."""
     target, draft = build(tmp_path_factory.mktemp("windowed"), *FAMILIES[request.param])
     configs = [
         None,
@@ -30,19 +30,19 @@ def engines(request, tmp_path_factory):
 
 
 def answers(engine, prompts, batch):
-    """Tokens of every prompt, greedy and seeded, so many at a time."""
+    """Greedy and seeded tokens for every prompt, ``batch`` prompts at a time."""
     parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     sampling = [{"temperature": 0, "max_tokens": 60}, {"temperature": 0.8, "seed": 5, "max_tokens": 60}]
     return [answer.tokens for params in sampling for part in parts for answer in engine.generate(part, params)]
 
 
 def forget(_llm, option):
-    """Let graphs attend without an argument of ``tree_attention``: what lies behind the window too, or no sinks."""
+    """Make attention along graphs ignore the sliding window or the sinks, an argument of ``tree_attention``."""
     from vllm_gsd.engine.attention import cpu as cpu_attention
 
     attend = cpu_attention.tree_attention
-    nothing = {"sliding_window": -1, "sinks": None}[option]
-    cpu_attention.tree_attention = lambda *args, **kwargs: attend(*args, **{**kwargs, option: nothing})
+    disabled = {"sliding_window": -1, "sinks": None}[option]
+    cpu_attention.tree_attention = lambda *args, **kwargs: attend(*args, **{**kwargs, option: disabled})
 
 
 def test_equals_plain_vllm(engines, random_prompts):
@@ -58,11 +58,11 @@ def test_equals_plain_vllm(engines, random_prompts):
     assert counts["gsd_nodes_accepted_native"] > counts["gsd_target_steps"] / 5
     assert counts["gsd_kv_rows_moved"] > 0
     drafted.call(forget, "sinks" if "sinks" in family else "sliding_window")
-    assert answers(drafted, prompts, 4) != expected  # or equal answers would prove nothing
+    assert answers(drafted, prompts, 4) != expected  # otherwise, equal answers would prove nothing
 
 
 def test_bfloat16(tmp_path, random_prompts):
-    """Where chains, plain rows and prompts of other models go through our kernel."""
+    """In bfloat16, our kernel attends chains, rows without a graph and prompts of models without windows."""
     target, draft = build(tmp_path, *FAMILIES["every other layer, capped"])
     params = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "ignore_eos": True}
     prompts, options = random_prompts(6, 30, 150), {"skip_tokenizer_init": True, "dtype": "bfloat16"}
@@ -75,13 +75,13 @@ def test_bfloat16(tmp_path, random_prompts):
 
 
 def build_looped(folder):
-    """IQuestLoopCoder: Llama's layers run twice, the second time within a window too, which no common key names."""
+    """IQuestLoopCoder: Llama's layers run twice, the second time also within a window that has its own config key."""
     import transformers
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(5)
     shape = {key: value for key, value in SHAPE.items() if key not in ("sliding_window", "num_hidden_layers")}
-    shape.update(num_hidden_layers=2, hidden_size=128)  # which the heads share evenly
+    shape.update(num_hidden_layers=2, hidden_size=128)  # a multiple of the number of heads
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).float()
     gates = {}
     for layer in range(2):
@@ -102,22 +102,22 @@ def build_looped(folder):
 
 
 def mask_all_rows(llm):
-    """Let our kernel attend for prompts and chains too, as it does in bfloat16."""
+    """Make our kernel also attend prompts and chains, as it does in bfloat16."""
     runner = model_runner(llm)
     runner.masks_chains = runner.speculation.drafter.masks_chains = True
 
 
 def test_windows_that_only_the_layers_know(tmp_path, random_prompts):
-    """They hold in prompts, whichever kernel attends, and those shorter than a path are refused."""
+    """Such windows are applied to prompts by any kernel, and are refused if they are shorter than a path."""
     target, draft = build_looped(tmp_path)
     config = {"method": "gsd", "model": str(draft), "num_speculative_tokens": NODES}
     prompts = [prompt + prompt[-20:] for prompt in random_prompts(6, 30, 150)]
-    found = []
+    results = []
     for gsd, setup in ((None, []), (config, [draft_every_level, mask_all_rows])):
         with contextlib.closing(Engine(target, gsd, setup, skip_tokenizer_init=True)) as engine:
-            found.append(run(engine, prompts, {"temperature": 0, "max_tokens": 60, "ignore_eos": True}))
+            results.append(run(engine, prompts, {"temperature": 0, "max_tokens": 60, "ignore_eos": True}))
             moved = engine.metrics().get("gsd_kv_rows_moved")
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     assert moved > 0
     kind = rf'window {WINDOW}\) with "num_speculative_tokens" {WINDOW} in layer model.layers.2.self_attn.attn; set it'
     with pytest.raises(Exception, match=kind):

@@ -1,4 +1,4 @@
-"""The tiny pair with a tokenizer of single characters, JSON and special words: for what needs text over HTTP."""
+"""The tiny pair with a tokenizer of single characters, special tokens and words, for tests that need text."""
 
 import json
 import string
@@ -13,7 +13,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 
 def build_text_pair(folder: Path) -> TinyPair:
-    """Build the pair in ``folder``; words such as " w301" are the tokens that are left."""
+    """Build the pair in ``folder``. The remaining tokens are words such as " w301"."""
     pair = build_tiny_pair(folder)
     assert pair.eos >= len(FIRST)
     words = [*FIRST, *CHARACTERS]
@@ -27,14 +27,14 @@ def build_text_pair(folder: Path) -> TinyPair:
 def _write_tokenizer(folder: Path, words: list[str]) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # A byte-level tokenizer writes spaces and line breaks so.
+    # Byte-level tokenizers write spaces and line breaks as these characters.
     vocab = {word.replace(" ", "Ġ").replace("\n", "Ċ"): index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    # Split into words, texts fill the tokenizer's cache with a few hundred words and not with 10,000 whole prompts.
+    # Splitting into words keeps the tokenizer's cache small: it holds a few hundred words instead of 10,000 prompts.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,7 +1,7 @@
-"""Drafts of whole blocks for the tiny target, in the formats of public checkpoints: random, but for what is fitted.
+"""Block drafts for the tiny target, in the formats of public checkpoints.
 
-A DSpark draft's bias of the token before is fitted to what follows each token in the target's own text, so that much
-of what it drafts is accepted. Its other weights are random and weak.
+A DSpark draft adds a bias that depends on the previous token. It is fitted to the tokens that follow in the target's
+own text, so that many drafted tokens are accepted. All other weights are random and small.
 """
 
 import json
@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
 WINDOWS = {"layer_types": LAYERS * ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
-MOST_OF_PAIRS = 4096  # the largest vocabulary for which all pairs of tokens are looked at
-# Drafts by name: the kind and what ``build_tiny_block`` is given.
+MOST_OF_PAIRS = 4096  # the largest vocabulary for which a matrix of all pairs of tokens is built
+# Drafts by name: kind and more arguments of ``build_tiny_block``.
 BLOCKS = {
     "dspark": ("dspark", {}),
     "trimmed dspark": ("dspark", {"trimmed": True, "sample_from_anchor": False, "speculators": True}),
@@ -39,10 +39,10 @@ def build_tiny_block(
     """Write a draft of ``kind`` ("dflash", "dflash2" or "dspark") to ``folder``.
 
     Args:
-        trimmed: a DSpark draft of every second token of the vocabulary, with an LM head of its own.
-        speculators: in the format of the speculators package; else as its authors publish it.
-        gemma4: a DSpark draft of Gemma 4's shape.
-        keys: of its config.json, beside or instead of the usual ones.
+        trimmed: whether a DSpark draft has its own LM head with every second token of the vocabulary.
+        speculators: whether to use the format of the speculators package instead of that of the draft's authors.
+        gemma4: whether a DSpark draft has Gemma 4's architecture.
+        keys: keys that are added to config.json or replace its keys.
     """
     torch.manual_seed(11)
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
@@ -95,7 +95,7 @@ def build_tiny_block(
 
 
 def as_speculators(kind: str, config: dict, target: Path) -> dict:
-    """The config.json that speculators 0.9.0 writes for a draft with this one of its authors."""
+    """Convert an author's config.json to the one that speculators 0.9.0 writes for the same draft."""
     from transformers import Qwen3Config
 
     inner = {**config, **config.pop("dflash_config", {})}
@@ -144,13 +144,13 @@ def _backbone() -> dict[str, torch.Tensor]:
         norms |= {"input_layernorm": HIDDEN, "post_attention_layernorm": HIDDEN}
         weights |= {f"layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()}
         weights |= {f"layers.{layer}.{name}.weight": torch.ones(size) for name, size in norms.items()}
-        # The same in all layers, as vLLM's own method takes the first layer's for all on CPUs.
+        # All layers share one norm, because on CPUs vLLM's own method uses the first layer's for all.
         weights[f"layers.{layer}.self_attn.k_norm.weight"] = keys_norm.clone()
     return weights
 
 
 def _as_gemma4(weights: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keys are values, layers have two norms more, and the ends are copies of the target's."""
+    """Keys are also the values, layers have two more norms, and embedding and LM head are copies of the target's."""
     kept = {name: weight for name, weight in weights.items() if "v_proj" not in name}
     names = [
         f"layers.{layer}.{name}_feedforward_layernorm.weight" for layer in range(LAYERS) for name in ("pre", "post")
@@ -173,13 +173,13 @@ def _convolutions_and_selector(vocab: int) -> dict[str, torch.Tensor]:
 
 
 def factors_of_followers(target: Path, vocab: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bias of a DSpark draft with the tokens ``ids``: the best of its rank for the target's text."""
+    """Low-rank factors of a DSpark draft's bias for the tokens ``ids``, fitted to the target's text."""
     left, sizes, right = torch.linalg.svd(following(target, vocab)[:, ids])
     return left[:, :RANK] * sizes[:RANK], right[:RANK].T
 
 
 def codes_of_followers(target: Path, vocab: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a vocabulary too large for a matrix of all pairs: a token is biased to what last followed it."""
+    """Factors for a vocabulary too large for a matrix of all pairs: a token favours the one that last followed it."""
     codes, before = torch.randn(vocab, RANK).sign(), torch.zeros(vocab, RANK)
     texts = greedy_texts(target, vocab)
     before[texts[:, :-1].flatten()] = codes[texts[:, 1:].flatten()]

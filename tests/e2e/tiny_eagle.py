@@ -1,4 +1,4 @@
-"""A draft of EAGLE's kind for the tiny target: fitted to its hidden states over random text, never trained."""
+"""An EAGLE draft for the tiny target, fitted to its hidden states by least squares instead of trained."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ KEPT = (*SIZES, "max_position_embeddings", "rms_norm_eps", "rope_parameters", "b
 
 
 class EagleHead(torch.nn.Module):
-    """One decoder layer that reads a token and the hidden state before it, in float32."""
+    """One float32 decoder layer that reads a token and the hidden state of the position before it."""
 
     def __init__(self, config: dict, target):
         super().__init__()
@@ -36,7 +36,7 @@ class EagleHead(torch.nn.Module):
 
 @torch.no_grad()
 def build_tiny_eagle(target: Path, folder: Path, vocab_size: int) -> Path:
-    """Build it in ``folder``; the layer is random but for a least-squares fit of the next hidden state."""
+    """Build the draft in ``folder``. Its layer is random, except for a least-squares fit of the next hidden state."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     torch.manual_seed(5)
     prompts = torch.randint(3, vocab_size, (64, 8))
@@ -60,7 +60,7 @@ def build_tiny_eagle(target: Path, folder: Path, vocab_size: int) -> Path:
 
 
 def load_exact(draft: Path, model) -> EagleHead:
-    """The head as an engine in float32 runs it. ``model``: the target."""
+    """Load the head in float32, as an engine runs it. ``model`` is the target."""
     head = EagleHead(json.loads((draft / "config.json").read_text()), model)
     head.load_state_dict({name: weight.float() for name, weight in load_file(draft / "model.safetensors").items()})
     return head
@@ -68,23 +68,27 @@ def load_exact(draft: Path, model) -> EagleHead:
 
 @torch.no_grad()
 def chain_steps(head: EagleHead, model, text: list[int], first: int, length: int) -> tuple[int, int]:
-    """Target steps, and drafts accepted, of a greedy chain of ``length`` drafts, where the text is the target's own.
+    """Count target steps and accepted drafts for greedy chains of ``length`` drafts.
 
     Args:
-        text: prompt and answer; ``first``: the prompt's length.
+        head: the draft.
+        model: the target.
+        text: the prompt and the target's greedy answer.
+        first: length of the prompt.
+        length: most drafts in a step.
     """
     features = pad(model.model(input_ids=torch.tensor([text]))[0][:, :-1], (0, 0, 1, 0))
-    steps, accepted, known = 1, 0, first + 1  # the prompt's own step gives a token
+    steps, accepted, known = 1, 0, first + 1  # the prompt's step emits one token
     while known < len(text):
         path = list(text[:known])
         before = features[:, :known]
-        most = min(length, len(text) - known - 1)  # the last place is the bonus token's
+        most = min(length, len(text) - known - 1)  # the bonus token needs no draft
         for _ in range(most):
             hidden = head(torch.tensor([path]), before)[:, -1:]
             path.append(int((hidden @ head.head.T).argmax()))
             before = torch.cat((before, hidden), 1)
-        right = 0
-        while right < most and path[known + right] == text[known + right]:
-            right += 1
-        steps, accepted, known = steps + 1, accepted + right, known + right + 1
+        correct = 0
+        while correct < most and path[known + correct] == text[known + correct]:
+            correct += 1
+        steps, accepted, known = steps + 1, accepted + correct, known + correct + 1
     return steps, accepted

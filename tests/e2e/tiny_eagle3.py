@@ -1,4 +1,4 @@
-"""EAGLE-3 heads for the tiny target: random, but for a fit to its hidden states that lets them agree with it often."""
+"""EAGLE-3 heads for the tiny target: random, except for a fit to its hidden states that makes them often agree."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 import torch
 from eagle3_files import layer_config, random_head, write_midlayer, write_speculators
 
-HEADS = {  # the shape, the flags, and how many tokens the head can draft
+HEADS = {  # architecture, config flags, and size of the draft vocabulary
     "llama": ("llama", {}, 400),
     "qwen3": ("qwen3", {"norm_before_residual": True, "fc_norm": True, "norm_output": True}, 450),
-    "midlayer": ("llama", {"norm_before_fc": True}, 512),  # as EAGLE's own checkpoints, with the target's LM head
+    "midlayer": ("llama", {"norm_before_fc": True}, 512),  # EAGLE's own format, with the target's LM head
 }
 
 
-# Greedy texts of random prompts count less in the fit than those of the prompts that the tests draft for.
+# Weight of greedy texts of random prompts in the fit. Those of the tests' own prompts have weight 1.
 OTHERS = 0.05
 
 
 def build_tiny_eagle3(target: Path, folder: Path, prompts: list[list[int]]) -> Path:
-    """Build all HEADS in ``folder``, each in a folder of its own, that agree often after ``prompts``."""
+    """Build all HEADS in subfolders of ``folder``. They often agree with the target after ``prompts``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -39,40 +39,40 @@ def build_tiny_eagle3(target: Path, folder: Path, prompts: list[list[int]]) -> P
 
 @torch.no_grad()
 def _states(model, prompts: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-    """For each token of greedy answers: the layers' states before it [n, 3, hidden], its embedding, its own state."""
+    """For each token of greedy answers: three layers' states before it [n, 3, hidden], its embedding, and its state."""
     texts = model.generate(prompts, max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=0)
     last: list[torch.Tensor] = []
     with model.model.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0])):
         output = model.model(texts, output_hidden_states=True)
     layers = torch.stack([*output.hidden_states[:2], last[0]], dim=2)
     embedded = model.model.embed_tokens(texts)
-    of = slice(prompts.shape[1], None)
+    answers = slice(prompts.shape[1], None)
     before = layers[:, prompts.shape[1] - 1 : -1]
-    return before.flatten(0, 1), embedded[:, of].flatten(0, 1), output.last_hidden_state[:, of].flatten(0, 1)
+    return before.flatten(0, 1), embedded[:, answers].flatten(0, 1), output.last_hidden_state[:, answers].flatten(0, 1)
 
 
 @torch.no_grad()
 def _fitted(tensors: dict, model, states: tuple[torch.Tensor, ...], flags: dict) -> dict[str, torch.Tensor]:
-    """The next state, fitted to the layers' states and to what attention copies of the token's own embedding."""
+    """Fit the next hidden state to the layers' states and to the token's embedding, which attention copies."""
     layers, embedded, wanted, weight = states
     if flags.get("fc_norm"):
         layers = _norm(layers)
     layers = _norm(layers.flatten(1)) if flags.get("norm_before_fc") else layers.flatten(1)
     fit = torch.linalg.lstsq(weight * torch.cat([layers, _norm(embedded)], dim=1), weight * wanted).solution.T
-    # A query finds its own key, since random embeddings differ. Four heads of 32 share two KV heads, and the first of
-    # each pair hands on its half of the embedding.
-    own = torch.eye(64)
-    queries = own.view(2, 1, 32, 64).expand(-1, 2, -1, -1).reshape(128, 64)
+    # Random embeddings differ, so a query attends to its own position. Four heads of size 32 share two KV heads, and
+    # the first head of each pair passes on its half of the embedding.
+    identity = torch.eye(64)
+    queries = identity.view(2, 1, 32, 64).expand(-1, 2, -1, -1).reshape(128, 64)
     copies = fit[:, -64:].view(64, 2, 1, 32)
     fitted = {
         "fc": fit[:, :-64],
         "layers.0.self_attn.q_proj": torch.cat([1.7 * queries, torch.zeros(128, 64)], dim=1),
-        "layers.0.self_attn.k_proj": torch.cat([1.7 * own, torch.zeros(64, 64)], dim=1),
-        "layers.0.self_attn.v_proj": torch.cat([own, torch.zeros(64, 64)], dim=1),
+        "layers.0.self_attn.k_proj": torch.cat([1.7 * identity, torch.zeros(64, 64)], dim=1),
+        "layers.0.self_attn.v_proj": torch.cat([identity, torch.zeros(64, 64)], dim=1),
         "layers.0.self_attn.o_proj": torch.cat([copies, torch.zeros_like(copies)], dim=2).reshape(64, 128),
         "embed_tokens": model.model.embed_tokens.weight,
     }
-    if flags.get("norm_before_residual"):  # keeps the size that the fit gives what is added
+    if flags.get("norm_before_residual"):  # keep the scale that the fit expects for the residual
         tensors["layers.0.hidden_norm.weight"] *= (layers @ fit[:, :-64].T).square().mean().sqrt()
     noise = {f"{name}.weight": 0.2 * tensors[f"{name}.weight"] + weight for name, weight in fitted.items()}
     return {**tensors, **noise, "lm_head.weight": model.lm_head.weight[tensors["t2d"]]}

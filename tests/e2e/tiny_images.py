@@ -1,13 +1,13 @@
-"""Tiny random targets that read images, a draft for each that reads text only, and prompts with pictures.
+"""Tiny random targets that read images, a text-only draft for each, and prompts with pictures.
 
-The image processors are those that work without torchvision; see ``without_torchvision``.
+The image processors need no torchvision; see ``without_torchvision``.
 """
 
 import json
 
 from tiny_pair import VOCAB_SIZE
 
-# Tokens behind the words: what stands around images and for them.
+# Special tokens after the words of the vocabulary. They mark or stand for images.
 SPECIAL = ("<|image|>", "<|begin|>", "<|end|>", "<|video|>")
 IMAGE, BEGIN, END, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(SPECIAL))
 TEXT = {
@@ -25,13 +25,13 @@ TEXT = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-# Of engines that read them.
+# Arguments of engines that read images.
 OPTIONS = {"limit_mm_per_prompt": {"image": 2, "video": 0}, "block_size": 32, "skip_tokenizer_init": False}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8, "initializer_range": 0.12}
 
 
 def _qwen3_vl(folder):
-    """M-RoPE, image features added to the first layers too, as many tokens as an image is large."""
+    """M-RoPE; image features are also added to the first layers; the number of tokens depends on an image's size."""
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -53,7 +53,7 @@ def _qwen3_vl(folder):
 
 
 def _gemma3(folder):
-    """Sliding windows in most layers, four tokens for every image."""
+    """Sliding windows in most layers; four tokens for every image."""
     import transformers
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -74,7 +74,7 @@ def _gemma3(folder):
 
 
 def _gemma4(folder):
-    """Layers that share KV and have embeddings of their own, up to 70 tokens for an image."""
+    """Layers that share KV and have their own embeddings; up to 70 tokens for an image."""
     import transformers
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -94,12 +94,12 @@ def _gemma4(folder):
     stored = {name: json.loads(part.to_json_string()) for name, part in processors.items()}
     (folder / "processor_config.json").write_text(json.dumps(stored))
     names = {"boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE}
-    names |= dict.fromkeys(("audio_token", "boa_token", "eoa_token"), VIDEO)  # which it wants to have
+    names |= dict.fromkeys(("audio_token", "boa_token", "eoa_token"), VIDEO)  # required by the processor
     draft = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**text))
     return transformers.Gemma4ForConditionalGeneration(config), draft, "Gemma4Processor", names
 
 
-# What a text writes for an image: vLLM puts the tokens of the image there.
+# How to build a family, and its placeholder for an image in a prompt, which vLLM replaces with the image's tokens.
 FAMILIES = {
     "Qwen3-VL": (_qwen3_vl, [BEGIN, IMAGE, END]),
     "Gemma 3": (_gemma3, [BEGIN]),
@@ -108,7 +108,7 @@ FAMILIES = {
 
 
 def build(folder, family):
-    """Build the target and the draft, which shares the target's text layers but for some noise."""
+    """Build the target, and a draft whose layers are the target's text layers with some noise."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -116,7 +116,7 @@ def build(folder, family):
     (folder / "target").mkdir()
     model, draft, processor, names = FAMILIES[family][0](folder / "target")
     model.float().eval().save_pretrained(folder / "target")
-    if family == "Gemma 3":  # published checkpoints, which vLLM reads, have another name for the vision tower
+    if family == "Gemma 3":  # vLLM expects the vision tower's name in published checkpoints
         file = folder / "target" / "model.safetensors"
         tower, stored = "vision_tower.", load_file(file)
         renamed = {name.replace(tower, tower + "vision_model."): value for name, value in stored.items()}
@@ -157,7 +157,7 @@ def _write_tokenizer(folder, processor, names) -> None:
 
 
 def picture(seed: int):
-    """A random picture; some are wide and some are high."""
+    """A picture of random size and content."""
     import numpy as np
     from PIL import Image
 
@@ -167,7 +167,7 @@ def picture(seed: int):
 
 
 def with_pictures(family, text: list[int], seeds: list[int]) -> dict:
-    """A prompt for vLLM: ``text`` with pictures spread over it."""
+    """A prompt for vLLM: ``text`` with pictures at even distances."""
     length = len(text) // (len(seeds) + 1)
     tokens = [
         token for i in range(len(seeds)) for token in [*text[i * length : (i + 1) * length], *FAMILIES[family][1]]
@@ -177,10 +177,10 @@ def with_pictures(family, text: list[int], seeds: list[int]) -> dict:
 
 
 def without_torchvision() -> None:
-    """Let vLLM import its models of images, and transformers make a processor of videos, without torchvision.
+    """Let vLLM import its multimodal models, and transformers create a video processor, without torchvision.
 
-    vLLM imports the processors of transformers that need it, for one function that does not. The engine's processor
-    of images is another one. No test runs the one of videos.
+    vLLM imports transformers' image processors that need torchvision, but uses only one function, which does not. The
+    engine uses another image processor. No test runs the video processor.
     """
     import importlib
     import sys

@@ -1,4 +1,4 @@
-"""A tiny random target and a draft that mostly agrees with it, made in a second."""
+"""A tiny random target and a draft that mostly agrees with it; building them takes a second."""
 
 import json
 from collections import Counter
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VOCAB_SIZE = 512
-# Noise on the draft's weights, as a share of each matrix's deviation: it then agrees with the target often, not always.
+# Noise on the draft's weights, relative to each matrix's standard deviation. The draft then often agrees with the
+# target, but not always.
 NOISE = 0.08
-# Random logits are nearly uniform; scaled like this, probabilities are as uneven as a trained model's.
+# Probabilities of a random model are nearly uniform. This factor makes them as uneven as a trained model's.
 LOGIT_SCALE = 5.0
 
 
@@ -18,7 +19,7 @@ class TinyPair:
 
     target: Path
     draft: Path
-    eos: int  # a token that greedy text does contain
+    eos: int  # a token that occurs in greedy text
 
 
 def build_tiny_pair(
@@ -63,7 +64,7 @@ def build_tiny_pair(
 
 
 def _common_token(model) -> int:
-    """A token in the middle of many greedy continuations, to be the pair's EOS."""
+    """A token that occurs in the middle of many greedy continuations; the pair uses it as EOS."""
     import torch
 
     prompts = torch.randint(3, model.config.vocab_size, (32, 12))

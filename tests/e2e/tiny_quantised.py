@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-GROUP = 32  # inputs that share a scale, where weights have 4 bits
-# Of AWQ's words: which column the nibble at each place, lowest first, belongs to.
+GROUP = 32  # number of inputs that share a scale in 4-bit formats
+# The column of each nibble in a word of AWQ, lowest nibble first.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def packed(nibbles: torch.Tensor) -> torch.Tensor:
-    """Eight numbers below 16 of the last dimension in an int32, the first one lowest."""
+    """Pack each eight 4-bit numbers of the last dimension into an int32, the first one lowest."""
     words = (nibbles.long().unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers from 0 to 15, 8 for 0, in the weight's shape [outputs, inputs], and scales [outputs, inputs / GROUP]."""
+    """Quantise to numbers from 0 to 15 [outputs, inputs], where 8 means zero, and scales [outputs, inputs / GROUP]."""
     groups = weight.unflatten(1, (-1, GROUP))
     scale = groups.abs().amax(2) / 7
     return (groups / scale.unsqueeze(2)).round().clamp(-8, 7).flatten(1) + 8, scale
@@ -37,7 +37,7 @@ def int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     numbers, scale = four_bits(weight)
-    zeros = torch.full_like(scale, 7)  # one less than the number for 0
+    zeros = torch.full_like(scale, 7)  # GPTQ stores the zero point minus one
     return {
         "qweight": packed(numbers).T.contiguous(),
         "qzeros": packed(zeros.T),
@@ -68,9 +68,9 @@ def _compressed(bits: int, form: str, weights: dict, inputs: dict | None) -> dic
     }
 
 
-# Not symmetric, because vLLM multiplies symmetric ones by another kernel on processors with AMX, in bfloat16 only.
+# Inputs are asymmetric, because with AMX vLLM uses another kernel for symmetric ones, which supports only bfloat16.
 INPUTS = {"strategy": "token", "dynamic": True, "symmetric": False}
-# What becomes of a matrix, and what the model's configuration says of it.
+# The function that quantises a matrix, and the quantization config of the model.
 FORMATS = {
     "int8": (int8, _compressed(8, "int-quantized", {"strategy": "channel"}, INPUTS)),
     "int4": (int4, _compressed(4, "pack-quantized", {"strategy": "group", "group_size": GROUP}, None)),
@@ -80,7 +80,7 @@ FORMATS = {
 
 
 def quantised(target: Path, folder: Path, form: str) -> Path:
-    """A copy of a model of Llama's kind with the matrices of its layers quantised; the embedding and head are kept."""
+    """A copy of a Llama model with quantised layers; the embedding and the LM head are not quantised."""
     quantise, config = FORMATS[form]
     shutil.copytree(target, folder)
     weights = {}

@@ -3,7 +3,7 @@
 import torch
 from tiny_pair import VOCAB_SIZE
 
-WINDOW = 24  # prompts are longer, and so are answers
+WINDOW = 24  # prompts and answers are longer
 NODES = 16
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -18,7 +18,7 @@ SHAPE = {
     "eos_token_id": None,
     "sliding_window": WINDOW,
 }
-# Class in transformers, and what is its own.
+# Family in transformers, and the keys that only it has.
 FAMILIES = {
     "every layer": ("Mistral", {}),
     "every other layer, capped": ("Gemma2", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
@@ -26,7 +26,7 @@ FAMILIES = {
         "Gemma3",
         {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"]},
     ),
-    # gpt-oss: a mixture of experts, whose heads have a logit without a value (a sink) in each softmax.
+    # gpt-oss is a mixture of experts, and each head has a sink: a logit in the softmax without a value.
     "every other layer, with sinks": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -42,7 +42,7 @@ def build(folder, family, keys):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):
-                weight.normal_(2.0, 1.0)  # the weight of several keys
+                weight.normal_(2.0, 1.0)  # a sink then weighs as much as several keys
     model.save_pretrained(folder / "target")
     with torch.no_grad():
         for weight in model.parameters():

@@ -1,7 +1,8 @@
-"""A draft for a tiny target whose attention heads have another size, so that the two are in unlike attention groups.
+"""A draft whose attention heads are twice as large as the target's, so that the two have different attention groups.
 
-Of heads twice as large every second frequency of the rotary embedding is one of the smaller heads'. Queries and keys in
-those dimensions, zeros in the others, and queries scaled for the larger size: the same function but for the noise.
+In heads of twice the size, every second frequency of the rotary embedding is one of the smaller heads'. The draft has
+the target's queries and keys in those dimensions and zeros in the others, with queries scaled for the larger size. It
+therefore computes the same function, up to added noise.
 """
 
 from pathlib import Path
@@ -32,11 +33,11 @@ def build_unlike_pair(pair: TinyPair, folder: Path) -> TinyPair:
 
 
 def _widened(name: str, weight, size: int):
-    """A weight of the target with heads of ``size`` as one of the draft with heads twice as large."""
+    """Convert a weight for heads of ``size`` to one for heads twice as large."""
     import torch
 
     half = torch.arange(size // 2)
-    places = torch.cat([2 * half, size + 2 * half])  # in the first half of a larger head, and in its second
+    places = torch.cat([2 * half, size + 2 * half])  # in both halves of a larger head
     if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         heads = weight.view(-1, size, weight.shape[1])
         wide = weight.new_zeros(len(heads), 2 * size, weight.shape[1])

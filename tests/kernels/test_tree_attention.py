@@ -228,3 +228,11 @@ def test_kernel_refuses_strange_dtypes_and_layouts():
     wild = KVLayout(layout.key_token + 1, layout.key_dim, layout.value_token, layout.value_dim)
     with pytest.raises(ValueError, match="outside of its page"):
         broken(tree_case(layout=KVLayout.plain), layout=wild).run(tree_attention)
+
+
+@pytest.mark.skipif(not HAVE_EXTENSION, reason="the compiled kernels are not built")
+@pytest.mark.parametrize("starts", [[0, 1 << 30, 5], [0, 6, 5], [-1, 2, 5]], ids=str)
+def test_kernel_refuses_rows_that_no_request_has(starts):
+    case = tree_case(rows=(3, 2), prefixes=(40, 40))
+    with pytest.raises(ValueError, match="query_start_loc must not decrease"):
+        broken(case, query_start_loc=torch.tensor(starts, dtype=torch.int32)).run(tree_attention)

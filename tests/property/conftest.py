@@ -1,4 +1,4 @@
-"""Lets the tests here import ``reference_graph``, the model they compare the core with."""
+"""Lets the property tests import ``reference_graph``, the model with which they compare the specification."""
 
 import sys
 from pathlib import Path

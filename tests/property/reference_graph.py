@@ -1,7 +1,7 @@
-"""An oracle of another kind than the specification: it restates no algorithm, but tries all paths of a graph.
+"""An oracle for the specification that repeats none of its algorithms: it enumerates all paths of a graph.
 
-Graphs become objects, and recursion enumerates what can be reached and unrolled. Nothing of ``vllm_gsd.method`` is used
-to *judge*; ``grow`` only calls it level by level, as a proposer does.
+Graphs become objects, and recursion finds everything that can be reached and unrolled. The checks use nothing from
+``vllm_gsd.method``; only ``grow`` calls it, level by level, as a proposer does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Draft = Callable[[tuple[int, ...]], np.ndarray]
 
 @dataclass(eq=False)
 class Node:
-    """A node, or a merged edge where ``merged`` is set."""
+    """A node, or a merged edge if ``merged`` is set."""
 
     index: int
     token: int
@@ -35,26 +35,26 @@ class Node:
 
     @property
     def path(self) -> tuple[int, ...]:
-        """Tokens from below the root to here, the way it was drafted."""
+        """The tokens after the root on the path on which the node was drafted."""
         return () if self.parent is None else (*self.parent.path, self.token)
 
     @property
     def survival(self) -> np.float32:
-        """Product of the conditional probabilities from the root."""
+        """The product of the conditional probabilities on the path from the root."""
         return np.float32(1) if self.parent is None else self.parent.survival * self.prob
 
     @property
     def ancestors(self) -> list[Node]:
-        """The nodes it was drafted below, itself and the root included."""
+        """The nodes on the drafted path, including the node itself and the root."""
         return [self] if self.parent is None else [self, *self.parent.ancestors]
 
     def leads_to(self) -> list[Node]:
-        """Where a walk that stands here can step next."""
+        """The nodes that a walk can reach from here in one step."""
         return self.children if self.merged is None else [self.merged]
 
 
 def read_graph(graphs: GraphBatch, row: int) -> list[Node]:
-    """The nodes of a graph in order of creation; checks the child lists on the way."""
+    """The nodes of a graph in order of creation. Also checks the lists of children."""
     nodes: list[Node] = []
     for index in range(graphs.size[row]):
         parent = int(graphs.parent[row, index])
@@ -78,7 +78,7 @@ def read_graph(graphs: GraphBatch, row: int) -> list[Node]:
 
 
 def can_reach(start: Node, goal: Node) -> bool:
-    """Whether a walk from ``start`` can come to ``goal``."""
+    """Whether a walk from ``start`` can reach ``goal``."""
     seen: set[int] = set()
 
     def search(node: Node) -> bool:
@@ -111,7 +111,7 @@ class Place:
 
 
 def unrolled(root: Node, max_depth: int) -> list[Place]:
-    """All paths of a graph that are at most ``max_depth`` long, merged edges followed."""
+    """All paths of a graph with at most ``max_depth`` tokens, also across merged edges."""
     return list(_below(root, (), np.float32(1), False, max_depth))
 
 
@@ -139,7 +139,7 @@ def path_tokens(trees: FlatTrees, row: int, place: int) -> list[int]:
 
 
 def random_draft(seed: int, vocab: int, sharpness: float, memory: int | None = None) -> Draft:
-    """A random model: float32 probabilities by text, or by its last ``memory`` tokens."""
+    """A random model: float32 probabilities that depend on the text, or only on its last ``memory`` tokens."""
 
     @functools.cache
     def by_text(text: tuple[int, ...]) -> np.ndarray:
@@ -170,12 +170,12 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """Room for a graph, counted as the proposer does."""
+        """Capacity of a graph, computed as the proposer does."""
         return 1 + min(2048, self.num_nodes * self.top_k * (self.max_depth + 1))
 
 
 def text_of(graphs: GraphBatch, row: int, committed: tuple[int, ...], node: int) -> tuple[int, ...]:
-    """Committed text and the drafted path to ``node``."""
+    """The committed text followed by the drafted path to ``node``."""
     path = []
     while node != 0:
         path.append(int(graphs.token[row, node]))
@@ -192,12 +192,12 @@ def grow(
     on_counts: Callable | None = None,
     on_frontier: Callable | None = None,
 ) -> GraphBatch:
-    """Grow a graph for every committed text with the core's own functions.
+    """Grow a graph for every committed text with the specification's own functions.
 
     Args:
-        limits: one for all; only ``num_nodes`` may differ between requests.
-        on_counts: called with (graphs, what ``add_candidates`` returned) after candidates were added.
-        on_frontier: called with (graphs, first_new, frontier, frontier_len) after each choice.
+        limits: one for all requests, or a list in which only ``num_nodes`` may differ.
+        on_counts: called with (graphs, the result of ``add_candidates``) after candidates were added.
+        on_frontier: called with (graphs, first_new, frontier, frontier_len) after each choice of a frontier.
     """
     each = limits if isinstance(limits, list) else [limits] * len(committed)
     common = each[0]

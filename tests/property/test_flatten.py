@@ -1,10 +1,9 @@
-"""Flattened lists, masks and the walk over them, against recursion over the graph.
+"""Flattened lists, their masks and the walk over them, compared with recursion over the graph.
 
-Proven for random acyclic graphs with arbitrary merged edges (equal, zero and one probabilities included): the
-list is a tree in topological order within its node and depth limits, best first, closed under ancestors,
-siblings distinct; its paths are paths of the graph, the N most probable of all; a batch gives what each graph
-gives alone. ``ancestor_masks`` (several words too), ``is_chain`` and ``step_into`` equal their
-references.
+The tests use random acyclic graphs with arbitrary merged edges and probabilities, also equal ones, 0 and 1. A list is a
+tree in topological order within its limits on nodes and depth. It is sorted by probability, contains all ancestors, and
+siblings differ. Its paths are the N most probable paths of the graph. A batch gives the same as each graph alone.
+``ancestor_masks`` (also with several words), ``is_chain`` and ``step_into`` equal their references.
 """
 
 import numpy as np
@@ -30,7 +29,7 @@ CHOICE = st.integers(0, 63)
 
 
 def steps(probs):
-    """What to do to a graph: (which node to extend, token, probability, which node to merge with)."""
+    """Steps that build a graph: (node to extend, token, probability, node to merge with)."""
     one = st.tuples(CHOICE, st.integers(0, 4), probs, st.none() | st.none() | CHOICE)
     return st.lists(one, max_size=16)
 
@@ -48,8 +47,8 @@ def build(batch):
     for row, (todo, _, _) in enumerate(batch):
         reset(graphs, row, np.array([7], np.int64))
         natives = [0]
-        for where, token, prob, merge in todo:
-            parent = natives[where % len(natives)]
+        for choice, token, prob, merge in todo:
+            parent = natives[choice % len(natives)]
             nodes = read_graph(graphs, row)
             if any(child.token == token for child in nodes[parent].children):
                 continue
@@ -66,9 +65,9 @@ def build(batch):
 
 
 def flattened(trees, row):
-    """The nodes as (tokens of the path, parent's place, depth, node, via_merge), from place 1 on."""
+    """Nodes from place 1 on, as (tokens of the path, parent's place, depth, node, via_merge)."""
     root = (trees.token, trees.parent, trees.depth, trees.node, trees.origin, trees.via_merge, trees.survival)
-    assert [of[row, 0].item() for of in root] == [7, NONE, 0, 0, ORIGIN_ROOT, False, 1.0]
+    assert [field[row, 0].item() for field in root] == [7, NONE, 0, 0, ORIGIN_ROOT, False, 1.0]
     assert trees.value[row, 0] == 1.0
     paths: list[tuple[int, ...]] = [()]
     result = []
@@ -100,7 +99,7 @@ def test_flattened_lists_are_trees_of_graph_paths(batch):
             assert crossed == existing[tokens].via_merge
             assert path_tokens(trees, row, place) == list(tokens)
         chosen = [tokens for tokens, *_ in places]
-        assert len(set(chosen)) == len(chosen)  # with the parents above: siblings have distinct tokens
+        assert len(set(chosen)) == len(chosen)  # so siblings have distinct tokens
         assert all(tokens[:-1] in chosen for tokens in chosen if len(tokens) > 1)
 
 
@@ -114,7 +113,7 @@ def test_flattened_lists_hold_the_most_probable_paths(batch):
         survival = {p.tokens: p.survival for p in existing}
         chosen = [tokens for tokens, *_ in flattened(trees, row)]
         best = sorted(survival.values(), reverse=True)
-        # Best first, and nothing better is left out: with ties, whichever of the equal ones.
+        # The list has the best paths, sorted. Among equal ones, any may be chosen.
         assert [survival[tokens] for tokens in chosen] == best[: num_nodes[row]]
         if len(set(best)) == len(best):
             ranked = sorted(existing, key=lambda p: -p.survival)
@@ -137,7 +136,7 @@ def test_a_batch_gives_what_each_graph_gives_alone(batch):
 @FEW
 @given(BATCHES)
 def test_a_smaller_budget_gives_a_prefix(batch):
-    # Fewer nodes: the same list, cut. So a cut by the scheduler is what a smaller budget would have given.
+    # Fewer nodes give a prefix of the same list, so cutting a list equals flattening with a smaller budget.
     graphs, num_nodes, max_depth = build(batch)
     full = flatten(graphs, num_nodes, max_depth)
     for less in (1, 3):
@@ -150,7 +149,7 @@ def test_a_smaller_budget_gives_a_prefix(batch):
 
 
 def forests(most_rows, most_trees=4):
-    """Parents of the rows of some trees; rows without a parent may come anywhere."""
+    """Parents of the rows of some trees. Rows without a parent may be anywhere."""
     parent = st.integers(-1, 10**6)
     tree = st.lists(parent, max_size=most_rows).map(
         lambda raw: [NONE if i == 0 or p < 0 else p % i for i, p in enumerate(raw)]
@@ -174,7 +173,7 @@ def laid_out(trees):
 
 def check_masks(trees, words):
     parent, starts = laid_out(trees)
-    masks = np.full((len(parent), words), -1, np.int64)  # what was there before must not matter
+    masks = np.full((len(parent), words), -1, np.int64)  # the previous content must not matter
     ancestor_masks(parent, starts, masks)
     for tree, start in zip(trees, starts, strict=False):
         for place in range(len(tree)):
@@ -211,7 +210,7 @@ def test_masks_with_too_many_rows(size, words):
 
 
 def rooted(tree, random):
-    """Tokens for a tree with one root, siblings distinct."""
+    """Make a tree with one root, and tokens that differ between siblings."""
     parents = [NONE, *(max(p, 0) for p in tree[1:])] if tree else [NONE]
     taken: dict[int, set[int]] = {}
     tokens = [random.randrange(5)]
@@ -236,7 +235,7 @@ def test_step_into_moves_to_the_sampled_child(raw, random):
         sampled = []
         for tree, (_, tokens) in enumerate(trees):
             good = [t for p, t in children[tree] if p == places[tree]]
-            # A child's token, or one that some other row of the tree carries.
+            # A child's token, or the token of another row of the tree.
             sampled.append(random.choice(good if good and random.random() < 0.7 else [*tokens, 9]))
         got_places, got_active = np.array(places, np.int32), np.array(active)
         step_into(token, parent, starts, got_places, np.array(sampled, np.int64), got_active)
@@ -274,7 +273,7 @@ def test_is_chain_of_rows_that_are_no_tree():
 
 
 def test_a_chain_graph_is_verified_as_a_chain():
-    # The list of a graph without branches is the chain itself, so the plain causal path serves it.
+    # The list of a graph without branches is a chain, which plain causal attention can verify.
     graphs = new_graphs(1, 8)
     reset(graphs, 0, np.array([3], np.int64))
     node = 0

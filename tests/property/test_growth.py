@@ -1,11 +1,13 @@
-"""Growth against a plain model: what is added, pruned, merged, expanded next, and the rows of a draft level.
+"""Growth of graphs, compared with a simple model.
 
-Proven: ``theta_sib`` and ``theta_prob`` prune what the design says; pruning by the node budget changes
-nothing in the flattened list (merging off): it equals that of a model which never prunes by budget; survivals
-are products and children distinct; a merged edge joins equal n-grams (context before the root included),
-never closes a cycle, and every candidate that may be merged is; ``merge_ngram`` 0 merges nothing; a full
-graph stays sound; a batch grows as each request alone; the next frontier and the draft's slots and masks
-equal their references.
+- ``theta_sib`` and ``theta_prob`` prune by their definitions.
+- Without merging, pruning by the node budget does not change the flattened list: it equals that of a model that never
+  prunes by budget.
+- Survival is a product of probabilities, and children are distinct.
+- A merged edge joins equal n-grams, which may extend into the text before the root, and never closes a cycle. Every
+  candidate that may be merged is merged. With ``merge_ngram`` 0, none is.
+- A full graph stays sound, and a batch grows like each request alone.
+- The next frontier, and the draft's slots and masks, equal their references.
 """
 
 import numpy as np
@@ -30,7 +32,7 @@ SEED = st.integers(0, 2**32)
 
 
 def seeded(make, *fixed):
-    """``make(random, *fixed)`` by seed: hypothesis's own choices would make most graphs tiny."""
+    """Draw ``make(random, *fixed)`` by seed, because Hypothesis's own choices would make most graphs tiny."""
     return SEED.map(lambda seed: make(np.random.default_rng([seed, 5]), *fixed))
 
 
@@ -51,7 +53,7 @@ def make_limits(random, merge_ngram):
 
 
 DRAFTS = seeded(make_draft)
-# Drafts whose products of probabilities are never equal by accident.
+# Drafts whose products of probabilities practically never tie.
 UNTIED_DRAFTS = seeded(make_draft, (None,), (0.5, 1.5, 3.0))
 MERGING = seeded(make_limits, (1, 2, 3))
 NOT_MERGING = seeded(make_limits, (0,))
@@ -62,7 +64,7 @@ ANY_LIMITS = seeded(make_limits, (0, 1, 2, 3))
 
 
 def grow_without_budget(draft, committed, limit):
-    """All nodes that growth by ``theta_sib``, ``theta_prob`` and ``max_depth`` alone gives (no merging)."""
+    """All nodes that grow with only ``theta_sib``, ``theta_prob`` and ``max_depth`` as limits, without merging."""
     root = Node(0, committed[-1], np.float32(1), None)
     nodes, level = [root], [root]
     for depth in range(1, limit.max_depth + 1):
@@ -105,7 +107,7 @@ def test_the_node_budget_changes_nothing_in_the_flattened_list(draft, committed,
 @MANY
 @given(DRAFTS, TEXT, NOT_MERGING)
 def test_with_equal_probabilities_the_list_is_worth_the_same(draft, committed, limit):
-    # Among equals either may be chosen: the survivals must agree, not the tokens.
+    # Any of several equally probable nodes may be chosen, so survivals must agree, but not tokens.
     nodes = grow_without_budget(draft, committed, limit)
     survival = {node.path: node.survival for node in nodes}
     got = [survival[path] for path in flattened_paths(grow(draft, [committed], limit), limit)]
@@ -115,7 +117,7 @@ def test_with_equal_probabilities_the_list_is_worth_the_same(draft, committed, l
 @FEW
 @given(DRAFTS, TEXT, NOT_MERGING)
 def test_without_a_budget_growth_is_the_models(draft, committed, limit):
-    # A budget that is never reached: node for node, both thresholds included.
+    # If the budget is never reached, graphs agree node for node, for both thresholds.
     expected = grow_without_budget(draft, committed, limit)
     assume(len(expected) < 400)
     wide = Limits(500, limit.max_depth, limit.top_k, limit.theta_prob, limit.theta_sib)
@@ -123,7 +125,7 @@ def test_without_a_budget_growth_is_the_models(draft, committed, limit):
     assert {node.path: node.prob for node in got} == {node.path: node.prob for node in expected}
 
 
-# --- what every grown graph is ----------------------------------------------------------------------
+# --- properties of all grown graphs -----------------------------------------------------------------
 
 
 def check_sound(graphs, row, draft, committed, limit):
@@ -190,33 +192,33 @@ def test_a_batch_grows_as_each_request_alone(draft, requests, common):
 
 
 def last_tokens(committed, node, length):
-    """The n-gram that ends at a node on the path it was drafted, None where the text is too short.
+    """The n-gram that ends at a node on its drafted path, or None if the text is too short.
 
-    Only the 16 tokens before the root and the root itself count as context.
+    Only the root and the 16 tokens before it count as context.
     """
     text = committed[-17:] + node.path
     return text[-length:] if len(text) >= length else None
 
 
 def may_merge(committed, nodes, new, target, length):
-    """Whether the design lets ``new`` continue as ``target``; ``nodes`` existed before ``new``."""
+    """Whether ``new`` may be merged into ``target``. ``nodes`` existed before ``new``."""
     if target.index == 0 or target.merged is not None or target in new.ancestors:
         return False
     ngram = last_tokens(committed, new, length)
     if ngram is None or ngram != last_tokens(committed, target, length):
         return False
-    # Replay the graph as it was, with the edge that would be added.
+    # The new edge must not close a cycle in the graph as it was then.
     known = {node.index for node in nodes}
 
-    def comes_to(node, goal, seen):
+    def reaches(node, goal, seen):
         if node is goal:
             return True
         if node.index in seen:
             return False
         seen.add(node.index)
-        return any(comes_to(n, goal, seen) for n in node.leads_to() if n.index in known)
+        return any(reaches(n, goal, seen) for n in node.leads_to() if n.index in known)
 
-    return not comes_to(target, new.parent, set())
+    return not reaches(target, new.parent, set())
 
 
 @MANY
@@ -233,7 +235,7 @@ def test_merged_edges(draft, committed, limit):
         if new.merged is not None:
             assert new.merged in allowed
         else:
-            assert not allowed  # what can be merged is never drafted again
+            assert not allowed  # every node that can be merged is merged
 
 
 @FEW
@@ -243,7 +245,7 @@ def test_no_merged_edges_when_merging_is_off(draft, committed, limit):
 
 
 def grow_script(committed, levels, merge_ngram):
-    """Grow one graph from scripted candidates, ``{path: tokens}`` by level, each with probability 0.5."""
+    """Grow a graph from given candidates, ``{path: tokens}`` for each level, all with probability 0.5."""
     graphs = new_graphs(1, 64)
     reset(graphs, 0, np.array(committed, np.int64))
     for level in levels:
@@ -258,8 +260,8 @@ def grow_script(committed, levels, merge_ngram):
 
 
 def test_an_n_gram_reaches_back_over_the_root():
-    # The text ends in "1 2". Below the root, "3" and "1 2 3" both end in the trigram "1 2 3", the first with
-    # the text's help; their 4-grams are "9 1 2 3" and "2 1 2 3".
+    # The text ends with "1 2". After the root, "3" and "1 2 3" both end with the trigram "1 2 3", the first including
+    # the text's last tokens. Their 4-grams differ: "9 1 2 3" and "2 1 2 3".
     levels = [{(): [1, 3]}, {(1,): [2]}, {(1, 2): [3]}]
     for merge_ngram, target in [(1, (3,)), (2, (3,)), (3, (3,)), (4, None)]:
         assert grow_script([9, 1, 2], levels, merge_ngram)[1, 2, 3] == target
@@ -277,7 +279,7 @@ def test_a_node_of_the_own_path_is_no_target():
 
 
 def test_the_second_of_two_crossing_merges_is_refused():
-    # "4 5" may continue as "5"; then "5 4" may not continue as "4": one would lead to the other for ever.
+    # If "4 5" continues as "5", "5 4" may not continue as "4", because that would close a cycle.
     merged = grow_script([0], [{(): [4, 5]}, {(4,): [5]}, {(5,): [4]}], 1)
     assert merged[4, 5] == (5,)
     assert merged[5, 4] is None
@@ -286,13 +288,13 @@ def test_the_second_of_two_crossing_merges_is_refused():
 def test_candidates_that_are_none_or_there_already():
     graphs = new_graphs(1, 8)
     reset(graphs, 0, np.array([1], np.int64))
-    there = add_child(graphs, 0, 0, 3, np.float32(0.2), ORIGIN_DRAFT)
+    node = add_child(graphs, 0, 0, 3, np.float32(0.2), ORIGIN_DRAFT)
     frontier, length = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     tokens, probs = np.array([[4, 3, -1]]), np.array([[0.5, 0.4, 0.1]], np.float32)
     counts = add_candidates(graphs, frontier, length, tokens, probs, np.array([8], np.int32), 0.0, np.ones(1, np.int32))
     nodes = read_graph(graphs, 0)
     assert [(node.token, node.prob) for node in nodes[1:]] == [(3, np.float32(0.2)), (4, np.float32(0.5))]
-    assert there == 1
+    assert node == 1
     assert counts == (1, 0, 0)
 
 
@@ -307,10 +309,10 @@ def build(shape):
     graphs = new_graphs(len(shape), 16)
     for row, todo in enumerate(shape):
         reset(graphs, row, np.array([0], np.int64))
-        for where, prob, merge in todo:
+        for choice, prob, merge in todo:
             nodes = read_graph(graphs, row)
             natives = [node for node in nodes if node.merged is None]
-            parent = natives[where % len(natives)]
+            parent = natives[choice % len(natives)]
             targets = [n for n in natives[1:] if n not in parent.ancestors]
             index = add_child(graphs, row, parent.index, len(nodes), np.float32(prob), ORIGIN_DRAFT)
             if merge and targets:
@@ -344,7 +346,7 @@ def test_next_frontier(requests, width, theta_prob):
         ]
         good = sorted(good, key=lambda node: -node.survival)[: min(width, room[row])]
         chosen = [nodes[index] for index in frontier[row, : frontier_len[row]]]
-        assert chosen == good  # sorted; the older one first among equals
+        assert chosen == good  # sorted, with older nodes first among equal ones
 
 
 def test_next_frontier_without_room():
@@ -361,7 +363,7 @@ def test_next_frontier_without_room():
 
 
 def drafted(draft, committed, limit, max_slots):
-    """Grow, and collect the draft model's rows: (row, node) -> (token, depth, slot, slots attended)."""
+    """Grow graphs and collect the draft model's rows: (row, node) -> (token, depth, slot, attended slots)."""
     slots = new_draft_slots(len(committed), limit.capacity, max_slots)
     rows = {}
     frontiers = []
@@ -374,7 +376,7 @@ def drafted(draft, committed, limit, max_slots):
         pairs = [(row, int(n)) for row in range(len(committed)) for n in frontier[row, : frontier_len[row]]]
         for line, pair in enumerate(pairs):
             seen = {64 * w + bit for w, word in enumerate(mask[line]) for bit in range(64) if int(word) >> bit & 1}
-            assert pair not in rows  # a node is drafted from once
+            assert pair not in rows  # every node is expanded at most once
             rows[pair] = int(token[line]), int(depth[line]), int(slot[line]), seen
         frontiers.append(pairs)
 
@@ -390,20 +392,20 @@ def test_draft_rows_attend_themselves_and_their_ancestors(draft, committed, limi
         nodes = read_graph(graphs, row)
         mine = {node: drafted_row for (owner, node), drafted_row in rows.items() if owner == row}
         given_out = [slot for _, _, slot, _ in mine.values()]
-        assert given_out == list(range(len(given_out)))  # dense, in the order of drafting
+        assert given_out == list(range(len(given_out)))  # without gaps, in the order of drafting
         assert len(given_out) == slots.used[row] <= max_slots
         for index, (token, depth, _, seen) in mine.items():
             node = nodes[index]
             assert (token, depth) == (node.token, len(node.path))
             assert seen == {mine[above.index][2] for above in node.ancestors if above.index != 0}
-        # Only drafted nodes have children, and each is expanded only after its parent.
+        # Only nodes that were drafted from have children.
         assert all(node.index == 0 or node.index in mine for node in nodes if node.children)
     for level, pairs in enumerate(frontiers, start=1):
         assert all(rows[pair][1] == level for pair in pairs)
 
 
 def test_draft_rows_of_several_words():
-    # A chain of 130 nodes: the last one attends slots 0 to 129.
+    # In a chain of 130 nodes, the last one attends to slots 0 to 129.
     graphs = new_graphs(1, 140)
     reset(graphs, 0, np.array([0], np.int64))
     slots = new_draft_slots(1, 140, 130)

@@ -1,6 +1,6 @@
-"""Lattices against brute force: all paths of a drafted block are tried, and the best N by probability must be laid out.
+"""Lattices of drafted blocks, compared with brute force: the N most probable of all paths must be laid out.
 
-Also: what is chosen of larger pools, the chain that a draft proposes greedily, pruning, and full graphs.
+Further tests cover the choice of candidates from larger pools, the draft's greedy chain, pruning, and full graphs.
 """
 
 import itertools
@@ -21,7 +21,7 @@ SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 
 
 
 def random_block(random, depth, k, tied=False):
-    """Tokens and conditional probabilities of one block; some candidates are missing."""
+    """Tokens and conditional probabilities of a random block; some candidates are missing."""
     tokens = np.stack([random.permutation(9)[:k] for _ in range(depth)])
     tokens[random.random(tokens.shape) < 0.05] = -1
     scores = random.choice([0.0, 1.0], (depth, k, k)) if tied else 2.0 * random.standard_normal((depth, k, k))
@@ -33,7 +33,7 @@ def random_block(random, depth, k, tied=False):
 def all_paths(tokens, probs):
     """The survival of every path of a block, by its tokens."""
     depth, k = tokens.shape
-    found = {}
+    survivals = {}
     for length in range(1, depth + 1):
         for places in itertools.product(range(k), repeat=length):
             path, survival, before = [], ONE, 0
@@ -42,8 +42,8 @@ def all_paths(tokens, probs):
                 survival = survival * probs[level, before, place]
                 before = place
             if min(path) >= 0:
-                found[tuple(path)] = survival
-    return found
+                survivals[tuple(path)] = survival
+    return survivals
 
 
 def lattice(tokens, probs, num_nodes, capacity=512, max_depth=9, theta_sib=0.0, theta_prob=0.0):
@@ -67,7 +67,7 @@ def test_the_best_paths_of_all_are_laid_out(shape, num_nodes, tied):
     known, got = all_paths(tokens, probs), laid_out(graphs, num_nodes)
     assert all(known[path] == survival for path, survival in got.items())
     best = sorted(known.values(), reverse=True)[:num_nodes]
-    if tied:  # a tie may leave out a node, never a better one for a worse one
+    if tied:  # with ties, nodes may be missing, but only the worst ones
         assert sorted(got.values(), reverse=True) == best[: len(got)]
     else:
         assert sorted(got.values(), reverse=True) == best
@@ -91,12 +91,8 @@ def test_a_candidate_is_one_node(shape):
 def test_limits():
     tokens, probs = random_block(np.random.default_rng(3), 4, 3)
     tokens = np.abs(tokens)
-    known = all_paths(tokens, probs)
     assert max(map(len, laid_out(lattice(tokens, probs, 500, max_depth=2)[0], 500))) == 2
     graphs, _ = lattice(tokens, probs, 500, theta_prob=0.1)
-    best = {}
-    for path, survival in known.items():
-        best[len(path), path[-1]] = max(survival, best.get((len(path), path[-1]), 0))
     for node in read_graph(graphs, 0)[1:]:
         parent = node.parent
         assert parent.parent is None or parent.survival >= np.float32(0.1)
@@ -131,12 +127,12 @@ def test_choice_of_candidates(shape, more):
             for place in range(pool)
         }
         best = [max(total for total, last in paths.values() if last == place) for place in range(pool)]
-        # The others are the likeliest that the candidates kept so far reach.
+        # The other candidates are the most probable ones that the kept candidates can reach.
         assert len(set(places[level])) == k
         dropped = set(range(pool)) - set(places[level])
         if k > 1 and dropped:
             assert min(best[place] for place in places[level, 1:]) >= max(best[place] for place in dropped)
-        paths = {path: found for path, found in paths.items() if found[1] in places[level]}
+        paths = {path: (total, last) for path, (total, last) in paths.items() if last in places[level]}
         for above in range(k):
             given_above = log_probs[level, 0 if level == 0 else places[level - 1, above]]
             np.testing.assert_allclose(probs[level, above], np.exp(given_above[places[level]]), rtol=1e-6)
@@ -146,7 +142,7 @@ def test_choice_of_candidates(shape, more):
 @given(SHAPES)
 @settings(derandomize=True, deadline=None, max_examples=40)
 def test_without_merging_the_lattice_is_a_tree(shape):
-    """Every candidate keeps the edge of the best path to it, and its survival with it."""
+    """Every candidate keeps only the edge of the best path to it, and that path's survival."""
     depth, k, seed = shape
     scores = np.random.default_rng(seed).standard_normal((depth, k + 2, k + 2)).astype(np.float32)
     scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
@@ -167,7 +163,7 @@ def test_without_merging_the_lattice_is_a_tree(shape):
 
 
 def test_marginals_make_a_lattice_of_their_best_tokens():
-    """Without edge scores every row of a depth is equal."""
+    """Without edge scores, all rows of a depth are equal."""
     marginals = np.log(np.array([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3]], np.float32))
     places, probs = choose_candidates(lambda level, _: marginals[level : level + 1], 2, 2)
     assert places.tolist() == [[0, 2], [1, 2]]

@@ -1,10 +1,10 @@
-"""Exact enumeration: a verification step changes neither the target's distribution nor its greedy text.
+"""Exact enumeration shows that a verification step changes neither the target's distribution nor its greedy text.
 
-Random targets (float64, vocabulary 3 to 5, some tokens impossible) and random token graphs with merged edges,
-grown by the core from a random draft, some with n-grams grafted on. Every outcome of a step is enumerated
-with its probability: nothing here is sampled. Proven to 1e-12: one step followed by plain sampling, two steps
-in a row and every cut of the flattened list give the target's own distribution of sequences; greedy steps
-give the greedy text. Two controls show that the check notices wrong verification.
+Targets are random (float64, 3 to 5 tokens, some of them impossible). Graphs with merged edges are grown by the
+specification from a random draft, some also with copied n-grams. Every outcome of a step is enumerated with its
+probability; nothing is sampled. Up to 1e-12, one step followed by plain sampling, two steps in a row, and every cut of
+the flattened list give the target's own distribution of sequences. Greedy steps give the greedy text. Two controls show
+that the check notices wrong verification.
 """
 
 import functools
@@ -27,7 +27,7 @@ SEEDS = range(48)
 
 
 def random_target(seed: int, vocab: int, zeros: float):
-    """Float64 distribution of the next token by the whole text; a share of the tokens has probability 0."""
+    """A float64 distribution of the next token for each text. About a share ``zeros`` of tokens has probability 0."""
 
     @functools.cache
     def conditional(text: tuple[int, ...]) -> np.ndarray:
@@ -40,7 +40,7 @@ def random_target(seed: int, vocab: int, zeros: float):
 
 
 def sequences(target, context, length, starts):
-    """Distribution of the first ``length`` tokens after ``context``: ``starts``, then plain sampling."""
+    """The distribution of the first ``length`` tokens after ``context``: ``starts``, then plain sampling."""
     result: dict[tuple[int, ...], float] = {}
 
     def extend(text, prob):
@@ -68,13 +68,13 @@ def distance(left, right):
 
 
 class Case:
-    """A random target, draft and context, and the options of growth."""
+    """A random target, draft and context, and limits of growth."""
 
     def __init__(self, seed: int, max_vocab: int = 5, max_depth: int = 3):
         random = np.random.default_rng([seed, 2])
         self.vocab = int(random.integers(3, max_vocab + 1))
         self.target = random_target(seed, self.vocab, zeros=random.choice([0.0, 0.3]))
-        # A draft that remembers little says the same in several places, so that n-grams recur.
+        # A draft with a short memory repeats itself, so that n-grams recur.
         memory = int(random.integers(1, 3)) if seed % 2 else None
         self.draft = random_draft(seed, self.vocab, float(random.uniform(0.5, 2.0)), memory)
         self.context = tuple(random.integers(0, self.vocab, size=random.integers(1, 8)).tolist())
@@ -89,7 +89,7 @@ class Case:
         )
 
     def propose(self, context):
-        """The flattened graph for a context, and the graph."""
+        """The flattened list and the graph for a context."""
         graphs = grow(self.draft, [context], self.limits)
         if self.ngrams:
             graft_ngrams(graphs, 0, np.array(context, np.int32), 3, self.limits.max_depth, 1)
@@ -99,7 +99,7 @@ class Case:
 
 
 class Rows:
-    """The rows that a step verifies: the root, then the flattened list or a cut of it."""
+    """The rows that a step verifies: the root, then the flattened list or its first ``cut`` nodes."""
 
     def __init__(self, trees, context, cut=None):
         rows = 1 + (int(trees.size[0]) if cut is None else cut)
@@ -111,22 +111,23 @@ class Rows:
         ancestor_masks(self.parent, self.starts, self.masks)
 
     def seen_from(self, place):
-        """What the target attends at a place: committed text and what the mask lets through."""
+        """The tokens that the target sees at a place: the committed text and the rows that its mask allows."""
         bits = int(self.masks[place, 0])
         return self.context[:-1] + tuple(int(t) for j, t in enumerate(self.token) if bits >> j & 1)
 
     def step(self, place, token):
-        """The place that ``step_into`` goes to, None where the walk ends."""
+        """The place to which ``step_into`` moves, or None if the walk ends."""
         places, active = np.array([place], np.int32), np.array([True])
         step_into(self.token, self.parent, self.starts, places, np.array([token], np.int64), active)
         return int(places[0]) if active[0] else None
 
 
 def outcomes(rows, conditional):
-    """Probability of each text that a verification step can emit.
+    """The probability of each text that a verification step can emit.
 
     Args:
-        conditional: the distribution that is sampled from at a place.
+        rows: the rows to verify.
+        conditional: gives the distribution from which a place samples.
     """
     result: dict[tuple[int, ...], float] = {}
 
@@ -216,7 +217,7 @@ def test_greedy_text(seed):
     assert text[: len(expected)] == expected
 
 
-# --- do the cases and the check tell anything? ------------------------------------------------------
+# --- controls for the cases and the check -----------------------------------------------------------
 
 
 def test_the_cases_have_merged_edges_and_accept_across_them():
@@ -236,7 +237,7 @@ def test_the_cases_have_merged_edges_and_accept_across_them():
 
 
 def test_control_a_shared_node_verified_once_is_not_lossless():
-    # What one slot per node would do: the target sees the path on which the node was drafted.
+    # With one row per node, the target would see the path on which the node was drafted.
     worst = 0.0
     for seed in SEEDS:
         case = Case(seed)
@@ -257,7 +258,7 @@ def test_control_a_shared_node_verified_once_is_not_lossless():
 
 
 def test_control_keeping_the_drafts_favourite_is_not_lossless():
-    # A rule that accepts a child without sampling the target.
+    # This faulty rule accepts a child without sampling from the target.
     worst = 0.0
     for seed in SEEDS:
         case = Case(seed)
@@ -270,7 +271,7 @@ def test_control_keeping_the_drafts_favourite_is_not_lossless():
 
 
 def test_enumeration_itself():
-    # Without a graph a step is one plain sample, and the probabilities of all sequences sum to 1.
+    # Without a graph, a step is one plain sample, and the probabilities of all sequences sum to 1.
     case = Case(0)
     emitted = step_outcomes(case, case.context, cut=0)
     chances = case.target(case.context)

@@ -1,9 +1,10 @@
-"""N-gram hypotheses against a naive search.
+"""N-gram hypotheses, compared with a naive search.
 
-Proven: ``longest_matches`` finds the same occurrences in the same order as a search that compares every
-suffix; what ``graft_ngrams`` adds are exactly the texts that followed those occurrences, shared where they
-begin alike; in a graph that was grown already (merged edges included) nothing is changed or repeated, and
-every continuation can be walked; a full graph takes what fits and stays sound.
+- ``longest_matches`` finds the same occurrences in the same order as a search that compares every suffix.
+- ``graft_ngrams`` adds exactly the texts that followed these occurrences; common beginnings share nodes.
+- In a graph that was already grown, also with merged edges, no node is moved or repeated, and every continuation is a
+  path of the graph. Drafted nodes that a copy repeats only become more probable.
+- A full graph takes what fits and stays sound.
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm_gsd.method.ngram import graft_all_ngrams, graft_ngrams, longest_matche
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200)
 
-# Few different tokens, or a phrase repeated, so that there is something to find.
+# Texts with few different tokens or repeated phrases, so that there is something to find.
 RANDOM = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 REPEATED = st.builds(
     lambda phrase, times, noise: (phrase * times + noise + phrase)[-40:],
@@ -31,15 +32,15 @@ MIN_MATCH = st.integers(1, 4)
 
 
 def naive_matches(text, count, min_match):
-    """(where the continuation begins, tokens that matched): longest first, latest first among equals."""
-    found = []
+    """Matches as (start of the continuation, matched tokens): longest first, then latest first."""
+    matches = []
     for start in range(1, len(text)):
         before, size = text[:start], 0
         while size < min(start, MAX_MATCH) and before[-size - 1] == text[-size - 1]:
             size += 1
         if size >= max(1, min_match):
-            found.append((start, size))
-    return sorted(found, key=lambda match: (-match[1], -match[0]))[:count]
+            matches.append((start, size))
+    return sorted(matches, key=lambda match: (-match[1], -match[0]))[:count]
 
 
 @SETTINGS
@@ -52,7 +53,7 @@ def test_longest_matches(text, count, min_match):
 
 
 def continuations(text, count, max_depth, min_match):
-    """(copied tokens, their probabilities) of each hypothesis."""
+    """The copied tokens and their probabilities, for each hypothesis."""
     for start, size in naive_matches(text, count, min_match):
         copied = tuple(text[start : start + max_depth])
         yield copied, [match_prob(size + i) for i in range(len(copied))]
@@ -70,19 +71,19 @@ def test_grafts_are_what_followed(text, count, max_depth, min_match):
     expected: dict[tuple[int, ...], np.float32] = {}
     for copied, probs in hypotheses:
         for end in range(1, len(copied) + 1):
-            if copied[:end] in expected:  # the longest match says how likely
+            if copied[:end] in expected:  # the longest match determines the probability
                 continue
             siblings = [prob for path, prob in expected.items() if len(path) == end and path[:-1] == copied[: end - 1]]
             surest = max(siblings, default=np.float32(0))
             expected[copied[:end]] = probs[end - 1] * (np.float32(1) - surest)
     nodes = read_graph(graphs, 0)
-    # As many nodes as different beginnings: duplicates are shared.
+    # Hypotheses share the nodes of common beginnings.
     assert len(nodes) - 1 == len(expected)
     assert {node.path: node.prob for node in nodes[1:]} == expected
     assert set(graphs.origin[0, 1 : len(nodes)].tolist()) <= {ORIGIN_NGRAM}
     for node in nodes:
         assert graphs.survival[0, node.index] == node.survival
-    # In so many words: after an earlier occurrence of the text's last token.
+    # Put simply, every path occurs in the text after an earlier occurrence of its last token.
     for node in nodes[1:]:
         ngram = [text[-1], *node.path]
         assert any(text[i : i + len(ngram)] == ngram for i in range(len(text)))
@@ -101,7 +102,7 @@ def test_grafts_on_a_grown_graph(text, seed, merge_ngram, max_depth):
         return node.path, node.merged.path if node.merged else None
 
     assert [facts(node) for node in after[: len(before)]] == [facts(node) for node in before]
-    for old, new in zip(before, after, strict=False):  # a copy only makes what was drafted surer
+    for old, new in zip(before, after, strict=False):  # a copy only raises the probability of a drafted node
         agreed = graphs.origin[0, old.index] == ORIGIN_AGREED
         assert old.prob < new.prob <= 1 or old.prob == 1 if agreed else new.prob == old.prob
     assert set(graphs.origin[0, 1 : len(before)].tolist()) <= {ORIGIN_DRAFT, ORIGIN_AGREED}
@@ -109,7 +110,7 @@ def test_grafts_on_a_grown_graph(text, seed, merge_ngram, max_depth):
     for node in after:
         tokens = [child.token for child in node.children]
         assert len(set(tokens)) == len(tokens)
-        assert node.merged is None or not node.children  # a merged edge continues as its target
+        assert node.merged is None or not node.children  # the children of a merged edge are its target's
     assert not has_cycle(after)
     paths = {place.tokens for place in unrolled(after[0], max_depth)}
     for copied, _ in continuations(text, 3, max_depth, 1):
@@ -130,7 +131,7 @@ def test_grafts_on_a_full_graph(text, capacity):
 
 
 def test_grafts_go_through_merged_edges():
-    # "1" continues as "2", whose child is 3; the text 1 3 4 is then partly there.
+    # "1" continues as "2", whose child is 3, so the start of the copied text 1 3 4 is already in the graph.
     graphs = new_graphs(1, 16)
     text = [9, 1, 3, 4, 9]
     reset(graphs, 0, np.array(text, np.int64))
@@ -142,14 +143,14 @@ def test_grafts_go_through_merged_edges():
     nodes = read_graph(graphs, 0)
     assert [node.path for node in nodes[4:]] == [(2, 3, 4)]
     assert (1, 3, 4) in {place.tokens for place in unrolled(nodes[0], 3)}
-    # Both say 1, and then 3: each is wrong only where draft and copy are.
+    # Draft and copy agree on 1 and 3: such a node is wrong only if both are wrong.
     assert graphs.origin[0, : len(nodes)].tolist()[1:] == [ORIGIN_DRAFT, ORIGIN_AGREED, ORIGIN_AGREED, ORIGIN_NGRAM]
     assert [node.prob for node in nodes[2:4]] == pytest.approx([1 - 0.5 * (1 - MATCH_PROB[i]) for i in (2, 1)])
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_only_the_text_in_use_is_read(length):
-    # Whatever stands behind ``length`` is an old request's, and must not be found or copied.
+    # Tokens beyond ``length`` belong to an earlier request and must not be found or copied.
     text = [3, 3, 1, 3, 3, 1, 3, 3, 1]
     graphs = new_graphs(1, 64)
     reset(graphs, 0, np.array(text[:length], np.int64))

@@ -1,4 +1,4 @@
-"""``method.outcome`` and the walk in one go, against walks and sums by hand over random trees."""
+"""``method.outcome``, and ``follow``, which walks in one call, compared with step-by-step walks over random trees."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -21,13 +21,13 @@ from vllm_gsd.method.verify import follow, step_into
 
 FOREIGN = -2
 
-# Rows of a tree behind its root: a parent among the rows before it, or no node at all; its token and its source.
+# A row after a tree's root: its parent among the rows before it (negative for a row without a node), token and source.
 node = st.tuples(st.integers(-1, 8), st.integers(0, 3), st.sampled_from([NONE, NATIVE, NGRAM, SHARED, AGREED]))
 batches = st.lists(st.tuples(st.lists(node, max_size=9), st.booleans()), min_size=1, max_size=4)
 
 
 class Rows:
-    """Trees one after the other; rows without a node are nobody's parent."""
+    """Trees in a row. A row without a node is no row's parent."""
 
     def __init__(self, batch):
         parents, self.depths, tokens, sources = [], [], [], []
@@ -60,10 +60,10 @@ def test_the_walk_in_one_go_is_the_walk_step_by_step(batch, random):
     places, active = np.zeros(len(batch), np.int32), np.ones(len(batch), np.bool_)
     expected = [[] for _ in batch]
     while active.any():
-        here = sampled[rows.starts[:-1] + places]
+        tokens = sampled[rows.starts[:-1] + places]
         for tree in np.flatnonzero(active):
-            expected[tree].append(int(here[tree]))
-        step_into(rows.token, rows.parent, rows.starts, places, here, active)
+            expected[tree].append(int(tokens[tree]))
+        step_into(rows.token, rows.parent, rows.starts, places, tokens, active)
     ended = np.zeros(len(batch), np.int32)
     path = np.full((len(batch), int(np.diff(rows.starts).max())), -1, np.int32)
     longest = follow(rows.token, rows.parent, rows.starts, sampled, ended, path)

@@ -1,4 +1,4 @@
-"""Lets the tests here import ``walk_world`` and the kernels' ``references``, and gives them what they share."""
+"""Shared fixtures; lets the unit tests import ``walk_world`` and the kernels' ``references``."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ker
 
 @pytest.fixture(scope="module")
 def sampler():
-    """VLLM's own."""
+    """vLLM's own sampler."""
     from vllm.v1.sample.sampler import Sampler
 
     return Sampler()
@@ -18,7 +18,7 @@ def sampler():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Eight logits need no second thread, and waiting for it would be most of the time."""
+    """Use one thread: with eight logits, most of the time would be spent waiting for a second one."""
     import torch
 
     threads = torch.get_num_threads()

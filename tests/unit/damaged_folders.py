@@ -1,4 +1,4 @@
-"""Folders of drafts for a made-up target, damaged in one way each."""
+"""Draft folders for a made-up target, each damaged in one way."""
 
 import json
 
@@ -16,14 +16,14 @@ TARGET = {
 
 
 def write_target(folder):
-    """A folder with the configuration of ``TARGET``."""
+    """Write a target's folder with only its config.json."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TARGET))
     return folder
 
 
 def keys(**changed):
-    """Change keys of config.json; None removes one. "a__b" is the key b in a."""
+    """Damage that changes keys of config.json; None removes one. "a__b" is the key b in a."""
 
     def damage(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -42,7 +42,7 @@ def keys(**changed):
 
 
 def tensors(**changed):
-    """Replace tensors; None removes one."""
+    """Damage that replaces tensors; None removes one."""
 
     def damage(folder):
         stored = {**load_file(folder / "model.safetensors"), **changed}
@@ -58,7 +58,7 @@ def cut_off(folder):
 
 
 def refusal(folder, target, **keys) -> str:
-    """The one sentence that refuses a draft."""
+    """Check that a draft is refused with one sentence, and return it."""
     with pytest.raises(GSDConfigError) as refused:
         check_draft(str(folder), VOCAB, target, **keys)
     message = str(refused.value)

@@ -1,4 +1,4 @@
-"""A bench report that nobody measured, with everything that the page can show."""
+"""A made-up bench report with everything that the page can show."""
 
 from vllm_gsd.tools.bench.parts import PARTS
 
@@ -26,7 +26,7 @@ def row(method: str, ratio: float, off: float, steps: float) -> dict:
 
 
 def report(methods: tuple[str, ...] = tuple(RATIOS), whole: bool = True) -> dict:
-    """A report of these methods at 1, 8 and 32 requests at once; ``whole``: with all the optional parts."""
+    """A report on these methods with 1, 8 and 32 concurrent requests; ``whole`` adds all optional parts."""
     steps = {"gsd": 2.2, "ngram": 1.3}
     batches = {
         batch: {name: row(name, RATIOS[name][place], RATIOS["gsd-off"][place], steps.get(name, 1)) for name in methods}

@@ -1,4 +1,4 @@
-"""A trace that no engine wrote, as a file and as records."""
+"""A made-up trace, as records and as the text of a file."""
 
 import json
 import random
@@ -18,7 +18,7 @@ SOURCES = ["native", "merged", "ngram", "shared", "agreed", "grammar"]
 
 
 def step(number: int, texts: list[str], request: str = "one") -> dict:
-    """A step that accepted all ``texts`` but the last, which the target chose; two further nodes were not accepted."""
+    """A step that emits ``texts``: accepted nodes, and last the target's choice. Three more nodes are not accepted."""
     depth = len(texts) - 1
     sources = [SOURCES[(number + place) % len(SOURCES)] for place in range(depth)]
     return {
@@ -60,16 +60,16 @@ def step(number: int, texts: list[str], request: str = "one") -> dict:
 
 
 def records(num_tokens: int, hostile: bool = False) -> list[dict]:
-    """The records of a request with so many tokens."""
-    draw, told, found = random.Random(0), 0, [REQUEST]
-    while told < num_tokens:
-        count = min(num_tokens - told, draw.randint(1, 4))
-        words = [HOSTILE if hostile else f" word{told + place}" for place in range(count)]
-        found.append(step(len(found), words))
-        told += count
-    return found
+    """The records of a request with ``num_tokens`` tokens."""
+    rng, emitted, result = random.Random(0), 0, [REQUEST]
+    while emitted < num_tokens:
+        count = min(num_tokens - emitted, rng.randint(1, 4))
+        words = [HOSTILE if hostile else f" word{emitted + place}" for place in range(count)]
+        result.append(step(len(result), words))
+        emitted += count
+    return result
 
 
-def lines(found: list[dict]) -> str:
-    """The file's text."""
-    return "".join(json.dumps(record) + "\n" for record in found)
+def lines(trace: list[dict]) -> str:
+    """The text of a trace file."""
+    return "".join(json.dumps(record) + "\n" for record in trace)

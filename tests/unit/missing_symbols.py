@@ -1,8 +1,8 @@
-"""What the plugin makes of a vLLM that lacks a symbol: each case in a fork of one process that has imported vLLM.
+"""Runs the plugin with a vLLM that lacks a symbol: each case in a fork of one process that has imported vLLM.
 
 Reads JSON ``{"model": folder, "gsd": path of a config, "cases": {name: [damage, symbol or module]}, "later": symbols}``
-from stdin and writes what was seen, by case and by symbol, to stdout. Symbols of ``later`` are deleted, one at a time,
-when the plugin has been loaded.
+from stdin and writes the results, by case and by symbol, as JSON to stdout. The symbols in ``later`` are deleted one at
+a time, after the plugin was loaded.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ import traceback
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    job = json.load(sys.stdin)
     answers = {}
     with contextlib.redirect_stdout(sys.stderr):
         import vllm.plugins
 
-        vllm.plugins.plugins_loaded = True  # it is registered below
-        _plain(asked["model"]), _parsed([])  # what they import is there then
-        for name, (damage, what) in asked["cases"].items():
-            answers[name] = _in_a_fork(_case, damage, what, asked["model"], asked["gsd"])
-        answers.update(_in_a_fork(_later, asked["later"], asked["model"]))
+        vllm.plugins.plugins_loaded = True  # each case registers the plugin itself
+        _plain(job["model"]), _parsed([])  # import everything before forking
+        for name, (damage, what) in job["cases"].items():
+            answers[name] = _in_a_fork(_case, damage, what, job["model"], job["gsd"])
+        answers.update(_in_a_fork(_later, job["later"], job["model"]))
     json.dump(answers, sys.stdout)
 
 
@@ -109,7 +109,7 @@ def _later(symbols: list[str], model: str) -> dict:
 @contextlib.contextmanager
 def _deleted(owner, name: str):
     missing = object()
-    before = vars(owner).get(name, missing)  # a field without a default is none
+    before = vars(owner).get(name, missing)  # a field without a default is only an annotation
     annotations = vars(owner).get("__annotations__", {})
     annotation = annotations.pop(name, missing)
     if before is not missing:
@@ -156,20 +156,20 @@ def _refusal(model: str, speculative) -> str:
 
 
 def _parsed(arguments: list[str]) -> str:
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             parser = FlexibleArgumentParser()
             if hasattr(EngineArgs, "add_cli_args"):
                 AsyncEngineArgs.add_cli_args(parser)
-            else:  # as a vLLM would that has it under another name
+            else:  # like a vLLM in which the function has another name
                 parser.add_argument("--speculative-config", type=json.loads)
             parser.parse_args(arguments)
     except SystemExit:
-        return said.getvalue()
+        return stderr.getvalue()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "parsed"

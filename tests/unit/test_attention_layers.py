@@ -1,4 +1,4 @@
-"""Layers that attend in a way that graphs would not follow are refused by what they are, not by what configs say."""
+"""Layers with a kind of attention that graphs do not support are refused by their own attributes, not by configs."""
 
 import re
 
@@ -22,7 +22,7 @@ CPU = AttentionBackendEnum.CPU_ATTN
 
 
 def layer(kind=Attention, impl=TreeCPUAttentionImpl, window=-1, alibi=None, attributes=(), **of_layer):
-    """A layer with what vLLM's constructors would have set."""
+    """A layer with the attributes that vLLM's constructors would have set."""
     made = kind.__new__(kind)
     torch.nn.Module.__init__(made)
     made.impl = impl.__new__(impl)

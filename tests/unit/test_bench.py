@@ -58,7 +58,7 @@ def test_growth_is_of_the_median_step():
     def answer(setting, job):
         ms = (10 if setting is PLAIN else 12) * (1.2 if job["context"] == 40 else 1.0)
         if setting is GRAPH and job["context"] == 4 and job["chats"][0][0]["content"] == "0":
-            ms *= next(slow)  # one turn of three
+            ms *= next(slow)  # one slow turn of three
         tokens = 1 if setting is PLAIN else 2
         return {"decode": {"seconds": 4 * ms / 1e3, "steps": 4}, "requests": [{"tokens": 1 + 4 * tokens}]}
 
@@ -82,12 +82,12 @@ def test_contexts_fit_into_the_model():
     contexts.check(work, [4, 91])
     with pytest.raises(BenchError, match=r"--contexts has 92, but .* allow at most 91"):
         contexts.check(work, [4, 92])
-    work.engine_args["max_model_len"] = -1  # as long as fits into memory
+    work.engine_args["max_model_len"] = -1  # vLLM then chooses the length
     contexts.check(work, [4, 92])
 
 
 def test_forms_are_compared_prompt_by_prompt():
-    """The first turn warms up, and one slow turn of three does not count."""
+    """The first turn only warms up, and one slow turn of three does not affect the result."""
     seen = []
 
     def answer(setting, job):
@@ -111,7 +111,7 @@ def test_all_our_methods_have_the_kernels_that_were_asked_for():
         settings_of(name, drafts=Drafts.of(None), gsd={"cpu_kernels": "off"}, lengths=[1], modes=["eager"])[0]
         for name in ("gsd-off", "gsd", "gsd-tree")
     )
-    assert off.engine == graph  # so that their difference is the graph
+    assert off.engine == graph  # so that only the graph differs
     assert off.speculative["cpu_kernels"] == tree.speculative["cpu_kernels"] == "off"
 
 
@@ -122,7 +122,7 @@ def test_a_language_model_serves_without_a_draft_of_ours():
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Runs the command; a test fails if an engine would start."""
+    """Runs ``vllm-gsd bench``; the test fails if an engine starts."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     monkeypatch.setattr(turns.Engine, "__init__", lambda *_: pytest.fail("an engine started"))
     out = tmp_path / "out"
@@ -158,7 +158,7 @@ def test_mistakes_are_refused_before_an_engine_starts(command, extra, sentence):
 
 
 def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path):
-    """And where the models are, which the page shortens to their names."""
+    """The report also has the models' paths, which the page shortens to names."""
     seen = {}
 
     def bench(plan, work, settings, out):
@@ -184,7 +184,7 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
 
 
 def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
-    """Also if it died between two jobs; and an error of an earlier run in its log is not quoted."""
+    """An engine may also die between two jobs. Errors of an earlier run in its log are not quoted."""
     answers = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{}', flush=True); sys.stdin.readline()"
     die = "print('{}', flush=True); sys.stderr.write('MyError: now')"
     start = subprocess.Popen
@@ -205,7 +205,7 @@ def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
 
 @dataclass(frozen=True)
 class FakeWork:
-    """Answers of 100 tokens, one at a time."""
+    """The work of a bench run, with jobs that have only a concurrency."""
 
     batch_sizes: list[int]
 
@@ -214,7 +214,7 @@ class FakeWork:
 
 
 def fake_result(config, blocks):
-    """Half of the nodes are accepted in 20 steps; a tree of levels drafts twice what a graph does."""
+    """A job's result: without merging, fewer tokens are accepted, and a draft by level drafts twice as many rows."""
     accepted = 80 if config["merge_ngram"] else 60
     rows = 8 if blocks else config["num_speculative_tokens"] * (1 if config["merge_ngram"] else 2)
     steps = 100 - accepted
@@ -231,7 +231,7 @@ def fake_result(config, blocks):
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["a block", "levels"])
 def test_analyses(monkeypatch, blocks):
-    """Of a block only two values of merge_ngram are tried; its drafting costs the same whatever is merged."""
+    """For block drafts, only two values of merge_ngram are tried, because drafting costs the same for all."""
     ran, ticks = [], []
 
     @contextmanager
@@ -243,22 +243,22 @@ def test_analyses(monkeypatch, blocks):
     monkeypatch.setattr(analyses, "running", running)
     monkeypatch.setattr(analyses, "tokens_per_second", lambda result: 1.0)
     monkeypatch.setattr(analyses, "kind_of_model", lambda model: "dspark" if blocks else "draft_model")
-    found = analyses.analyse("draft", {}, False, FakeWork([1, 8]), ticks.append)
+    report = analyses.analyse("draft", {}, False, FakeWork([1, 8]), ticks.append)
     assert len(ticks) == analyses.num_runs("draft") > len(ran) == len({str(sorted(config.items())) for config in ran})
     assert {config["budget"] for config in ran} == {8, 16, 32} and all(c["sources"] == ["draft"] for c in ran)
-    assert [row["value"] for row in found["ablations"]["max_depth"]] == [1, 2, 3, 4, 6, 8]
-    merges = found["ablations"]["merge_ngram"]
+    assert [row["value"] for row in report["ablations"]["max_depth"]] == [1, 2, 3, 4, 6, 8]
+    merges = report["ablations"]["merge_ngram"]
     assert [row["value"] for row in merges] == ([0, 1] if blocks else [0, 1, 2, 3, 4])
     assert [row["merged_share"] for row in merges[:2]] == [0, 0.25]
     assert [row["accepted_merged_share"] for row in merges[:2]] == [0, 0.25]
-    assert found["recurring_ngrams"] == ({} if blocks else dict.fromkeys("1234", 0.25))
-    graph = found["forms"]["gsd"][1]
+    assert report["recurring_ngrams"] == ({} if blocks else dict.fromkeys("1234", 0.25))
+    graph = report["forms"]["gsd"][1]
     assert graph["nodes"] == 16 and graph["tokens_per_step"] == 5
     assert graph["tokens_per_draft_forward"] == (5 if blocks else 1.25)
     assert graph["draft_rows_per_step"] == (8 if blocks else 16)
     assert graph["drafted_per_accepted"] == (2 if blocks else 4)
-    assert all(row["at_equal_nodes"] == pytest.approx(2) for row in found["graph_over_tree"])
-    assert all(row["at_equal_cost"] == pytest.approx(2) for row in found["graph_over_tree"])
+    assert all(row["at_equal_nodes"] == pytest.approx(2) for row in report["graph_over_tree"])
+    assert all(row["at_equal_cost"] == pytest.approx(2) for row in report["graph_over_tree"])
 
 
 def test_analyses_with_a_preset_take_its_thresholds(monkeypatch):
@@ -283,5 +283,5 @@ def test_a_tree_that_costs_as_much_has_fewer_nodes():
         for gain, cost in ((0.1, 1.0), (0.1, 1.6))
     )
     small, large = analyses._graph_over_tree(graph, tree)
-    assert small == {"nodes": 8, "at_equal_nodes": 1, "at_equal_cost": 1}  # no tree was as cheap
-    assert large["at_equal_cost"] == pytest.approx(2.6 / 2.0)  # that of a tree of ten nodes
+    assert small == {"nodes": 8, "at_equal_nodes": 1, "at_equal_cost": 1}  # no tree is as cheap as this graph
+    assert large["at_equal_cost"] == pytest.approx(2.6 / 2.0)  # the graph costs as much as a tree of ten nodes

@@ -1,4 +1,4 @@
-"""Folders of block drafts (DFlash, DFlash2, DSpark): whole ones pass, damaged ones are refused in one sentence."""
+"""Folders of block drafts (DFlash, DFlash2, DSpark): good ones pass, damaged ones are refused with one sentence."""
 
 import json
 
@@ -116,15 +116,15 @@ def test_damaged_folders_are_refused(write, target, case):
 
 
 def any_block(kind):
-    """Ten kinds of damage to a block draft of whatever kind, and a part of what is said."""
-    own = "dflash_config__" if "dflash_config" in CONFIGS[kind] else ""
+    """Ten kinds of damage that apply to any block draft, each with a part of the message."""
+    prefix = "dflash_config__" if "dflash_config" in CONFIGS[kind] else ""
     return [
         (keys(architectures=["Oracle" + CONFIGS[kind]["architectures"][0]]), "Oracle"),
-        (keys(**{f"{own}mask_token_id": None}), "mask_token_id"),
+        (keys(**{f"{prefix}mask_token_id": None}), "mask_token_id"),
         (keys(vocab_size=100), "100"),
         (keys(target_hidden_size=64), "64"),
-        (keys(**{f"{own}target_layer_ids": [0, 2, 7]}), "[1, 3, 8]"),
-        (keys(**{f"{own}target_layer_ids": None}), "target_layer_ids"),
+        (keys(**{f"{prefix}target_layer_ids": [0, 2, 7]}), "[1, 3, 8]"),
+        (keys(**{f"{prefix}target_layer_ids": None}), "target_layer_ids"),
         (keys(num_hidden_layers=2), "layers.1."),
         (tensors(**{"fc.weight": None}), "fc.weight"),
         (tensors(**{"norm.weight": torch.zeros(33)}), "[33]"),
@@ -154,7 +154,7 @@ def test_a_draft_with_windows(write, target):
 
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "gemma4"])
 def test_folders_of_the_package(tmp_path, target, kind):
-    """What speculators writes passes, with the tensors that are looked for."""
+    """Drafts written by the package speculators pass and have the tensors that the check expects."""
     pytest.importorskip("speculators", reason="speculators, which the set-up installs, is not installed")
     from importlib import import_module
 

@@ -1,5 +1,7 @@
-"""From hidden states of drafted blocks to candidates: the batch against the specification, each kind against its own
-formula computed naively, and the chain of vLLM's own speculator.
+"""Candidates from the hidden states of drafted blocks.
+
+Batches are compared with the specification, each kind of draft with a naive computation of its formula, and chains with
+those of vLLM's own speculator.
 """
 
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ VOCAB, HIDDEN, RANK, DEPTH = 24, 8, 5, 3
 
 @pytest.fixture(params=["compiled", "torch"])
 def implementation(request, monkeypatch):
-    """The C++ operator, and the PyTorch that runs on GPUs."""
+    """Runs a test with the C++ operator and with the PyTorch code for GPUs."""
     if request.param == "torch":
         monkeypatch.setattr(lattice_api, "use_kernel", lambda tensor: False)
     elif not HAVE_EXTENSION:
@@ -70,7 +72,7 @@ def test_a_block_with_nan_has_no_candidates(implementation):
 
 
 class FakeDSpark:
-    """The interface of vLLM's ``Qwen3DSparkForCausalLM``, with a vocabulary of every second token of the target's."""
+    """The interface of vLLM's ``Qwen3DSparkForCausalLM``; its vocabulary is every second token of the target's."""
 
     def __init__(
         self, confidence=False, soft_cap: float | None = None, vocab=VOCAB, dtype=torch.float32, best: int | None = None
@@ -92,7 +94,7 @@ class FakeDSpark:
         return self.w1[tokens]
 
     def markov_bias(self, embedded):
-        """``LogitsProcessor`` caps the bias, too."""
+        """Compute the bias, which ``LogitsProcessor`` caps, too."""
         cap, bias = self.logits_processor.soft_cap, embedded @ self.w2.T
         return bias if cap is None else cap * torch.tanh(bias / cap)
 
@@ -105,7 +107,7 @@ class FakeDSpark:
 
 
 def chain_of(model, hidden, root):
-    """What vLLM's DSpark speculator samples greedily, and its probabilities."""
+    """The greedy tokens of vLLM's DSpark speculator, and their probabilities."""
     tokens, chances = [], []
     for row in hidden:
         logits = model.compute_draft_logits(row) + model.markov_bias(model.markov_embed(root))
@@ -118,7 +120,7 @@ def chain_of(model, hidden, root):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [VOCAB, 40_000])
-@pytest.mark.parametrize("soft_cap", [None, 1.5])  # as in Gemma 4's drafts, whose logits and biases have one each
+@pytest.mark.parametrize("soft_cap", [None, 1.5])  # as in Gemma 4's drafts, which cap logits and biases
 @pytest.mark.parametrize("k", [1, 4])
 def test_dspark(k, soft_cap, vocab, dtype):
     model, roots = FakeDSpark(soft_cap=soft_cap, vocab=vocab, dtype=dtype), torch.tensor([5, 40])
@@ -129,16 +131,16 @@ def test_dspark(k, soft_cap, vocab, dtype):
         assert tokens[row, :, 0].tolist() == chain
         assert probs[row, :, 0, 0].tolist() == pytest.approx(chances, rel=1e-5)
         before, best = tokens[row, 0], probs[row, 0, 0]
-        biases = torch.stack([model.markov_bias(model.markov_embed(of)) for of in before])
+        biases = torch.stack([model.markov_bias(model.markov_embed(tokens)) for tokens in before])
         edges = (model.compute_draft_logits(hidden[row, 1]) + biases).float().softmax(-1)
         torch.testing.assert_close(probs[row, 1], edges[:, tokens[row, 1] // 2])  # every edge has its own probability
         paths = (best[:, None] * edges).amax(0)
         paths[tokens[row, 1, 0] // 2] = 2
-        torch.testing.assert_close(paths[tokens[row, 1] // 2], paths.topk(k).values)  # no better one is left out
+        torch.testing.assert_close(paths[tokens[row, 1] // 2], paths.topk(k).values)  # they are the best ones
 
 
 def test_the_drafts_own_choice_of_its_best_tokens():
-    """vLLM's ``dspark_draft_topk``: all others are out, and no bias is capped."""
+    """With vLLM's ``dspark_draft_topk``, only the best tokens are candidates, and biases are not capped."""
     model, roots = FakeDSpark(soft_cap=0.1, best=6), torch.tensor([5, 40])
     hidden = torch.randn(2, DEPTH, HIDDEN)
     tokens, probs = block_candidates("dspark", model, hidden, roots, 4)
@@ -155,7 +157,7 @@ def test_the_drafts_own_choice_of_its_best_tokens():
 
 def test_a_choice_of_all_tokens_is_the_whole_vocabulary():
     hidden, roots = torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 40])
-    whole, pooled = (block_candidates("dspark", FakeDSpark(best=of), hidden, roots, 4) for of in (None, VOCAB))
+    whole, pooled = (block_candidates("dspark", FakeDSpark(best=best), hidden, roots, 4) for best in (None, VOCAB))
     assert whole[0].equal(pooled[0])
     torch.testing.assert_close(whole[1], pooled[1], rtol=1e-4, atol=1e-6)
 
@@ -195,7 +197,10 @@ class Selector:
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_dflash2(k):
-    """The first candidates are vLLM's walk over the selector's scores; the others keep their base probability."""
+    """The first candidates follow vLLM's greedy walk over the selector's scores.
+
+    Tokens outside the pool keep their base probability.
+    """
     model, hidden, roots = FakeDFlash2(6), torch.randn(2, DEPTH, HIDDEN), torch.tensor([5, 9])
     tokens, probs = block_candidates("dflash2", model, hidden, roots, k)
     assert tokens.shape[2] == min(k, 6)

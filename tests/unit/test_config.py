@@ -1,4 +1,4 @@
-"""Right and wrong speculative configs; every wrong one must give a user one sentence that names the key."""
+"""Valid and wrong speculative configs. A wrong one must give the user one sentence that names the key."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def assert_one_sentence(message: str) -> None:
     assert message[0].isupper() or message[0] == '"'
 
 
-# What is wrong, and what its sentence must contain: the key, what was given, what is allowed.
+# Wrong keys, and what the sentence must contain: the key, the given value, and the allowed values.
 WRONG_KEYS = [
     (with_keys(method="gds"), ['"method"', '"gds"', '"gsd"']),
     (with_keys(method="GSD"), ['"method"', '"GSD"', '"gsd"']),
@@ -123,7 +123,7 @@ def test_wrong_keys(keys, parts):
         assert part in message
 
 
-# The same as text: what only a file or inline JSON can get wrong.
+# Mistakes that only files or inline JSON can have.
 WRONG_TEXTS = [
     (b"", ["is empty", "JSON object"]),
     (b" \n\t", ["is empty", "JSON object"]),
@@ -159,7 +159,7 @@ def test_wrong_files(tmp_path, text, parts):
         assert part in message
 
 
-# Inline, only text that begins like JSON is taken as such, and its length is the shell's affair.
+# Inline text is read as JSON only if it begins like JSON. The shell limits its length.
 WRONG_INLINE = [
     (text.decode(), parts)
     for text, parts in WRONG_TEXTS
@@ -200,7 +200,7 @@ def test_unreadable_file(tmp_path, monkeypatch):
     file = tmp_path / "gsd.json"
     file.write_text(json.dumps(MINIMAL))
 
-    # chmod would not do: the tests may run as root, who may read everything.
+    # chmod would not help, because tests may run as root, who may read everything.
     def refuse(self, mode):
         raise PermissionError(13, "Permission denied")
 
@@ -279,13 +279,13 @@ def test_every_key_can_be_set():
 def test_kernels_without_speculation():
     config = GSDConfig.load(without_draft(sources=[]))
     assert not config.speculates and GSDConfig.load(without_draft()).speculates
-    assert GSDConfig.model_validate(config.model_dump(mode="json")) == config  # as it travels inside vLLM
+    assert GSDConfig.model_validate(config.model_dump(mode="json")) == config  # vLLM passes it on as JSON
 
 
 def test_the_same_config_from_all_kinds_of_value(tmp_path):
     keys = with_keys(top_k=2, sources=["draft", "ngram"])
     file = tmp_path / "gsd.json"
-    file.write_text(json.dumps(keys), "utf-8-sig")  # with the mark that some editors put in front
+    file.write_text(json.dumps(keys), "utf-8-sig")  # with the byte-order mark that some editors write
     values = [file, str(file), json.dumps(keys), "\n " + json.dumps(keys), keys]
     assert {GSDConfig.load(value) for value in values} == {GSDConfig.load(keys)}
 
@@ -351,7 +351,7 @@ def test_other_configs_are_left_to_vllm(value):
 def test_ours_is_recognised(tmp_path):
     file = tmp_path / "gsd.json"
     file.write_text(json.dumps(MINIMAL))
-    # With mistakes in it, it is still ours: load tells them.
+    # A gsd config with mistakes is still recognised. Loading it then reports them.
     for value in (MINIMAL, with_keys(top_k="x"), json.dumps(MINIMAL), file, str(file)):
         assert is_gsd(value)
 

@@ -1,4 +1,4 @@
-"""The compiled core refuses arrays that do not fit, and names them."""
+"""The compiled core refuses arrays of a wrong type or shape, and names them."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ TOKENS, PROBS = np.zeros((2, 4), np.int64), np.zeros((2, 4), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("place", "given", "error", "told"),
+    ("place", "given", "error", "message"),
     [
         (0, FRONTIER.astype(np.int64), TypeError, "frontier must be .* of int32, not one of 2 dimensions of int64"),
         (0, FRONTIER[0], TypeError, "frontier must be"),
@@ -39,10 +39,10 @@ TOKENS, PROBS = np.zeros((2, 4), np.int64), np.zeros((2, 4), np.float32)
         (4, ONES.astype(np.float32), TypeError, "num_nodes must be"),
     ],
 )
-def test_arrays_that_do_not_fit(graphs, place, given, error, told):
+def test_arrays_that_do_not_fit(graphs, place, given, error, message):
     arguments = [FRONTIER, ONES, TOKENS, PROBS, ONES]
     arguments[place] = given
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         COMPILED.add_candidates(graphs, *arguments, 0.1, ONES)
 
 
@@ -50,7 +50,7 @@ BLOCK, CHANCES = np.zeros((2, 3, 2), np.int64), np.zeros((2, 3, 2, 2), np.float3
 
 
 @pytest.mark.parametrize(
-    ("place", "given", "error", "told"),
+    ("place", "given", "error", "message"),
     [
         (0, ONES, TypeError, "drafted must be .* bool"),
         (1, BLOCK[:1], ValueError, "tokens has 1 entries where 2"),
@@ -62,10 +62,10 @@ BLOCK, CHANCES = np.zeros((2, 3, 2), np.int64), np.zeros((2, 3, 2, 2), np.float3
         (4, ONES[:1], ValueError, "max_depth has 1"),
     ],
 )
-def test_blocks_that_do_not_fit(graphs, place, given, error, told):
+def test_blocks_that_do_not_fit(graphs, place, given, error, message):
     arguments = [np.ones(2, np.bool_), BLOCK, CHANCES, ONES, ONES]
     arguments[place] = given
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         COMPILED.add_lattices(graphs, *arguments, 0.1, 0.0)
 
 
@@ -93,8 +93,8 @@ def test_rows_that_are_not_there(graphs):
     with pytest.raises(ValueError, match="a text has 5 entries where 6"):
         COMPILED.graft_all_ngrams(graphs, texts, 0 * ones, 6 * ones, ones > 0, 2, ones, 1)
     table = np.zeros((2, 3), np.int32)
-    for rows, positions, told in ([2, 0], [0, 0], "rows: 2"), ([0, 0], [0, 48], "positions: 3 is not below 3"):
-        with pytest.raises(IndexError, match=told):
+    for rows, positions, message in ([2, 0], [0, 0], "rows: 2"), ([0, 0], [0, 48], "positions: 3 is not below 3"):
+        with pytest.raises(IndexError, match=message):
             COMPILED.kv_slots(table, np.array(rows), np.array(positions), 16)
     with pytest.raises(ValueError, match="done has 2 entries where 3"):
         COMPILED.next_rows(ones, np.ones(3, np.int64), 4, np.zeros(3, np.int64))

@@ -1,8 +1,8 @@
-"""The host's operations in C++ against their specification in Python: equal to the last bit, types included.
+"""The host's operations in C++ equal their specification in Python bit for bit, including types.
 
-The same random story is told to both: what is returned and every array that was written to must be the same, since
-ranks with and without a compiler may meet in one engine. Also: without the extension the specification serves and says
-so; arrays of a wrong type or shape are refused by name, and nothing outside of an array is touched.
+The same random scenario runs with both implementations. All returned values and all arrays written must be equal,
+because an engine may have ranks with and without a compiler. Other tests check that without the extension the
+specification runs and warns, and that an extension built from other sources is refused.
 """
 
 import importlib
@@ -29,16 +29,16 @@ NAMES = [name for name, value in vars(COMPILED).items() if callable(value)]
 
 
 def specified(name):
-    """The one function of the specification with that name."""
+    """The function of the specification with that name."""
     modules = [
         importlib.import_module(f"{package.__name__}.{module.name}")
         for package in (method, planner)
         for module in pkgutil.iter_modules(package.__path__)
     ]
-    # A module may import a function of another, which is not its own then.
+    # Leave out functions that a module imports from another.
     own = (module for module in modules if getattr(vars(module).get(name), "__module__", "") == module.__name__)
-    (found,) = (vars(module)[name] for module in own)
-    return found
+    (function,) = (vars(module)[name] for module in own)
+    return function
 
 
 SPECIFIED = SimpleNamespace(**{name: specified(name) for name in NAMES})
@@ -49,11 +49,11 @@ def test_the_host_runs_every_operation_in_cpp():
         assert getattr(host, "_flatten" if name == "flatten" else name) is getattr(COMPILED, name)
 
 
-# --- one story, told twice --------------------------------------------------------------------------
+# --- the same scenario with both implementations ----------------------------------------------------
 
 
 def leaves(value):
-    """What tuples and lists hold, however deep."""
+    """All values in nested tuples and lists."""
     if isinstance(value, tuple | list):
         for item in value:
             yield from leaves(item)
@@ -73,8 +73,8 @@ def assert_same(ours, expected):
             assert mine == other, number
 
 
-def told_to_both(story, seed):
-    assert_same(story(COMPILED, np.random.default_rng(seed)), story(SPECIFIED, np.random.default_rng(seed)))
+def check_both(scenario, seed):
+    assert_same(scenario(COMPILED, np.random.default_rng(seed)), scenario(SPECIFIED, np.random.default_rng(seed)))
 
 
 def copies(*values):
@@ -82,7 +82,7 @@ def copies(*values):
 
 
 def random_level(random, rows, top_k, vocab):
-    """Candidates: equal probabilities, repeated and missing tokens among them."""
+    """Random candidates, with some equal probabilities and some repeated and missing tokens."""
     tokens = random.integers(0, vocab, (rows, top_k))
     tokens[random.random((rows, top_k)) < 0.05] = -1
     probs = -np.sort(-random.random((rows, top_k)), axis=1)
@@ -99,8 +99,8 @@ def random_calibration(random):
 
 
 def grow(core, random):
-    """Graphs of a few requests, grown from all sources, as the runtime does it; some are small and overflow."""
-    told = []
+    """Grow graphs of a few requests from all sources, as the engine does. Some graphs are small and overflow."""
+    results = []
     vocab, top_k, width = (int(random.choice(values)) for values in ([2, 3, 5, 40], [1, 2, 4, 8], [1, 3, 12, 40]))
     count, capacity = int(random.integers(0, 4)), int(random.choice([1, 2, 7, 30, 130, 300]))
     whole = new_graphs(count + 1, capacity)
@@ -128,7 +128,7 @@ def grow(core, random):
             shares = np.append(np.float32(1), random.uniform(0.05, 1, size - 1).astype(np.float32))
             tree = random.integers(0, vocab, size), parents, shares, int(random.integers(2, 20))
             core.graft_tree(graphs, row, *tree, ORIGIN_SHARED)
-        told.append(copies(*graphs))
+        results.append(copies(*graphs))
 
     if random.random() < 0.3:
         graft()
@@ -136,10 +136,10 @@ def grow(core, random):
         first_new = graphs.size.copy()
         tokens, probs = random_level(random, int(frontier_len.sum()), top_k, vocab)
         limits = num_nodes, theta_sib, merge_ngram
-        told.append(core.add_candidates(graphs, frontier, frontier_len, tokens, probs, *limits))
+        results.append(core.add_candidates(graphs, frontier, frontier_len, tokens, probs, *limits))
         room = np.where(random.random(count) < 0.9, 6 * width - slots.used, 0).astype(np.int32)
         core.next_frontier(graphs, first_new, num_nodes, room, theta_prob, frontier, frontier_len)
-        told.append(copies(*graphs, frontier, frontier_len))
+        results.append(copies(*graphs, frontier, frontier_len))
         chances = core.frontier_chances(graphs, frontier, frontier_len, factor, trust)
         core.keep_best(frontier, frontier_len, chances, int(random.integers(0, 12)))
         parents = core.parent_lines(graphs, frontier, frontier_len, node_lines)
@@ -147,21 +147,21 @@ def grow(core, random):
         level = np.zeros(rows, np.int64), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         mask = np.zeros((rows, slots.mask.shape[2]), np.int64)
         core.level_rows(graphs, slots, frontier, frontier_len, *level, mask)
-        told.append(copies(chances, parents, frontier, frontier_len, node_lines, *level, mask, *slots))
+        results.append(copies(chances, parents, frontier, frontier_len, node_lines, *level, mask, *slots))
     graft()
     deepest = random.integers(0, 9, count).astype(np.int32)
-    told.append(tuple(core.flatten(graphs, num_nodes, deepest, factor, trust)))
-    return told
+    results.append(tuple(core.flatten(graphs, num_nodes, deepest, factor, trust)))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_growth(seed):
-    told_to_both(grow, seed)
+    check_both(grow, seed)
 
 
 def add_blocks(core, random):
-    """Lattices of drafted blocks, then copies from texts: ties, missing candidates, NaN and full graphs among them."""
-    told = []
+    """Add lattices of drafted blocks, then copies from texts, with ties, missing candidates, NaN and full graphs."""
+    results = []
     count, depth, k = int(random.integers(0, 4)), int(random.integers(1, 7)), int(random.choice([1, 2, 4, 8]))
     graphs = new_graphs(count, int(random.choice([1, 4, 30, 600])))
     texts, length = random.integers(0, 9, (count, 40)).astype(np.int32), random.integers(1, 41, count)
@@ -175,22 +175,22 @@ def add_blocks(core, random):
         probs = random.choice([0.0, 0.25, 0.5, 1.0, np.nan], probs.shape).astype(np.float32)
     num_nodes, deepest = (random.integers(low, 40, count).astype(np.int32) for low in (1, 0))
     thetas = float(random.choice([0.0, 0.1, 0.5])), float(random.choice([0.0, 0.02, 0.3]))
-    told.append(core.add_lattices(graphs, drafted, np.ascontiguousarray(tokens), probs, num_nodes, deepest, *thetas))
-    told.append(copies(*graphs))
+    results.append(core.add_lattices(graphs, drafted, np.ascontiguousarray(tokens), probs, num_nodes, deepest, *thetas))
+    results.append(copies(*graphs))
     core.graft_all_ngrams(graphs, texts, np.arange(count), length, drafted, 4, deepest, 1)
     trust = random.uniform(0.2, 1.5, (count, NUM_SOURCES)).astype(np.float32)
-    told.append(tuple(core.flatten(graphs, num_nodes, deepest, random_calibration(random), trust)))
-    return told
+    results.append(tuple(core.flatten(graphs, num_nodes, deepest, random_calibration(random), trust)))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_lattices(seed):
-    told_to_both(add_blocks, seed)
+    check_both(add_blocks, seed)
 
 
 def copy_texts(core, random):
-    """Texts that repeat themselves, copied into graphs with little room."""
-    told = []
+    """Copy repetitive texts into graphs with little room."""
+    results = []
     graphs = new_graphs(3, 9)
     texts, length = random.integers(0, 3, (3, 40)).astype(np.int32), random.integers(1, 41, 3)
     for row in range(3):
@@ -198,13 +198,13 @@ def copy_texts(core, random):
     for _ in range(2):
         matches, least = int(random.integers(0, 4)), int(random.integers(1, 20))
         core.graft_all_ngrams(graphs, texts, np.arange(3), length, length > 0, matches, random.integers(0, 6, 3), least)
-        told.append(copies(*graphs))
-    return told
+        results.append(copies(*graphs))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_copies(seed):
-    told_to_both(copy_texts, seed)
+    check_both(copy_texts, seed)
 
 
 def read_texts(core, random):
@@ -217,21 +217,21 @@ def read_texts(core, random):
     core.text_rows(done, counts, texts, lines, token, position, request)
     blocks = random.integers(0, 9999, (count + 1, 40)).astype(np.int32)[:, :25]
     run, due = np.full(count, -7), done + random.integers(-5, longest, count)
-    told = core.next_rows(done, due, int(random.integers(0, 2 * longest)), run)
-    return told, run, token, position, request, core.kv_slots(blocks, request, position - 3, 8)
+    results = core.next_rows(done, due, int(random.integers(0, 2 * longest)), run)
+    return results, run, token, position, request, core.kv_slots(blocks, request, position - 3, 8)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_texts(seed):
-    told_to_both(read_texts, seed)
+    check_both(read_texts, seed)
 
 
 # --- verification -----------------------------------------------------------------------------------
 
 
 def verify(core, random):
-    """A batch of random trees, rows without a node (-2) among them, from its masks to what is learned from it."""
-    told = []
+    """Verify a batch of random trees, some with unused rows (-2): masks, accepted paths, KV moves and calibration."""
+    results = []
     count = int(random.integers(1, 5))
     parents, depths = [], []
     for _ in range(count):
@@ -254,29 +254,29 @@ def verify(core, random):
     sources, first = random.integers(-1, 5, (2, 6)).astype(np.int8), int(random.integers(0, rows))
     survival = random.random(rows - 1).astype(np.float32)
     core.lay_tree(*tree, survival, sources, first, min(rows - first, rows - 1), laid)
-    told.append(laid)
+    results.append(laid)
     masks = np.full((rows, 2), -1, np.int64)
     core.ancestor_masks(np.maximum(parent, -1), starts, masks)
-    told.append(masks.copy())
+    results.append(masks.copy())
     ahead, room = random.integers(0, 70, count), np.diff(starts)
     bounds = np.cumsum([0, *(ahead + room)]).astype(np.int32)
     positions, prefix = random.integers(0, 900, bounds[-1]), np.empty(count, np.int64)
     whole = np.full((int(bounds[-1]), 2), -1, np.int64)
     trees = parent, starts, depth, random.random(count) < 0.7, bounds[:-1] + ahead
     core.batch_masks(*trees, bounds, positions, prefix, whole)
-    told.append([positions, prefix, whole])
+    results.append([positions, prefix, whole])
     places, path = np.zeros(count, np.int32), np.full((count, 80), -1, np.int32)
-    told.append(core.follow(token, parent, starts, sampled, places, path))
+    results.append(core.follow(token, parent, starts, sampled, places, path))
     stepped, active = np.zeros(count, np.int32), random.random(count) < 0.9
     for _ in range(4):
-        here = sampled[starts[:-1] + stepped]
-        core.step_into(token, parent, starts, stepped, here, active)
-    told.append([core.is_chain(parent, *pair) for pair in pairwise(starts)])
-    told.append(core.kv_moves(parent, starts, places, starts[:-1].astype(np.int64) * 3))
+        tokens = sampled[starts[:-1] + stepped]
+        core.step_into(token, parent, starts, stepped, tokens, active)
+    results.append([core.is_chain(parent, *pair) for pair in pairwise(starts)])
+    results.append(core.kv_moves(parent, starts, places, starts[:-1].astype(np.int64) * 3))
     counted = random.random(count) < 0.8
     columns = depth, random.integers(-1, 5, rows).astype(np.int8), random.random(rows).astype(np.float32)
     seen = core.tally(parent, starts, places, counted, *columns)
-    told.append(seen)
+    results.append(seen)
     tree, source, depth, survival, accepted = seen[3]
     shape = NUM_SOURCES, NUM_DEPTHS, NUM_BINS
     factor, promised, taken = np.ones(shape, np.float32), np.ones(shape), np.ones(shape)
@@ -285,19 +285,19 @@ def verify(core, random):
         chance = core.chances(factor, source, depth, survival)
         core.learn_of_requests(trust, tree, source, chance, accepted)
         core.learn(factor, promised, taken, source, depth, survival, accepted)
-        told.append([chance, copies(factor, promised, taken, trust)])
-    told.append([masks, places, path, stepped, active])
-    return told
+        results.append([chance, copies(factor, promised, taken, trust)])
+    results.append([masks, places, path, stepped, active])
+    return results
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_verification(seed):
-    told_to_both(verify, seed)
+    check_both(verify, seed)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_chances(dtype):
-    """Survivals a few roundings away from powers of two, where bins begin, and odd ones."""
+    """Survival probabilities next to powers of two, where bins begin, and special values."""
     values = dtype(2.0) ** -np.arange(40, dtype=dtype)
     around = [values, np.array([0.0, 1.0, 0.3, 1e-9, 1e-30, np.inf], dtype)]
     for direction in (0.0, 2.0):
@@ -316,28 +316,28 @@ def test_chances(dtype):
 
 
 def plan(core, random):
-    told = []
+    results = []
     rows = np.array([1, 2, 4, 8, 16, 32, 64])
     target, draft = (np.sort(random.uniform(0.5, 30, len(rows))) for _ in range(2))
     costs = Costs(rows, target, draft, float(random.uniform(0, 1e-4)))
     tables = *costs.tables, float(random.uniform(0, 0.5)), float(random.uniform(0, 1))
     for number in (0, 1, 1.5, 63.2, 64, 200, 200.7):
-        told.append(float(core.read(tables[0], number)))
+        results.append(float(core.read(tables[0], number)))
     levels = int(random.integers(0, 7))
     num_requests, context, spent = int(random.integers(1, 40)), int(random.integers(0, 10**6)), float(random.random())
     batch = tables, num_requests, context
     for dtype in (np.float32, np.float64):
         chances = random.choice(random.random(8), int(random.integers(0, 50))).astype(dtype)
-        told.append(core.best_rate(*batch, spent, chances))
+        results.append(core.best_rate(*batch, spent, chances))
     worth, children = 0.5 * 0.6 ** np.arange(16), random.random(int(random.integers(1, 9)))
     values = random.choice(random.random(9), int(random.integers(1, 60)))
     drafted = int(random.integers(0, num_requests + 1))
-    told.append(core.level_size(*batch, float(random.random()), spent, worth, drafted, values, children))
+    results.append(core.level_size(*batch, float(random.random()), spent, worth, drafted, values, children))
     usual = random.random(levels) * 9, random.random(levels)
     found, left = random.random(int(random.integers(0, 30))), float(random.random())
-    told.append(core.drafts_rate(*batch, spent, found, left, drafted, worth, *usual))
+    results.append(core.drafts_rate(*batch, spent, found, left, drafted, worth, *usual))
     core.follow_children(children, random.random((3, len(children))).astype(np.float32), 0.25)
-    told.append(copies(children))
+    results.append(copies(children))
     size = random.integers(0, 17, num_requests).astype(np.int32)
     value = -np.sort(-random.choice(random.random(30), (num_requests, 16)), axis=1).astype(np.float32)
     length, known = random.integers(1, 5000, num_requests), (worth, *usual)
@@ -345,22 +345,22 @@ def plan(core, random):
     chosen[0] = True
     run = random.integers(1, 99, int(random.integers(0, levels + 1)))
     core.follow_graphs(*known, value, size, chosen, run, int(random.integers(1, 9)), 0.04)
-    told.append(copies(known))
-    told.append(core.best_nodes(*batch, value, size, length, spent, float(random.random())))
+    results.append(copies(known))
+    results.append(core.best_nodes(*batch, value, size, length, spent, float(random.random())))
     parts, doubt = random.random((20, 4)) * 9, np.diag(random.uniform(0.1, 5, 4))
     learned = np.zeros((4, 4)), np.zeros(4), doubt, random.random(4), random.random(4)
     for each in parts:
         core.follow_clock(*learned, each, float(random.uniform(1, 60)), float(random.uniform(1, 20)))
-        told.append(copies(learned))
-    return told
+        results.append(copies(learned))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_planning(seed):
-    told_to_both(plan, seed)
+    check_both(plan, seed)
 
 
-# --- which of them serves ---------------------------------------------------------------------------
+# --- the choice of the implementation ---------------------------------------------------------------
 
 LOADED = """
 import sys, vllm_gsd.host as host

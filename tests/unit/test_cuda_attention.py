@@ -1,4 +1,4 @@
-"""The CUDA attention backends, as far as they go without a GPU: which rows go where, and what they are given."""
+"""The CUDA attention backends without a GPU: which kernel gets which rows, and with which arguments."""
 
 import inspect
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def metadata_with(tree: TreeRows) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def without_triton(monkeypatch):
-    """The operators' references in the place of their Triton kernels; ``tests/kernels/gpu`` compares the two."""
+    """Replaces Triton kernels by their references; ``tests/kernels/gpu`` compares the two."""
     for kernel, reference in (
         ("paged_tree_attention", paged_tree_attention_reference),
         ("merge_attention", merge_attention_reference),
@@ -49,7 +49,7 @@ def as_chosen():
 
 
 def impl_of(cls, **changes):
-    """An implementation with the attributes that upstream's __init__ sets."""
+    """An implementation with the attributes that vLLM's __init__ sets."""
     impl = cls.__new__(cls)
     attributes = {
         "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "scale": 0.25, "logits_soft_cap": 0,
@@ -61,7 +61,7 @@ def impl_of(cls, **changes):
 
 
 def batch(rows=None, plain_rows=None, **changes):
-    """Two graphs of 3 and 2 rows behind 20 and 5 tokens, in vLLM's logical cache layout."""
+    """Two graphs of 3 and 2 rows with prefixes of 20 and 5 tokens, in vLLM's logical cache layout."""
     random = torch.Generator().manual_seed(0)
     kv_cache = torch.randn(8, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, generator=random)
     tree = TreeRows(
@@ -124,7 +124,7 @@ def test_a_batch_of_graphs(cls, attributes, options):
 
 @pytest.mark.parametrize(("cls", "upstream"), PAIRS)
 def test_a_mixed_batch(cls, upstream, monkeypatch):
-    """Rows 1, 2, 4, 5, 6 are graphs; the others are upstream's, with metadata of their own."""
+    """Rows 1, 2, 4, 5 and 6 belong to graphs. vLLM attends the others, with their own metadata."""
     rows, plain_rows = torch.tensor([1, 2, 4, 5, 6]), torch.tensor([0, 3, 7])
     kv_cache, tree, query = batch(rows, plain_rows)
 
@@ -153,7 +153,7 @@ def test_fp8_cache_and_quantised_query():
 
 
 def test_flash_prefix(monkeypatch):
-    """The prefix by a stand-in for FlashAttention, called with arguments that vLLM's own has."""
+    """A stand-in for FlashAttention, with the arguments of vLLM's own, attends the prefix."""
     kv_cache, tree, query = batch()
 
     def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal, softcap, block_table,
@@ -198,7 +198,7 @@ def test_layers_that_are_refused(monkeypatch, chosen, layer, refused):
     for implementation in (cuda_attention.TreeFlashAttentionImpl, cuda_attention.TreeTritonAttentionImpl):
         found = impl_of(implementation, **layer).refuses()
         assert (found and found[0]) == refused
-        # The compiler would fuse it, and tree rows are written without.
+        # Rows of graphs are written without output quantization, so the compiler may not fuse it.
         assert not impl_of(implementation).fused_output_quant_supported(None)
 
 
@@ -218,7 +218,7 @@ def test_backends_are_registered_under_their_own_names(monkeypatch):
         assert issubclass(backend, upstream) and backend is not upstream
         builder = backend.get_builder_cls()
         assert backend.get_name() == name and issubclass(builder, upstream.get_builder_cls())
-        # A full graph has the tree kernel in it: none may be replayed for other batches.
+        # A full CUDA graph contains the tree kernel, so it may be replayed only for batches with graphs.
         assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
         with monkeypatch.context() as patch:
             patch.setattr(cuda_attention, "_chosen", "xformers")

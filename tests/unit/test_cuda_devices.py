@@ -1,4 +1,4 @@
-"""Tensors of a step are where the models are: under fake tensors, which know devices and refuse to mix them."""
+"""The tensors of a step are on the models' device. Fake tensors check this, because they refuse to mix devices."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.states import ComputedStates
 from vllm_gsd.upstream.wire import tree_rows_of
 
-# A device that PyTorch knows, and whose name makes no build of it look for the hardware.
+# A device that every build of PyTorch knows without looking for hardware.
 GPU = torch.device("lazy")
 LAID = ("positions", "mask", "prefix_lens")
 
@@ -34,7 +34,7 @@ def fake_devices():
 
 
 def test_rows_of_a_mixed_batch(monkeypatch):
-    """Prompts of 3 tokens, then what is verified."""
+    """A batch has two requests with graphs and one prompt of 3 tokens."""
     sizes = np.array([5, 1, 5])
     ends, slots = np.cumsum(np.where(sizes > 1, sizes, 3)), np.arange(3)[::-1].copy()
     start_loc = np.concatenate([[0], ends]).astype(np.int32)
@@ -52,7 +52,7 @@ def test_rows_of_a_mixed_batch(monkeypatch):
     )
     common = CommonAttentionMetadata(
         query_start_loc=batch.query_start_loc,
-        query_start_loc_cpu=SimpleNamespace(numpy=lambda: start_loc),  # the host's values are read
+        query_start_loc_cpu=SimpleNamespace(numpy=lambda: start_loc),  # only the host's copy is read
         seq_lens=torch.zeros(3, dtype=torch.int32, device=GPU),
         num_reqs=3,
         num_actual_tokens=int(ends[-1]),
@@ -62,7 +62,7 @@ def test_rows_of_a_mixed_batch(monkeypatch):
         slot_mapping=torch.zeros(int(ends[-1]), dtype=torch.int64, device=GPU),
         causal=True,
     )
-    # vLLM's CPU worker replaces what copies to a device, for the whole process, once another test has imported it.
+    # If another test has imported vLLM's CPU worker, it has replaced this function in the whole process.
     monkeypatch.setattr(staging, "async_tensor_h2d", lambda array, device: torch.from_numpy(array).to(device))
     laid = []
     monkeypatch.setattr(verified_rows, "lay_out_rows", lambda *inputs: laid.append(inputs))
@@ -75,7 +75,7 @@ def test_rows_of_a_mixed_batch(monkeypatch):
             strict=True,
         )
     )
-    assert {name: of.device for name, of in given.items() if of.device != GPU} == {}
+    assert {name: tensor.device for name, tensor in given.items() if tensor.device != GPU} == {}
     seen = []
     builder = SimpleNamespace(build=lambda prefix, plain: seen.append(plain))
     group = SimpleNamespace(layer_names=["target"], get_metadata_builder=lambda ubatch: builder)
@@ -113,7 +113,7 @@ def test_draft_forwards(level):
 
 
 class PlainLinear:
-    """In place of vLLM's, which on this platform packs weights."""
+    """Replaces vLLM's class, which packs weights on this platform."""
 
     def process_weights_after_loading(self, layer) -> None: ...
 
@@ -135,11 +135,11 @@ def test_candidates_of_a_trimmed_vocabulary(monkeypatch):
 
 @pytest.mark.parametrize("shift", [False, True])
 def test_packs_to_distil_from(monkeypatch, shift):
-    """Texts are on the host, and the target and all of a batch on the device."""
+    """Texts are on the host; the target and all tensors of a batch are on the device."""
     config = LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2
     )
-    with GPU:  # fake parameters cannot be moved
+    with GPU:  # fake parameters cannot be moved later
         target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     monkeypatch.setattr(target.base_model, "to", lambda device: target.base_model)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: target)

@@ -21,7 +21,7 @@ HADOLINT = Path(sys.executable).with_name("hadolint")
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_dockerfiles(file):
-    """The linter finds nothing, and what is copied from the sources is there."""
+    """The linter reports nothing, and all copied files exist in the sources."""
     for line in file.read_text().splitlines():
         if line.startswith("COPY ") and "--from" not in line:
             assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
@@ -33,7 +33,7 @@ def test_dockerfiles(file):
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
 def test_systemd_unit(tmp_path):
-    """It is right but for its programs, which are not on this machine."""
+    """The unit is valid, apart from its programs, which this machine lacks and the test replaces."""
     text = (EXAMPLES / "systemd/vllm-gsd.service").read_text()
     for program in ("vllm-gsd", "vllm"):
         assert f"/opt/vllm/bin/{program} " in text
@@ -45,7 +45,7 @@ def test_systemd_unit(tmp_path):
 
 
 def test_values_for_the_production_stack():
-    """The speculative config is one that gsd takes."""
+    """The speculative config is a valid gsd config."""
     values = yaml.safe_load((EXAMPLES / "kubernetes/values.yaml").read_text())
     for model in values["servingEngineSpec"]["modelSpec"]:
         flag, config = model["vllmConfig"]["extraArgs"]
@@ -54,7 +54,7 @@ def test_values_for_the_production_stack():
 
 
 def test_clients_load_adapters_only_where_the_flag_says_so():
-    """Loading adapters makes a server read files. Containers, which listen on all addresses, do not allow it."""
+    """Loading adapters lets clients make a server read files. Containers listen on all addresses, so they forbid it."""
     serve = runpy.run_path(str(EXAMPLES / "serve.py"))
     arguments, environment = serve["arguments"], serve["environment"]
     port = ["--port", "8001"]

@@ -1,6 +1,6 @@
-"""Graphs by request slot, which rows a step verifies, and copies that arrive late.
+"""Graphs by request slot, the rows that a step verifies, and asynchronous copies to the host.
 
-``tests/kernels/gpu/test_lay_out.py`` has what the device computes of the rows.
+``tests/kernels/gpu/test_lay_out.py`` tests the device's part of laying out rows.
 """
 
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def test_which_rows_are_verified():
     batch = SimpleNamespace(
         num_draft_tokens_per_req=np.array([5, 0, 4], np.int32),
         num_reqs=3,
-        query_start_loc_np=np.array([0, 6, 13, 18, 18], np.int32),  # a prompt's rows before the second's
+        query_start_loc_np=np.array([0, 6, 13, 18, 18], np.int32),  # the second has a prompt
         num_tokens=18,
     )
     step = DeviceStep(Proposals(4, 5, CPU), batch)
@@ -50,7 +50,7 @@ def test_trees_come_back_as_they_went():
 
 
 class Event:
-    """A CUDA event that is reached when told."""
+    """A CUDA event whose state the test sets."""
 
     reached = False
 

@@ -62,16 +62,17 @@ def files(work):
 
 
 def assert_rows_close(rows, exact):
-    """Rows computed in bfloat16 against float32. How far single numbers are apart differs with the processor."""
+    """Compare rows computed in bfloat16 and in float32 by their norms, as single numbers depend on the processor."""
     errors = (rows.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert errors.max() < 0.05, errors
 
 
 def student(kind, target, **options):
-    """A new student of 256 tokens, or one made from ``init``."""
-    own = Options(target=str(target), kind=kind, **({"vocab_size": 256} if "init" not in options else {}), **options)
-    made = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}[kind]
-    return made.make(own, Target(target), np.arange(300))
+    """A new student with a vocabulary of 256 tokens, or one that starts from ``init``."""
+    size = {} if "init" in options else {"vocab_size": 256}
+    arguments = Options(target=str(target), kind=kind, **size, **options)
+    cls = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}[kind]
+    return cls.make(arguments, Target(target), np.arange(300))
 
 
 class TestStates:
@@ -82,16 +83,16 @@ class TestStates:
         assert state_layers(depth) == layers
 
     def test_they_are_the_targets(self, target, work):
-        """As transformers has them, with the last layer's before the final norm: its logits are the target's."""
+        """They equal those of transformers. The last layer's precede the final norm and give the target's logits."""
         whole = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
         data, stored = load_answers(files(work), 30), StoredStates(work / "states")
         assert 0 < len(data) < 24 and max(len(row.input_ids) for row in data) <= 30
-        for row, found in zip(data, stored(data), strict=True):
+        for row, layers in zip(data, stored(data), strict=True):
             with torch.no_grad():
                 output = whole(torch.from_numpy(row.input_ids)[None], output_hidden_states=True)
             for index, layer in enumerate(state_layers(5)[:-1]):
-                assert_rows_close(found[:, index], output.hidden_states[layer][0])
-            assert_rows_close(Target(target).logits(found[:, -1]), output.logits[0])
+                assert_rows_close(layers[:, index], output.hidden_states[layer][0])
+            assert_rows_close(Target(target).logits(layers[:, -1]), output.logits[0])
 
     def test_a_batch_has_texts_one_after_the_other(self, work):
         data = load_answers(files(work), 640)
@@ -116,15 +117,15 @@ class TestStates:
 
     @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
     def test_computed_they_are_as_stored(self, target, work, kind):
-        """In any number of forward passes: batches, their scale, and what students make of them at first."""
-        data, found = load_answers(files(work), 640), []
+        """States computed in several forward passes give the same batches and the same agreement as stored ones."""
+        data, results = load_answers(files(work), 640), []
         for source in (StoredStates(work / "states"), ComputedStates(target, "cpu", batch_tokens=100)):
             model = student(kind, target)
             packs = model.packs(source)
             packs.multiple = 64
             model.start(data, packs, new=True)
-            found.append((packs.collate([data[i] for i in (0, 20, 5)]), agreement(model, data, packs)))
-        (batch, agreed), (computed, other) = found
+            results.append((packs.collate([data[i] for i in (0, 20, 5)]), agreement(model, data, packs)))
+        (batch, agreed), (computed, other) = results
         assert {name: rows.dtype for name, rows in computed.items()} == {name: batch[name].dtype for name in computed}
         torch.testing.assert_close(computed, batch, rtol=0.05, atol=0.05)
         assert not any(rows.requires_grad or rows.is_inference() for rows in computed.values())
@@ -146,15 +147,15 @@ def test_tokens_of_answers_are_counted(work):
 
 class TestStudents:
     def test_the_target_agrees_with_itself(self, target, work):
-        """Whether texts are packed or not."""
+        """The target, as its own draft, agrees with itself, whether texts are packed or not."""
         model, data = student("lm", target, init=str(target)), load_answers(files(work), 640)
         packs = model.packs(StoredStates(work / "states"))
         for size in (1, 3):
             model.hardware = CPU._replace(pack=size)
-            found = agreement(model, data, packs)
-            assert found["top_1"][0] > 0.9 and found["top_4"] == [1.0]
-            assert found["chain"] == found["top_1"][0]
-        # A text does not see the one before it in a batch.
+            agreed = agreement(model, data, packs)
+            assert agreed["top_1"][0] > 0.9 and agreed["top_4"] == [1.0]
+            assert agreed["chain"] == agreed["top_1"][0]
+        # A text does not attend to the one before it in a pack.
         with torch.no_grad():
             together = model.drafted(packs.collate([data[0], data[1]])).logits
             alone = model.drafted(packs.collate([data[1]])).logits
@@ -162,7 +163,7 @@ class TestStudents:
 
     @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
     def test_what_is_drafted_depends_on_the_text_before_alone(self, target, work, kind):
-        """Changed tokens and states change the drafts behind them, not those before."""
+        """Changed tokens and states change only the drafts that come after them."""
         model, data = student(kind, target), load_answers(files(work), 640)
         packs = model.packs(StoredStates(work / "states"))
         batch = packs.collate([data[0], data[1]])
@@ -170,12 +171,12 @@ class TestStudents:
         changed, place = {name: rows.clone() for name, rows in batch.items()}, len(data[0].input_ids) - 5
         changed["input_ids"][0, place:] = 7
         changed["hidden_states"][0, place:] += 1
-        found = []
+        outputs = []
         for inputs in (batch, changed):
             torch.manual_seed(3)
             with torch.no_grad():
-                found.append(model.drafted(inputs))
-        (drafted, other), rows = found, found[0].rows
+                outputs.append(model.drafted(inputs))
+        (drafted, other), rows = outputs, outputs[0].rows
         assert torch.equal(drafted.chains, other.chains) and drafted.chains.shape[1] == model.depth
         starts = rows[drafted.chains[:, 0]]
         first = drafted.chains[:, 0]
@@ -206,7 +207,7 @@ class TestStudents:
         assert agreement(again, data, packs)["chain"] == pytest.approx(after["chain"], abs=0.1)
 
     def test_a_block_starts_from_a_fit(self, target, work):
-        """It agrees with the target before any training, and what it drafts depends on the last known state most."""
+        """Before training, a block already agrees with the target and depends most on the last known state."""
         model, data = student("dspark", target), load_answers(files(work), 640)
         packs = model.packs(StoredStates(work / "states"))
         model.start(data, packs, new=True)
@@ -215,13 +216,13 @@ class TestStudents:
         assert usual.mean() == pytest.approx(1, abs=0.2)
         other = student("dspark", target)
         random = agreement(other, data, other.packs(packs.source))
-        found = agreement(model, data, packs)
-        assert found["top_1"][0] > random["top_1"][0] + 0.1 and found["top_4"][0] > random["top_4"][0] + 0.1
+        fitted = agreement(model, data, packs)
+        assert fitted["top_1"][0] > random["top_1"][0] + 0.1 and fitted["top_4"][0] > random["top_4"][0] + 0.1
         batch = {
             name: rows.float() if rows.is_floating_point() else rows for name, rows in packs.collate([data[1]]).items()
         }
         (anchor,) = [len(data[1].input_ids) - 1 - model.depth]
-        batch["loss_mask"] = torch.arange(batch["loss_mask"].shape[1])[None] >= anchor  # leaves one anchor
+        batch["loss_mask"] = torch.arange(batch["loss_mask"].shape[1])[None] >= anchor  # keep one anchor
         changes = []
         for distance in (1, 4):
             changed = {**batch, "hidden_states": batch["hidden_states"].clone()}
@@ -261,7 +262,7 @@ class TestStudents:
         torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.02)
 
     def test_blocks_that_find_no_place_do_not_count(self, target, work):
-        """The number of blocks of a pack is fixed. The loss over all places does not depend on it."""
+        """A pack has a fixed number of blocks. If it exceeds the number of positions, it does not affect the loss."""
         model, data = student("dspark", target), load_answers(files(work), 640)
         batch = model.packs(StoredStates(work / "states")).collate([data[0]])
         batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
@@ -275,7 +276,7 @@ class TestStudents:
 
     @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
     def test_where_compiling_fails_training_goes_on_without(self, target, work, tmp_path, monkeypatch, caplog, kind):
-        """Flex attention has no backward pass on a CPU. The states are computed, as on a GPU."""
+        """Flex attention, which fails here, is replaced. States are computed, as on a GPU."""
         flex = CPU._replace(attention="simple_flex_attention", batch=8, pack=8)
         for module in ("students", "speculators_students"):
             monkeypatch.setattr(f"vllm_gsd.tools.distill.{module}.found_hardware", lambda: flex)
@@ -301,7 +302,7 @@ class TestStudents:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"kind": "eagle"}, "must be one of dspark, eagle3, lm"),
         ({"kind": "lm", "rank": 8}, "lm has no --rank"),
@@ -317,34 +318,34 @@ class TestStudents:
         ({"prompts": "nowhere"}, "cannot be read"),
     ],
 )
-def test_what_does_not_go_together(target, tmp_path, options, said):
-    """A mistake is refused before anything is stored, so that it can be corrected."""
+def test_what_does_not_go_together(target, tmp_path, options, message):
+    """Mistakes are refused before anything is written, so that the user can correct them."""
     options = {key: str(target) if value == "TARGET" else value for key, value in options.items()}
-    with pytest.raises((DistillError, PromptsError), match=said):
+    with pytest.raises((DistillError, PromptsError), match=message):
         run.distill(Options(target=str(target), **options), tmp_path / "out", tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_answers_of_another_target(target, work, tmp_path, noted):
-    """They are told by the other run's options, and without those by the shape of its states."""
+    """Another target's answers are recognised by that run's options, or else by the shape of its states."""
     other, data = tmp_path / "other", tmp_path / "data"
     shutil.copytree(target, other)
     shutil.copytree(work, data)
     if noted:
         (data / "options.json").write_text(json.dumps({"target": str(target)}))
-        said = "has answers of"
+        message = "has answers of"
     else:
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
-        said = "has states of 3 layers of size 64, but .* has 3 of size 96"
+        message = "has states of 3 layers of size 64, but .* has 3 of size 96"
     run._check(Options(target=str(target), data=str(data)), tmp_path / "out", tmp_path / "work")
-    with pytest.raises(DistillError, match=said):
+    with pytest.raises(DistillError, match=message):
         run._check(Options(target=str(other), data=str(data)), tmp_path / "out", tmp_path / "new")
 
 
 def test_answers_that_appear_later_are_found(target, work, tmp_path):
-    """And so are answers that are all too long, before a student is made."""
+    """A later run finds answers that were added. If all are too long, it fails before it makes a student."""
     data, options = tmp_path / "data", {"target": str(target), "longest": 16}
     with pytest.raises(DistillError, match="has no answers"):
         run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
@@ -380,7 +381,7 @@ def test_targets(target, tmp_path):
 
 
 def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monkeypatch):
-    """The second round asks about answers, so each must stay with its request."""
+    """The second round asks about earlier answers, so every answer must stay with its request."""
 
     def output(length):
         completion = SimpleNamespace(token_ids=[5] * length, text=f"{length} tokens")
@@ -396,7 +397,7 @@ def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monke
 
 
 def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
-    """The answers of a shard do not depend on which others are missing."""
+    """Shards run together up to the batch size. A shard's answers do not depend on which others are missing."""
 
     class Target(AskingTarget):
         llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=99))
@@ -430,7 +431,7 @@ def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
 
 
 class AskingTarget:
-    """A fake engine of the target that repeats every text, and finishes two of three."""
+    """A fake engine of the target that generates every text twice and finishes two texts of three."""
 
     def __init__(self, template: str | None):
         self.turns: list[tuple[list, object]] = []
@@ -469,8 +470,8 @@ class TestOwnRequests:
         prompts, params = target.turns[0]
         assert prompts[0] == {"prompt_token_ids": [len("<s>system\n<u>")]}
         assert params.stop == ["</u>"] and params.temperature == 1.0
-        assert len(target.turns) == 2  # half of each shard repeats earlier texts
-        assert generate.own_requests(None, 200, tmp_path / "own.json") == chats  # kept
+        assert len(target.turns) == 2  # half of the texts in each turn are repeats
+        assert generate.own_requests(None, 200, tmp_path / "own.json") == chats  # read from the file
 
     def test_without_a_chat_template_there_are_none(self, tmp_path):
         target = AskingTarget(None)

@@ -1,4 +1,4 @@
-"""Requests that the target answers for ``vllm-gsd distill``, and how many of them there is time for."""
+"""Requests that the target answers for ``vllm-gsd distill``, and how many of them fit into the time limit."""
 
 import json
 from types import SimpleNamespace
@@ -68,12 +68,12 @@ def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second)
 def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch, given, name, later):
     now = [0.0]
     monkeypatch.setattr(answers.time, "perf_counter", lambda: now[0])
-    left = generate.shard_path(tmp_path / "answers", name, 0)
-    left.parent.mkdir()
-    left.write_text("of a run that was killed")
+    leftover = generate.shard_path(tmp_path / "answers", name, 0)
+    leftover.parent.mkdir()
+    leftover.write_text("from a run that was killed")
 
     def takes(seconds, chats=()):
-        assert not left.exists() and len(chats) in (0, generate.SHARD)
+        assert not leftover.exists() and len(chats) in (0, generate.SHARD)
         now[0] += seconds
 
     asked = prompts.first_round(300, 0)
@@ -88,14 +88,14 @@ def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch, given, name
 
 
 def words(monkeypatch):
-    """Let every word be a token."""
+    """Make every word a token."""
     tokenizer = SimpleNamespace(from_pretrained=lambda _: None)
     monkeypatch.setattr("transformers.AutoTokenizer", tokenizer)
     monkeypatch.setattr(generate, "token_ids_of", lambda _, chat: chat[-1]["content"].split())
 
 
 def test_requests_without_room_for_an_answer_are_not_asked(tmp_path, monkeypatch, caplog):
-    """An answer to learn from has two tokens or more. The others are answered, as many as there is time for."""
+    """Requests without room for two tokens, the shortest useful answer, are left out. Others are answered in time."""
     words(monkeypatch)
     file, asked = tmp_path / "prompts.jsonl", []
     texts = ["w " * length + str(number) for number, length in enumerate([5, 14, 13, 30, 2, 3])]
@@ -110,12 +110,12 @@ def test_requests_without_room_for_an_answer_are_not_asked(tmp_path, monkeypatch
     seconds = iter([0.0, 10.0, 20.0])
     monkeypatch.setattr(answers.time, "perf_counter", lambda: next(seconds))
     answers.make_answers(Options(target="t", prompts=str(file), longest=16, batch=1), tmp_path, 0.5)
-    assert [len(chats) for chats in asked[1:]] == [1, 2]  # 30 seconds: 10 to start, and 10 for each request
+    assert [len(chats) for chats in asked[1:]] == [1, 2]  # 30 seconds: 10 for the start and 10 for each request
 
 
 @pytest.mark.parametrize("given", [{}, {"prompts": "prompts.jsonl"}])
 def test_no_request_leaves_room_for_an_answer(tmp_path, monkeypatch, given):
-    """That is known before the target starts."""
+    """If no request fits, the command fails before the target starts."""
     words(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w " * 16}))

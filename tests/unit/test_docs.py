@@ -1,4 +1,4 @@
-"""The check of the documentation finds faults of a page. ``scripts/lint`` runs it on the real pages."""
+"""The documentation check finds mistakes in pages. ``scripts/lint`` runs it on the real pages."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Folders of EAGLE-3 heads and of the speculators package: what they hold, and what is refused in one sentence each."""
+"""Folders of EAGLE-3 heads, as published and in the speculators format: good ones pass, damaged ones are refused."""
 
 import json
 
@@ -96,7 +96,7 @@ def test_damaged_folders_are_refused(head, target, case, monkeypatch):
     damage, parts = DAMAGE[case]
     damage(head)
     name = str(target)
-    if case == "verifier's name":  # names of folders are not compared
+    if case == "verifier's name":  # only hub ids are compared
         name = HUB_TARGET
         monkeypatch.setattr("vllm_gsd.config.draft_check.local_folder", lambda name: head if "/head" in name else None)
     message = refusal(head, name)

@@ -1,9 +1,9 @@
-"""Which draft KV the tracker claims, against a model that remembers what every physical slot holds.
+"""The draft KV that the tracker claims, compared with a model that knows the content of every physical slot.
 
-The model plays vLLM's block manager (prefix cache, blocks shared and reused, preemption, chunked prefill) and
-the draft model (catching up, writing drafted nodes behind the text). Proven: whatever happens, the tracker
-never claims a slot that holds something else than the draft KV of exactly the request's text up to there; and
-a request that starts or resumes is credited with all leading draft KV that its cached blocks hold.
+The model simulates vLLM's block manager (prefix cache, shared and reused blocks, preemption, chunked prefill) and the
+draft model (catching up, writing drafted nodes after the text). The tests check two properties. The tracker never
+claims a slot unless it holds the draft KV of exactly the request's text up to there. A request that starts or resumes
+gets credit for all leading draft KV in its cached blocks.
 """
 
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def test_what_was_drafted_is_there():
 
 
 def test_a_row_that_read_the_token_after_a_hit_is_computed_again():
-    """Where rows read a token ahead (EAGLE-3), the last row of a hit was made for another text."""
+    """If rows also read the next token (EAGLE-3), the last row of a hit was computed with another text's token."""
     tracker = DraftKVTracker(16, 4, shift=1)
     tracker.admit([("a", [3, 5, 6], 0)])
     tracker.advance("a", 11)
@@ -55,7 +55,7 @@ def test_a_prefix_hit_takes_over_whole_blocks():
     tracker.advance("a", 12)
     tracker.admit([("b", [3, 5, 8], 8)])
     assert tracker.length["b"] == 8
-    # The fresh block of b is its own.
+    # b's new block belongs to b alone.
     tracker.advance("b", 10)
     assert (tracker.length["a"], tracker.length["b"]) == (12, 10)
 
@@ -73,7 +73,7 @@ def test_a_prefix_hit_on_blocks_the_draft_never_ran_over():
 def test_a_prefix_hit_stops_at_the_first_gap():
     tracker = tracker_with()
     tracker.admit([("a", [3, 5, 6], 0)])
-    tracker.advance("a", 6)  # the second block is half there
+    tracker.advance("a", 6)  # the second block is half valid
     tracker.remove("a")
     tracker.admit([("b", [3, 5, 6, 7], 12)])
     assert tracker.length["b"] == 6
@@ -84,7 +84,7 @@ def test_a_hole_in_the_middle_ends_the_claim():
     tracker.admit([("a", [3, 5, 6], 0)])
     tracker.advance("a", 12)
     tracker.remove("a")
-    # Block 5 was evicted and computed again without the draft; 3 and 6 are still what they were.
+    # Block 5 was evicted and recomputed without the draft; 3 and 6 are unchanged.
     tracker.admit([("other", [5], 0)])
     tracker.remove("other")
     tracker.admit([("b", [3, 5, 6, 7], 12)])
@@ -110,7 +110,7 @@ def test_a_resumed_request_starts_anew():
     tracker = tracker_with()
     tracker.admit([("a", [3, 5, 6], 0)])
     tracker.advance("a", 11)
-    # Preempted; block 6 went to somebody else; blocks 3 and 5 are still cached.
+    # a is preempted, and block 6 is given to another request. Blocks 3 and 5 are still cached.
     tracker.admit([("b", [6], 0)])
     tracker.admit([("a", [3, 5, 7], 8)])
     assert tracker.length["a"] == 8
@@ -137,10 +137,13 @@ def test_removing_an_unknown_request():
 
 
 def scheduled(finished=(), new=(), running=(), resumed=()):
-    """A SchedulerOutput as far as the tracker reads it.
+    """The fields of SchedulerOutput that the tracker reads.
 
     Args:
-        new, resumed: (request, blocks, cached tokens); running: (request, fresh blocks or None).
+        finished: names of requests.
+        new: (request, blocks, cached tokens).
+        running: (request, new blocks or None).
+        resumed: as for ``new``.
     """
     cached = [(r, None if b is None else (b,), 0) for r, b in running] + [(r, (b,), n) for r, b, n in resumed]
     return SimpleNamespace(
@@ -165,7 +168,7 @@ def test_update_follows_the_scheduler():
     assert tracker.length == {"a": 8, "b": 3}
     tracker.update(scheduled(finished=["b"], new=[("c", [1, 2, 3], 8)], running=[("a", None)]))
     assert tracker.length == {"a": 8, "c": 8}
-    # a is preempted (the tracker is not told), then resumes with one of its blocks still cached.
+    # a is preempted, which the tracker does not see, and resumes with one of its blocks still cached.
     tracker.update(scheduled(running=[("c", None)]))
     tracker.update(scheduled(running=[("c", None)], resumed=[("a", [1, 6], 4)]))
     assert tracker.length == {"a": 4, "c": 8}
@@ -181,7 +184,7 @@ def test_a_finished_request_s_blocks_are_reused_in_the_same_step():
 
 
 def test_two_new_requests_share_fresh_blocks_in_one_step():
-    # vLLM caches a block when it is handed out, so b finds a's blocks in the step that fills them.
+    # vLLM caches a block as soon as it allocates it, so b finds a's blocks in the step that fills them.
     tracker = tracker_with()
     tracker.update(scheduled(new=[("old", [1, 2], 0)]))
     tracker.advance("old", 8)
@@ -190,14 +193,14 @@ def test_two_new_requests_share_fresh_blocks_in_one_step():
 
 
 def test_a_new_request_shares_a_running_request_s_fresh_block():
-    # a's prompt is prefilled in pieces; b has the same prompt and starts while a is given block 2.
+    # a's prompt is prefilled in chunks; b has the same prompt and starts in the step in which a gets block 2.
     tracker = tracker_with()
     tracker.update(scheduled(new=[("old", [2], 0)]))
     tracker.advance("old", 4)
     tracker.update(scheduled(finished=["old"], new=[("a", [1], 0)]))
     tracker.advance("a", 4)
     tracker.update(scheduled(running=[("a", [2])], new=[("b", [1, 2, 3], 8)]))
-    assert tracker.length["b"] == 4  # block 2 holds old's draft KV, of another text
+    assert tracker.length["b"] == 4  # block 2 holds draft KV of old's text
 
 
 def test_a_new_request_shares_a_resumed_request_s_fresh_block():
@@ -210,7 +213,7 @@ def test_a_new_request_shares_a_resumed_request_s_fresh_block():
 
 # --- the state machine ------------------------------------------------------------------------------
 
-# Prompts that begin alike, so that the prefix cache is hit.
+# Prompts with common prefixes, so that the prefix cache is hit.
 PROMPTS = st.builds(
     lambda first, branch, length: ([first] * branch + [1, 0, 0, 1] * 4)[:length],
     st.integers(0, 1),
@@ -227,9 +230,9 @@ class Request:
 
 
 class World(RuleBasedStateMachine):
-    """vLLM's block manager and a draft model; remembers the content of every slot of the draft's cache."""
+    """Simulates vLLM's block manager and a draft model, and records the content of every slot of the draft's cache."""
 
-    in_pieces = False  # whether the draft may stop anywhere, and not only when it has caught up
+    in_pieces = False  # whether the draft may stop before it has caught up
 
     @initialize(block_size=st.sampled_from([2, 3, 4, 1]), num_blocks=st.integers(16, 24))
     def start(self, block_size, num_blocks):
@@ -245,7 +248,7 @@ class World(RuleBasedStateMachine):
     # --- helpers
 
     def take(self, count, choice):
-        """Fresh blocks: any that nobody owns, in whatever order; what they held is gone."""
+        """Allocate free blocks in an arbitrary order and clear their content."""
         free = sorted(block for block, owners in self.owners.items() if owners == 0)
         if len(free) < count:
             return None
@@ -265,8 +268,8 @@ class World(RuleBasedStateMachine):
         for index in range(request.known // self.size):
             self.cached.setdefault(tuple(request.tokens[: (index + 1) * self.size]), request.blocks[index])
 
-    def there(self, request):
-        """Leading tokens of a request whose slots hold exactly their draft KV."""
+    def num_drafted(self, request):
+        """The number of leading tokens of a request whose slots hold exactly their draft KV."""
         for position in range(len(request.tokens)):
             block = position // self.size
             if block >= len(request.blocks):
@@ -296,7 +299,7 @@ class World(RuleBasedStateMachine):
         self.running[name] = request
         self.cache_full_blocks(request)
         if not self.in_pieces:
-            assert self.tracker.length[name] == self.there(request)
+            assert self.tracker.length[name] == self.num_drafted(request)
         return True
 
     def release(self, request):
@@ -307,7 +310,7 @@ class World(RuleBasedStateMachine):
     def pick(self, choice):
         return sorted(self.running)[choice % len(self.running)]
 
-    # --- what can happen
+    # --- events
 
     @rule(
         tokens=PROMPTS,
@@ -333,7 +336,7 @@ class World(RuleBasedStateMachine):
         lookahead=st.integers(0, 5),
     )
     def step(self, choice, new, lookahead):
-        """The target goes on: with the next piece of the prompt, or with accepted tokens."""
+        """The target continues with the next chunk of the prompt or with accepted tokens."""
         name = self.pick(choice)
         request = self.running[name]
         unfinished = request.known < len(request.tokens)
@@ -356,7 +359,7 @@ class World(RuleBasedStateMachine):
         nodes=st.integers(0, 5),
     )
     def draft(self, choice, pieces, nodes):
-        """The draft catches up, in one or more forwards, then writes drafted nodes behind the text."""
+        """The draft catches up in one or more forwards, then writes drafted nodes after the text."""
         name = self.pick(choice)
         request = self.running[name]
         length = self.tracker.length[name]
@@ -404,17 +407,17 @@ class World(RuleBasedStateMachine):
     def forget_prefixes(self):
         self.cached.clear()
 
-    # --- what must hold
+    # --- invariants
 
     @invariant()
     def claims_nothing_that_is_not_there(self):
         for name, request in getattr(self, "running", {}).items():
-            assert self.tracker.length[name] <= self.there(request)
+            assert self.tracker.length[name] <= self.num_drafted(request)
             assert self.tracker.blocks[name] == request.blocks
 
 
 class WorldInPieces(World):
-    """The draft may also stop in the middle of a prefix that others share."""
+    """The draft may also stop in the middle of a prefix that other requests share."""
 
     in_pieces = True
 

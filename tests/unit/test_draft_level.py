@@ -1,4 +1,4 @@
-"""Which nodes a draft level runs, by hand: two graphs, the second with nodes of two levels."""
+"""The choice of nodes that a draft level expands, with two small graphs; the second has nodes of two levels."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def graphs():
         reset(graphs, row, np.array([1], np.int64))
         for token, prob in ((5, 0.5), (6, 0.4)):
             add_child(graphs, row, 0, token, np.float32(prob), ORIGIN_DRAFT)
-    add_child(graphs, 1, 1, 7, np.float32(0.8), ORIGIN_DRAFT)  # node 3, below node 1: 0.4 as well
+    add_child(graphs, 1, 1, 7, np.float32(0.8), ORIGIN_DRAFT)  # node 3, a child of node 1, also with 0.4
     return graphs
 
 
@@ -38,7 +38,7 @@ def test_chances_are_calibrated_and_trusted(graphs):
     [(9, [[1, 2], [1, 2, 3]]), (5, [[1, 2], [1, 2, 3]]), (3, [[2], [1, 3]]), (2, [[2], [1]]), (1, [[2], []])],
 )
 def test_the_best_stay_in_their_order(count, expected):
-    """Of equals the first stay."""
+    """Of equally probable nodes, the first ones stay."""
     frontier, length = FRONTIER.copy(), LENGTH.copy()
     keep_best(frontier, length, np.array([0.1, 0.9, 0.5, 0.2, 0.5]), count)
     assert [frontier[row, : length[row]].tolist() for row in range(2)] == expected

@@ -1,4 +1,4 @@
-"""Which tokens a draft with a trimmed vocabulary can propose."""
+"""The tokens that a draft with a trimmed vocabulary can propose."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Hidden states by slot."""
+"""The store of hidden states by KV slot."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,20 +33,20 @@ def test_what_is_written_to_no_slot_is_nobodys():
 
 
 def test_the_kv_cache_leaves_them_room():
-    """Layers of 16 and 32 tokens a block take 256 and 128 bytes a token, hidden states 96: a fifth."""
+    """The layers take 256 and 128 bytes per token and hidden states take 96, so these get a fifth of the memory."""
     specs = [SimpleNamespace(page_size_bytes=4096, block_size=size) for size in (16, 32)]
     assert kv_share(1000, specs, 96) == 800
     assert kv_share(1000, specs, 0) == 1000
 
 
 def test_freed_memory_goes_back():
-    """Blocks too small to be mapped one by one stay with the allocator when they are freed."""
+    """The allocator keeps freed small blocks until ``give_back_freed`` returns them to the operating system."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1])
 
     blocks = [torch.ones(16 << 10, dtype=torch.uint8) for _ in range(4096)]  # 64 MiB
-    last = torch.ones(16 << 10, dtype=torch.uint8)  # keeps what is below from being the end of the heap
+    last = torch.ones(16 << 10, dtype=torch.uint8)  # keeps the freed blocks from being at the end of the heap
     blocks.clear()
     before = resident()
     give_back_freed()

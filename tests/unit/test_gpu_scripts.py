@@ -83,7 +83,7 @@ def test_gpu_e2e_says_what_is_missing():
 
 
 def test_gpu_all_runs_every_part():
-    """The plans of its parts are valid, and a page tells what was not measured."""
+    """The plans of its parts are valid, and the page names what was not measured."""
     commands = json.loads(script("gpu_all", "--dry-run").stdout)
     titles = "Kernels", "Losslessness of the built-in pair", "Steps in the shapes of 8B", "Speed of the built-in pair"
     assert tuple(commands) == titles
@@ -95,8 +95,8 @@ def test_gpu_all_runs_every_part():
     loader = importlib.machinery.SourceFileLoader("gpu_all", str(REPOSITORY / "scripts/gpu_all"))
     gpu_all = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_all", loader))
     loader.exec_module(gpu_all)
-    found = {title: gpu_all.run([sys.executable, "-c", "print(7)"], limit) for title, limit in (("A", 60), ("B", 0))}
-    page = gpu_all.page("a GPU", found)
+    results = {title: gpu_all.run([sys.executable, "-c", "print(7)"], limit) for title, limit in (("A", 60), ("B", 0))}
+    page = gpu_all.page("a GPU", results)
     assert "## A\n\nright" in page and "7" in page and "B: not yet measured" in page.replace("b: ", "B: ")
     assert gpu_all.run([sys.executable, "-c", "while 1: pass"], 0.5)[0] == "not finished in time"
 
@@ -107,8 +107,8 @@ def test_launches_and_gaps(monkeypatch):
     from gpu_e2e_engine import launches_and_gaps
 
     calls = ["cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernelEx", "aten::add", "cudaMemcpyAsync"]
-    found = launches_and_gaps(calls, [(0, 4), (2, 5), (10, 20)], 2)
-    assert found == {"launches": 1.5, "replays": 0.5, "idle": 0.25}
+    counts = launches_and_gaps(calls, [(0, 4), (2, 5), (10, 20)], 2)
+    assert counts == {"launches": 1.5, "replays": 0.5, "idle": 0.25}
 
 
 @pytest.mark.parametrize("name", ["gpu_check", "gpu_e2e", "gpu_all"])

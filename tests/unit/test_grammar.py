@@ -1,4 +1,4 @@
-"""Grammars along graphs, with a toy grammar in place of a backend's."""
+"""Grammars on graphs, with a toy grammar instead of a backend's."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from vllm_gsd.method.constants import NONE
 def test_forbidden_nodes_go_with_all_below_them_and_others_move_up():
     tree = ProposedTree([0, 1, 5, 3, 2, 6, 4], [NONE, 0, 0, 2, 0, 4, 1], budget=3)
     kept = allowed_nodes(Manager(), toy_request(), tree)
-    assert kept.places == [0, 1, 4, 5]  # 5 is forbidden, 3 hangs below it; 4 is one too many
+    assert kept.places == [0, 1, 4, 5]  # 5 is forbidden, and 3 is its child; 4 exceeds the budget
     assert kept.paths == [[], [1], [2], [2, 6]]
     assert kept.tokens == [0, 1, 2, 6]
 
@@ -32,7 +32,7 @@ def test_nothing_comes_after_the_end():
 
 
 def distinct_tree(nodes):
-    """Tokens and parents, the root's first; as in every flattened graph, siblings differ."""
+    """Tokens and parents of a tree, starting with the root. As in every flattened graph, siblings differ."""
     tree = [(0, NONE)]
     for token, parent in nodes:
         node = (token, min(parent, len(tree) - 1))
@@ -88,14 +88,14 @@ def test_a_list_that_is_not_ours_constrains_its_root_only():
 
 
 class Tokenizer(list):
-    """Texts by token."""
+    """A tokenizer given as a list of texts by token."""
 
     def convert_ids_to_tokens(self, ids):
         return [self[token] for token in ids]
 
 
 def test_forced_tokens_come_first_and_choices_last():
-    # The toy grammar forks everywhere: after 0 come 1 and 2, after 1 come 3 and 4, after 2 come 5 and 6.
+    # The toy grammar allows two tokens everywhere: 1 and 2 after 0, 3 and 4 after 1, 5 and 6 after 2.
     def choices(request, path):
         return {(): [1], (1,): [3], (2,): [5, 6]}.get(tuple(path), [])
 
@@ -107,7 +107,7 @@ def test_forced_tokens_come_first_and_choices_last():
     for budget in range(6):
         cut = allowed_nodes(Manager(), toy_request(), tree._replace(budget=budget), choices)
         assert cut.paths == kept.paths[: 1 + budget]
-    # What is forced costs no budget where there is room.
+    # Forced tokens do not use up the budget if there is room for them.
     forced = allowed_nodes(Manager(), toy_request(), tree._replace(budget=0, room=8), choices)
     assert forced.paths == [[], [1], [1, 3]]
     more = allowed_nodes(Manager(), toy_request(), tree._replace(budget=2, room=8), choices)
@@ -123,22 +123,25 @@ def test_forced_tokens_come_first_and_choices_last():
 
 def test_choices_are_the_allowed_tokens_that_go_furthest():
     texts = ["", *"abcdefghijkl", *[None] * 19]
-    texts[1:3] = "na", "name"  # what may follow the start: one begins the other
+    texts[1:3] = "na", "name"  # the two tokens allowed first; one is a prefix of the other
     manager, request = Manager(), toy_request()
     manager.backend = SimpleNamespace(allocate_token_bitmask=lambda rows: torch.zeros((rows, 1), dtype=torch.int32))
     manager.tokenizer = Tokenizer(texts)
     tokens = GrammarTokens(manager)
     assert tokens.after(request, []) == [2]
     assert tokens.after(request, [2]) == [5, 6]
-    assert tokens.after(request, [2, 5, 12]) == []  # the end
+    assert tokens.after(request, [2, 5, 12]) == []  # the text has ended
     assert request.structured_output_request.grammar.text == [0]
-    assert GrammarTokens(manager).after(toy_request(13, 6, 12), []) == []  # too many
+    assert GrammarTokens(manager).after(toy_request(13, 6, 12), []) == []  # too many tokens are allowed
     manager.reasoning_end = 7
     assert tokens.after(request, [1]) == []
 
 
 def test_nodes_with_rows_are_judged_where_they_are():
-    """Children of the root: 1 (allowed), 9 (not); below them 3, 5 (not) and 3; two rows have no node."""
+    """The root has the children 1 (allowed) and 9 (forbidden), with children 3, 5 (forbidden) and 3.
+
+    The last two rows have no valid node.
+    """
     request, manager = toy_request(), Manager()
     tokens, parents = [1, 9, 3, 5, 3, 0, 0], [NONE, 0, 0, 1, 1, 2]
     tree = judged_tree(manager, request, tokens, parents)

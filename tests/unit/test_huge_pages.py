@@ -1,4 +1,4 @@
-"""Tensors in huge pages: equal to what they are copies of, apart from each other, gone when nobody has them."""
+"""Copies of tensors in huge pages: equal to their originals, without overlap, and freed with their last reference."""
 
 import gc
 import mmap
@@ -37,17 +37,17 @@ def test_what_is_larger_than_a_region_and_what_does_not_fit_behind_it():
 
 
 def test_the_kernel_is_asked_for_huge_pages(monkeypatch):
-    """Whether it has some to give is its own business."""
-    asked = []
+    """The request may fail: the kernel decides whether there are huge pages."""
+    calls = []
 
     class Memory(mmap.mmap):
-        def madvise(self, *what):
-            asked.append(what)
-            raise OSError("none here")
+        def madvise(self, *arguments):
+            calls.append(arguments)
+            raise OSError("no huge pages")
 
     monkeypatch.setattr(huge_pages.mmap, "mmap", Memory)
     assert HugePages().copy(torch.ones(5)).tolist() == [1] * 5
-    assert asked == [(mmap.MADV_HUGEPAGE,)]
+    assert calls == [(mmap.MADV_HUGEPAGE,)]
 
 
 def test_without_them(monkeypatch):

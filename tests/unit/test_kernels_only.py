@@ -1,4 +1,4 @@
-"""An engine with our CPU kernels and without speculation: what vLLM is told, and how rows attend."""
+"""An engine with our CPU kernels but without speculation: its vLLM arguments, and how rows attend."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bf
 
 
 def batch(rows, before, **options):
-    """A step whose request r has ``rows[r]`` rows behind ``before[r]`` keys, as backends are told of it."""
+    """vLLM's common metadata of a step in which request r has ``rows[r]`` rows after ``before[r]`` keys."""
     starts = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
     return SimpleNamespace(
         num_reqs=len(rows),
@@ -42,7 +42,7 @@ def test_vllm_is_told_of_a_worker_and_nothing_else(v2):
 
 
 def test_the_runner_is_upstreams():
-    """Either one, as ``CPUWorker.init_device`` chooses."""
+    """``CPUWorker.init_device`` chooses vLLM's V1 or V2 runner."""
     assert KernelsCPUWorker.init_device is CPUWorker.init_device
 
 
@@ -66,7 +66,7 @@ def test_each_row_sees_what_lies_before_it_and_itself():
 
 @pytest.fixture
 def builder(monkeypatch):
-    """Makes a builder of a layer's metadata; upstream's own metadata are the word "upstream"."""
+    """Makes our metadata builder for a layer. vLLM's own metadata is replaced by the string "upstream"."""
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "__init__", lambda *args: None)
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", lambda *args, **kwargs: "upstream")
 
@@ -82,7 +82,7 @@ def test_who_attends(builder):
     full = FullAttentionSpec(**SIZES)
     assert wire.tree_rows_of(builder(full).build(0, ours)).positions.tolist() == [5, 6, 7, 5]
     assert builder(full, faster=False).build(0, ours) == theirs
-    assert builder(full).build(0, batch([1], [5])) == theirs  # a lone row gains nothing
+    assert builder(full).build(0, batch([1], [5])) == theirs  # a single row gains nothing
     assert builder(full).build(0, batch([3, 1], [5, 5], causal=False)) == theirs
     assert builder(SlidingWindowSpec(**SIZES, sliding_window=64)).build(0, ours) == theirs
 

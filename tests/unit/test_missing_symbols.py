@@ -1,4 +1,4 @@
-"""A vLLM that lacks a symbol we wrap goes on without gsd, and whoever asks for gsd is told in one sentence."""
+"""A vLLM that lacks a symbol that we wrap works without gsd, and a gsd config is refused with one sentence."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 WRAPPED = [patch.symbol for patch in patches("load")]
-# Engines with gsd replace these later, on a CPU and with V1 here. Fields of configurations cannot be deleted.
+# Engines with gsd replace these symbols later (here on a CPU with V1). Fields of vLLM's configs cannot be deleted.
 LATER = [
     patch.symbol for patch in patches("engine", "v1", "CPU") if not patch.symbol.startswith(("sys:", "vllm.config"))
 ]
@@ -50,10 +50,10 @@ def seen(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(LLAMA))
     gsd = folder / "gsd.json"
     gsd.write_text(json.dumps({"method": "gsd", "model": None}))
-    asked = {"model": str(folder), "gsd": str(gsd), "cases": CASES, "later": LATER}
+    job = {"model": str(folder), "gsd": str(gsd), "cases": CASES, "later": LATER}
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "missing_symbols.py"],
-        input=json.dumps(asked),
+        input=json.dumps(job),
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "WARNING"},
@@ -82,7 +82,7 @@ def test_loading_the_plugin_changes_nothing_but_says_so_once(seen, case):
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_an_engine_that_asks_for_gsd_is_refused_in_one_sentence(seen, case):
-    if CASES[case] == ("block", ARG_UTILS):  # there are no engines then, but what they are made of
+    if CASES[case] == ("block", ARG_UTILS):  # no engine can be configured then
         check_sentence(seen[case]["keys"], NAMED[case])
         return
     for way in ("engine", "engine_by_path"):
@@ -93,9 +93,9 @@ def test_an_engine_that_asks_for_gsd_is_refused_in_one_sentence(seen, case):
 @pytest.mark.parametrize("case", [case for case in DAMAGED if CASES[case] != ("block", ARG_UTILS)])
 def test_the_command_line(seen, case):
     plain, by_path, inline, none = seen[case]["command_line"]
-    if case != "no static method":  # then upstream's own command line is broken
+    if case != "no static method":  # it breaks vLLM's own command line
         assert plain == "parsed"
-        assert none == "parsed" or "add_cli_args" in case  # upstream's type of the option is not ours to stand in for
+        assert none == "parsed" or "add_cli_args" in case  # without it, the option has no type of vLLM's
         for text in (by_path, inline):
             check_sentence(text, NAMED[case])
 
@@ -106,7 +106,7 @@ def test_nothing_is_refused_where_nothing_is_missing(seen):
     assert answer["plain"] == answer["plain_before"]
     assert answer["plain"].startswith("served")
     assert answer["engine"] == answer["engine_by_path"] == "served"
-    assert answer["command_line"] == ["parsed"] * 4  # "None" among them, which upstream takes for none
+    assert answer["command_line"] == ["parsed"] * 4  # also "None", which vLLM reads as no config
 
 
 @pytest.mark.parametrize("symbol", LATER)

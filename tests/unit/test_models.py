@@ -1,4 +1,4 @@
-"""The built-in pair: conversion of a tiny GGUF file, and the real pair compared with transformers."""
+"""The built-in pair: conversion of a tiny GGUF file, and checks of the real pair."""
 
 import importlib.util
 import json
@@ -90,7 +90,7 @@ def write_gguf(path: Path, weights: dict[str, np.ndarray], architecture="llama",
     return path
 
 
-# Llama.cpp's names of the tensors of a Llama model.
+# llama.cpp's names for the tensors of a Llama model.
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -146,7 +146,7 @@ def test_conversion_gives_the_weights_back(tiny):
     assert converted.keys() == weights.keys()
     for name, tensor in converted.items():
         assert tensor.dtype == torch.bfloat16
-        # Q8_0 keeps a 127th of the largest of 32 values, bfloat16 8 bits.
+        # Q8_0 has a resolution of 1/127 of the largest of 32 values, and bfloat16 has 8 bits.
         tolerance = np.abs(weights[name]).max() / 127 + np.abs(weights[name]) / 128
         assert (np.abs(tensor.float().numpy() - weights[name]) <= tolerance).all(), name
 
@@ -179,7 +179,7 @@ def test_conversion_keeps_every_value_of_the_metadata(tiny):
 
 
 def test_the_converted_folder_computes_as_the_original_weights(tiny):
-    """Through transformers, because a wrong permutation or name would change every logit."""
+    """The logits in transformers are equal; a wrong permutation or name would change them all."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
     weights, file, tokenizer, target = tiny
@@ -217,7 +217,7 @@ def test_wrong_files_are_refused(tiny, tmp_path):
 
 @pytest.fixture
 def tiny_package(tiny, monkeypatch):
-    """A tiny built-in pair, to test what surrounds the conversion."""
+    """Replaces the built-in pair by a tiny one, to test caching and errors around the conversion."""
     _, file, tokenizer, _ = tiny
     monkeypatch.setattr(models, "find_gguf", lambda: file)
     monkeypatch.setattr(models, "DRAFT_MODEL", tokenizer)
@@ -249,7 +249,7 @@ def test_failed_conversion_leaves_nothing(tiny_package, tmp_path, monkeypatch):
 
 
 def test_several_at_once_agree(tiny_package, tmp_path, monkeypatch):
-    # All wait until every conversion is finished, so that all but one come too late.
+    # All threads wait until every conversion is finished, so that all but one find the target in place.
     barrier, real_convert = threading.Barrier(4), convert
 
     def convert_and_wait(gguf, folder, tokenizer):
@@ -328,7 +328,7 @@ def test_real_configs(pair):
 
 
 def test_real_weights_are_the_files(pair):
-    """Every tensor against the reader of llama.cpp's package, with Q and K permuted like llama.cpp."""
+    """Every tensor equals that of llama.cpp's own reader, with Q and K permuted like llama.cpp does."""
     weights = load_file(pair.target / "model.safetensors")
     config = json.loads((pair.target / "config.json").read_text())
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(models.find_gguf()).tensors}
@@ -355,5 +355,5 @@ def test_real_target_answers_in_english(pair):
     with torch.no_grad():
         logits = model(tokens).logits[0, -len(answer) - 1 : -1]
     assert logits.dtype == torch.float32
-    # The loss is 0.35. With the rows of K in the wrong order it is 11.
+    # The loss is 0.35. If the rows of K were in the wrong order, it would be 11.
     assert torch.nn.functional.cross_entropy(logits, answer) < 1

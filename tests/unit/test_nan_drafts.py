@@ -1,6 +1,6 @@
-"""A draft whose logits hold a NaN proposes nothing there; the rest goes on as before.
+"""A row of draft logits with a NaN adds no nodes, and other rows are not affected.
 
-``tests/kernels/drafting`` has the same for the device.
+``tests/kernels/drafting`` tests the same on the device.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ K, NODES, CAPACITY = 4, 8, 64
 
 
 def drafted(logits):
-    """Graphs of two texts after one level, and the candidates' probabilities."""
+    """Graphs of two texts after one drafted level, and the candidates' probabilities."""
     probs, tokens = topk_softmax(logits, K)
     texts = np.array([[3, 4, 5], [6, 7, 8]], np.int64)
     graphs = new_graphs(2, CAPACITY)

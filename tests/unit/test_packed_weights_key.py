@@ -1,4 +1,4 @@
-"""Code that was compiled for one layout of packed weights is never taken from vLLM's cache for another."""
+"""vLLM's cache never returns code that was compiled for another layout of packed weights."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ WEIGHT = torch.arange(64 * 2).view(64, 2).to(torch.bfloat16)  # four panels
 
 @pytest.fixture
 def load(monkeypatch, isa_and_threads):
-    """Load a model of one weight: the width of its groups, and the config's key and name in vLLM's cache."""
+    """Loads a model with one weight; returns the width of its groups, our key in the config, and vLLM's cache name."""
     monkeypatch.setattr(packed_weights, "packs_weights", lambda weight: True)
 
     class Base:
@@ -31,7 +31,7 @@ def load(monkeypatch, isa_and_threads):
         worker.vllm_config = VllmConfig(
             additional_config={"gsd": {"method": "gsd", "model": None, "cpu_kernels": kernels}}
         )
-        # No head is tied here, and what the model is does not matter.
+        # No head is tied, and the model itself does not matter.
         monkeypatch.setattr(packed_weights.weights, "pack_lm_heads", lambda embeddings: None)
         monkeypatch.setattr(worker.vllm_config, "model_config", type("Model", (), {"head_dtype": 0, "dtype": 0}))
         worker.load_model()
@@ -44,7 +44,7 @@ def load(monkeypatch, isa_and_threads):
 
 @pytest.fixture
 def isa_and_threads(monkeypatch):
-    """Pretend another processor and number of threads; the layout is made in PyTorch."""
+    """Simulates another instruction set and number of threads; PyTorch computes the layout."""
 
     def pretend(isa: int, threads: int) -> None:
         monkeypatch.setattr(ops_linear, "_isa", lambda: isa)

@@ -14,7 +14,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if CHROMIUM is None:
     pytest.skip("Chromium is not installed; scripts/setup does it as root", allow_module_level=True)
-# Without these Chromium asks Google's hosts for updates.
+# These keep Chromium from contacting Google for updates.
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
 PHONE, DESKTOP = {"width": 390, "height": 800}, {"width": 1200, "height": 900}
 
@@ -29,7 +29,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, tmp_path):
-    """``open_page(html, **context)``: the page; errors and requests of it fail the test."""
+    """``open_page(html, **context)`` opens a page. Its console messages, errors and requests fail the test."""
     contexts, problems = [], []
 
     def start(html: str, **options):
@@ -48,8 +48,8 @@ def open_page(browser, tmp_path):
     assert problems == []
 
 
-def inspector(found: list[dict]) -> str:
-    return inspect_page(Trace(found[0], found[1:]))
+def inspector(trace: list[dict]) -> str:
+    return inspect_page(Trace(trace[0], trace[1:]))
 
 
 def loaded(page) -> float:
@@ -63,8 +63,8 @@ def fits(page) -> bool:
 
 
 def test_slider_keys_and_clicks(open_page):
-    found = [REQUEST, step(1, [" a", " b", " c"]), step(2, [" d"]), step(3, [" e", " f"])]
-    page = open_page(inspector(found))
+    trace = [REQUEST, step(1, [" a", " b", " c"]), step(2, [" d"]), step(3, [" e", " f"])]
+    page = open_page(inspector(trace))
     place, slider, answer = page.locator("#place"), page.locator("#slider"), page.locator("#answer")
     assert answer.inner_text() == " a b c d e f"
     assert place.inner_text() == "Step 1 of 3"
@@ -86,7 +86,7 @@ def test_slider_keys_and_clicks(open_page):
     assert place.inner_text() == "Step 1 of 3"
     assert page.locator(".step.now").inner_text() == " a b c"
     graph = page.locator("#graph")
-    assert graph.locator(".node.accepted").count() == 3  # the root, and two
+    assert graph.locator(".node.accepted").count() == 3  # the root and two others
     assert graph.locator(".node.chosen").text_content().endswith("target's choice")
     assert graph.locator(".edge.joins").count() == 1
     assert graph.locator(".node.pruned").count() == 0
@@ -121,7 +121,7 @@ def test_a_phone(open_page, scheme):
 def test_long_and_empty_answers(open_page, tokens):
     page = open_page(inspector(records(tokens)))
     loads = [loaded(page)]
-    while min(loads) > 1 and len(loads) < 5:  # other tests are running
+    while min(loads) > 1 and len(loads) < 5:  # other tests may slow it down
         page.reload()
         loads.append(loaded(page))
     assert min(loads) < 1 or tokens > 500, loads

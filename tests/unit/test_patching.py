@@ -1,4 +1,4 @@
-"""What is replaced comes back, and our tools look on without a change to what they look at."""
+"""Replaced symbols are restored, and our tools watch engines without changing their results."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def test_a_symbol_that_is_missing_when_it_is_needed_is_named(monkeypatch):
 
 
 class Runner:
-    """As much of a model runner as is looked at."""
+    """The methods of a model runner that the tools watch."""
 
     def _model_forward(self, tokens, positions):
         return tokens + positions

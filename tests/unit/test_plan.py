@@ -1,4 +1,4 @@
-"""``vllm-gsd plan`` without engines: its arithmetic against enumeration, and plans from a report made by hand."""
+"""``vllm-gsd plan`` without engines: its arithmetic compared with enumeration, and plans from a made-up report."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ ROWS = np.array([1, 8, 64, 512])
 
 
 def machine(**changes) -> Machine:
-    """Steps of 10 ms for few rows and of 0.2 ms a row for many."""
+    """A machine whose target takes 10 ms for few rows and 0.2 ms per row for many."""
     values = {
         "costs": Costs(ROWS, np.maximum(10.0, 0.2 * ROWS), np.maximum(1.0, 0.02 * ROWS), attention=1e-5),
         "plain": curve([(1, 12), (50, 15), (512, 110)]),
@@ -66,14 +66,14 @@ def test_levels_run_the_nodes_that_may_have_children():
 def test_the_fitted_acceptance_gives_what_was_measured():
     chances, depths = GUESSES.graph(3, 3, 8)
     measured = np.bincount(depths, chances)
-    found = fitted(measured.tolist(), 0.5 * GUESSES.sibling, 3, 8)
-    again, places = found.graph(3, 3, 8)
+    acceptance = fitted(measured.tolist(), 0.5 * GUESSES.sibling, 3, 8)
+    again, places = acceptance.graph(3, 3, 8)
     assert np.bincount(places, again) == pytest.approx(measured, rel=1e-3)
-    assert found.depth == pytest.approx(GUESSES.depth, rel=0.02)
+    assert acceptance.depth == pytest.approx(GUESSES.depth, rel=0.02)
 
 
 def test_the_rate_is_the_best_over_levels_and_nodes():
-    """Every number of levels and nodes, counted one by one."""
+    """The model's rate equals the best of all numbers of levels and nodes, each computed here."""
     one, requests = Model(machine(), GUESSES, WORK), 4
     best = 0.0
     for levels in (1, 2, 3):
@@ -109,12 +109,12 @@ def test_the_best_form_is_smaller_where_rows_cost():
 
 def test_replicas_follow_littles_law():
     one = Model(machine(), GUESSES, WORK)
-    found = replicas(one, FORM, 40.0, 2.0, 512)
-    assert found["seconds_per_request"] * found["requests_per_second"] == pytest.approx(found["requests_at_once"])
-    assert found["seconds_per_request"] <= 2.0
-    assert (found["replicas"] - 1) * found["requests_per_second"] * BUSY < 40.0
-    assert found["replicas"] * found["requests_per_second"] * BUSY >= 40.0
-    assert replicas(one, None, 40.0, 2.0, 512)["replicas"] >= found["replicas"]
+    fleet = replicas(one, FORM, 40.0, 2.0, 512)
+    assert fleet["seconds_per_request"] * fleet["requests_per_second"] == pytest.approx(fleet["requests_at_once"])
+    assert fleet["seconds_per_request"] <= 2.0
+    assert (fleet["replicas"] - 1) * fleet["requests_per_second"] * BUSY < 40.0
+    assert fleet["replicas"] * fleet["requests_per_second"] * BUSY >= 40.0
+    assert replicas(one, None, 40.0, 2.0, 512)["replicas"] >= fleet["replicas"]
     with pytest.raises(PlanError, match="one request alone takes"):
         replicas(one, FORM, 40.0, 0.01, 512)
 
@@ -139,7 +139,7 @@ def test_shapes_count_the_weights_of_the_built_in_models():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus(name):
-    """A 3B target with a small draft: speculation pays for one request, and less where arithmetic is the bound."""
+    """For a 3B target with a small draft, speculation pays for one request, and less when compute-bound."""
     from vllm_gsd.tools.plan.shapes import Shapes
 
     one = machine_of(name, Shapes(3e9, 1e5), Shapes(1e8, 1e4), WORK)
@@ -152,7 +152,7 @@ def test_gpus(name):
 
 
 def report(tmp_path, batches=(1, 4, 16, 64)):
-    """A report of ``machine()`` as bench would write it."""
+    """Write the report that bench would write on ``machine()``."""
     one = Model(machine(), GUESSES, WORK)
     chances, depths = GUESSES.graph(3, 3, 8)
     costs = one.machine.costs
@@ -180,7 +180,7 @@ def report(tmp_path, batches=(1, 4, 16, 64)):
         for name, method in (("plain", "plain"), ("off", "gsd-off")):
             gain = ours / rows[batch][method]["tokens_per_second"]["median"]
             rows[batch]["gsd"][f"ratio_to_{name}"] = {"median": gain}
-    gsd = json.dumps({"top_k": 3, "max_depth": 3, "num_speculative_tokens": 8})
+    gsd = json.dumps({"top_k": 3, "max_depth": 3, "num_speculative_tokens": 8, "theta_prob": 0.01})
     settings = {"gsd": gsd, "target": "big", "draft": "small"}
     (tmp_path / "bench.json").write_text(json.dumps({"settings": settings, "batches": rows}))
     return str(tmp_path / "bench.json")
@@ -191,7 +191,7 @@ def run(*arguments):
 
 
 def test_what_the_report_says_is_predicted(tmp_path):
-    """Learned at three batch sizes, the gain at the fourth is right, too; a wrong measurement is noticed."""
+    """A plan learned at three batch sizes predicts the gain at the fourth. A wrong measurement is noticed."""
     path = report(tmp_path)
     done = run(path, "--validate", "1,16,64")
     rows = json.loads(done.stdout)["rows"]
@@ -208,17 +208,18 @@ def test_a_plan(tmp_path):
     options = ["--rate", "30", "--latency", "3", "--out", str(tmp_path / "out")]
     done = run(report(tmp_path), *options)
     assert done.exit_code == 0, done.output
-    found = json.loads((tmp_path / "out/plan.json").read_text())
-    assert list(found["batches"]) == [str(2**power) for power in range(10)]
-    assert found["batches"]["1"]["graph_over_plain"] > found["batches"]["1"]["chain_over_plain"] > 1
-    assert found["gsd_json"]["method"] == "gsd" and found["gsd_json"]["model"] == "small"
-    assert found["fleet"]["graph"]["replicas"] <= found["fleet"]["plain"]["replicas"]
-    assert len(found["assumptions"]) >= 4
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    assert list(plan["batches"]) == [str(2**power) for power in range(10)]
+    assert plan["batches"]["1"]["graph_over_plain"] > plan["batches"]["1"]["chain_over_plain"] > 1
+    keys = plan["gsd_json"]
+    assert keys["method"] == "gsd" and keys["model"] == "small" and keys["theta_prob"] == 0.01
+    assert plan["fleet"]["graph"]["replicas"] <= plan["fleet"]["plain"]["replicas"]
+    assert len(plan["assumptions"]) >= 4
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_acceptance_of_a_trace(tmp_path):
-    """Two graphs: one accepted two levels deep, one not at all; and a line that is being written."""
+    """The trace has two graphs, one accepted two levels deep and one not at all, and an unfinished line."""
     deep = {"parent": [-1, -1, 0, 1], "accepted": [False, True, False, True]}
     steps = [deep, {"parent": [-1], "accepted": [False]}, {"parent": [], "accepted": []}]
     lines = [json.dumps({"event": "request", "version": 1, "request": "a"})]
@@ -240,16 +241,26 @@ def test_a_plan_for_a_gpu(tmp_path):
     models = ["--target", str(pair.target), "--draft", str(pair.draft), "--out", str(tmp_path / "out")]
     done = run(report(tmp_path), "--machine", "h100", *models, "--answer-tokens", "400")
     assert done.exit_code == 0, done.output
-    found = json.loads((tmp_path / "out/plan.json").read_text())
-    assert found["workload"] == {"prompt": WORK.prompt, "answer": 400}
-    assert "compared with a GPU" in " ".join(found["assumptions"])
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    assert plan["workload"] == {"prompt": WORK.prompt, "answer": 400}
+    assert "compared with a GPU" in " ".join(plan["assumptions"])
+    # Without --draft, the plan is for the report's draft.
+    path = Path(report(tmp_path))
+    path.write_text(path.read_text().replace('"small"', json.dumps(str(pair.draft))))
+    assert run(str(path), "--machine", "h100", *models[:2], *models[4:], "--answer-tokens", "400").exit_code == 0
+    assert json.loads((tmp_path / "out/plan.json").read_text()) == plan
 
 
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
         (["--machine", "h100"], "needs --target"),
-        (["--machine", "tpu", "--target", "TARGET"], '--machine is "tpu"'),
+        (["--machine", "h100", "--target", "TARGET"], "small has no config.json"),
+        (
+            ["--machine", "h100", "--target", "TARGET", "--draft", "BLOCK"],
+            "is of kind dspark, but plans are for drafts",
+        ),
+        (["--machine", "tpu", "--target", "TARGET", "--draft", "TARGET"], '--machine is "tpu"'),
         (["--machine", "h100", "--target", "nowhere"], "has no config.json"),
         (["--validate", "1,2"], 'has no "plain" at batch size 2'),
         (["--validate", "x"], '--validate is "x"'),
@@ -266,7 +277,11 @@ def test_a_plan_for_a_gpu(tmp_path):
 def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path, extra, sentence):
     from vllm_gsd.tools.models import built_in_pair
 
-    extra = [str(built_in_pair().target) if word == "TARGET" else word for word in extra]
+    block = tmp_path / "block"
+    block.mkdir()
+    (block / "config.json").write_text(json.dumps({"architectures": ["Qwen3DSparkModel"]}))
+    folders = {"TARGET": built_in_pair().target, "BLOCK": block}
+    extra = [str(folders.get(word, word)) for word in extra]
     done = run(report(tmp_path), "--out", str(tmp_path / "out"), *extra)
     assert done.exit_code == 1
     assert sentence in " ".join(done.stderr.split())

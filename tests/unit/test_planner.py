@@ -1,4 +1,4 @@
-"""The planner: what it chooses against brute force, and that it goes on and off where it pays."""
+"""The planner: its choices equal the best by brute force, and it turns drafting on and off when that pays."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from vllm_gsd.planner.planner import (
     Planner,
 )
 
-# Up to 8 rows cost little more than one, beyond them each adds a millisecond; as measured on a CPU.
+# As measured on a CPU: up to 8 rows cost little more than one, and each further row adds a millisecond.
 ROWS = np.array([1, 8, 16, 64, 256])
 COSTS = Costs(ROWS, np.array([20.0, 21, 29, 77, 269]), np.array([1.0, 1.2, 1.4, 3, 9]), attention=1e-4)
 GPU = Costs(ROWS, np.full(5, 20.0), np.full(5, 1.0), attention=0.0)
@@ -50,14 +50,14 @@ def planned(costs, num_requests, context=100):
 
 
 def choose(planner, values, context=100):
-    """Sizes chosen for graphs with those values, float [num_graphs, nodes]."""
+    """Sizes that the planner chooses for graphs with these values, float [num_graphs, nodes]."""
     values = np.asarray(values, np.float32)
     size = np.full(len(values), values.shape[1], np.int32)
     return planner.choose(values, size, np.full(len(values), context), np.ones(len(values), np.bool_))
 
 
 def step(planner, num_requests, values):
-    """A step whose drafts are worth ``values`` [nodes]; returns whether it drafted, and the sizes verified."""
+    """Run a step whose drafts have ``values`` [nodes]; returns whether it drafted, and the verified sizes."""
     planner.begin(num_requests, 100 * num_requests)
     if not planner.wants_drafts(num_requests, NOTHING_FOUND):
         return False, np.zeros(num_requests, np.int32)
@@ -122,7 +122,7 @@ def test_a_level_is_drafted_from_the_nodes_that_pay():
 def test_speculates_alone_and_not_in_a_full_batch():
     assert planned(COSTS, 1).wants_drafts(1, NOTHING_FOUND)
     assert not planned(COSTS, 64).wants_drafts(64, NOTHING_FOUND)
-    # Where rows are free it does in either.
+    # If rows are free, it speculates in both.
     assert planned(GPU, 64).wants_drafts(64, NOTHING_FOUND)
 
 
@@ -149,7 +149,7 @@ def test_stops_drafting_what_is_worth_nothing_and_tries_again_now_and_then():
     late = steps[200:]
     pauses = np.diff(np.flatnonzero([drafted for drafted, _ in late]))
     assert len(pauses) >= 5 and set(pauses[1:] / pauses[:-1]) == {1, 2} and set(pauses[-3:]) == {PROBE_AT_MOST}
-    # What is drafted to see is verified too, one node of each graph: calibration would never hear of it otherwise.
+    # Each probe also verifies one node of each graph; otherwise, calibration would never learn about probes.
     assert all(sizes.tolist() == [1] for drafted, sizes in late if drafted)
 
 
@@ -157,14 +157,14 @@ def test_comes_back_when_drafts_become_good():
     planner = new_planner()
     for _ in range(300):
         step(planner, 1, np.full(6, 0.01))
-    while not step(planner, 1, GOOD)[0]:  # the probe that shows it may be long in coming
+    while not step(planner, 1, GOOD)[0]:  # the next probe may be many steps away
         pass
     drafted = [step(planner, 1, GOOD)[0] for _ in range(400)]
     assert np.mean(drafted[-100:]) > 0.95
 
 
 def test_probes_of_a_full_batch_verify_few_of_the_found_nodes():
-    """Nodes found in the texts that do not pay either, for all 64 requests in every step."""
+    """In every step, all 64 requests have copied nodes that do not pay to verify."""
     planner, verified = new_planner(), []
     for _ in range(4 * PROBE_AT_MOST):
         planner.begin(64, 6400)
@@ -174,8 +174,8 @@ def test_probes_of_a_full_batch_verify_few_of_the_found_nodes():
     )
 
 
-def worth_so_that(ratio):
-    """Chances of a graph's nodes with which drafting for one request is ``ratio`` times as fast as not drafting."""
+def worth_for_speedup(ratio):
+    """The values of `planner.worth` that make drafting for one request ``ratio`` times as fast as not drafting."""
     planner, low, high = planned(COSTS, 1), 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -186,9 +186,9 @@ def worth_so_that(ratio):
 
 
 def test_drafting_does_not_flap_where_it_hardly_matters():
-    """What is known moves by a percent from step to step, around where drafting is worth what it takes."""
+    """Near the break-even point, values that vary by a percent per step do not switch drafting on and off."""
     planner, random, states = new_planner(), np.random.default_rng(0), []
-    even = worth_so_that(1.0)
+    even = worth_for_speedup(1.0)
     for _ in range(500):
         planner.worth = even * (1 + 0.01 * random.normal(size=16))
         planner.begin(1, 100)
@@ -200,7 +200,7 @@ def test_drafting_does_not_flap_where_it_hardly_matters():
 @pytest.mark.parametrize(("ratio", "was", "stays"), [(0.99, True, False), (1.01, True, True), (1.04, False, True)])
 def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays):
     planner = new_planner()
-    planner.worth, planner.drafting = worth_so_that(ratio), was
+    planner.worth, planner.drafting = worth_for_speedup(ratio), was
     planner.begin(1, 100)
     assert planner.drafts_pay() == stays
     planner.wants_drafts(1, NOTHING_FOUND)
@@ -209,7 +209,7 @@ def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays
 
 def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
     planner = new_planner()
-    for num_requests in (1, 3):  # what graphs cost beyond the table is unknown for each
+    for num_requests in (1, 3):  # each size of batch needs its own plain steps
         steps = [step(planner, num_requests, np.array([0.7, 0.5, 0.35])) for _ in range(330)]
         plain = [number for number, (drafted, _) in enumerate(steps, 1) if not drafted]
         assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
@@ -246,7 +246,7 @@ def test_a_full_batch_is_tried_with_few_requests():
 
 
 def test_a_probe_waits_for_a_text_that_the_draft_has_read():
-    """Until there is one, prompts go through the draft."""
+    """Until the draft has read a text, it also reads prompts."""
     planner = new_planner()
     for _ in range(PROBE_EVERY - 2):
         planner.begin(64, 0)
@@ -263,7 +263,7 @@ def test_a_probe_waits_for_a_text_that_the_draft_has_read():
 
 
 def observe_steps(overhead, steps, true_ms, seed=0):
-    """``steps``: (requests, context, nodes) of each; ``true_ms`` of the same is what they take beyond 20 ms."""
+    """Observe steps, given as (requests, context, nodes); each takes ``true_ms`` of these beyond 20 ms, with noise."""
     random = np.random.default_rng(seed)
     for parts in steps:
         overhead.observe_step(20 + true_ms(*parts) + random.normal(), 20, *parts)
@@ -273,7 +273,7 @@ def test_overheads_are_learned_and_outliers_are_not():
     overhead = Overhead()
     observe_steps(overhead, [(1, 100, 0)] * 300, lambda *_: 12.0)
     assert overhead.plain_ms(1, 100) == pytest.approx(12, abs=0.7)
-    assert overhead.graph_ms == Overhead().graph_ms  # not seen yet: what is believed
+    assert overhead.graph_ms == Overhead().graph_ms  # not observed yet, so the initial value
     overhead.observe_step(5000, 20, 1, 100, 0)
     assert overhead.plain_ms(1, 100) < 13
 
@@ -340,13 +340,13 @@ def test_what_rows_add_never_falls():
     rows = np.array([1, 2, 4, 8, 12])
     steady = np.array([1.0, 2.0, 4.0, 8.0, 14.0])
     np.testing.assert_allclose(convex(rows, steady), steady)
-    # A slow measurement at 2 rows and a fast one at 8: each further row adds what it does on average around.
+    # A slow measurement at 2 rows and a fast one at 8 are replaced by averages with their neighbours.
     np.testing.assert_allclose(convex(rows, np.array([10.0, 13, 10, 12, 18])), [10, 10, 10, 12, 18])
     np.testing.assert_allclose(convex(rows, np.array([10.0, 12, 13, 19, 20])), [10, 10.9, 12.7, 16.4, 20.0], atol=0.1)
 
 
 def test_experts_that_no_row_chose_yet_cost():
-    """A mixture of experts: times rise steeply until every expert is in use. A convex fit would hide that."""
+    """In a mixture of experts, times rise steeply until every expert is in use, which a convex fit would hide."""
     rows, times = np.array([1, 2, 4, 8, 16, 64]), np.array([10.0, 19, 34, 50, 60, 70])
     np.testing.assert_allclose(rising(rows, times), times)
     np.testing.assert_allclose(rising(rows, np.array([10.0, 40, 34, 50, 60, 70])), [10, 34, 34, 50, 60, 70])
@@ -360,7 +360,7 @@ def test_experts_that_no_row_chose_yet_cost():
 
 
 def test_learned_overhead_decides():
-    """Where steps take long whatever they verify, drafts pay that would not otherwise."""
+    """If steps take long whatever they verify, even poor drafts pay."""
     values = np.array([0.08, 0.04])
     planner, slow = new_planner(), new_planner()
     observe_steps(slow.overhead, [(1, 100, i % 2) for i in range(800)], lambda *_: 80.0)
@@ -437,6 +437,16 @@ class TestSourceTrust:
         for _ in range(60):
             trust.observe(["a"], np.zeros(1, int), np.array([NATIVE]), np.array([0.6]), np.array([True]))
         assert trust.of(["a"])[0, NGRAM] > OFF_BELOW
+
+    def test_an_only_source_that_is_off_is_tried_again(self):
+        trust = SourceTrust()
+        for _ in range(40):
+            trust.observe(["a", "b"], np.arange(2), np.full(2, NGRAM), np.full(2, 0.6), np.zeros(2, np.bool_))
+        off = trust.of(["b"])
+        for _ in range(60):
+            trust.fade(["never seen", "a"])
+        assert trust.of(["a"])[0, NGRAM] > OFF_BELOW > off[0, NGRAM]
+        assert (trust.of(["b"]) == off).all() and set(trust.seen) == {"a", "b"}
 
     def test_forgets_requests(self):
         trust = SourceTrust()

@@ -18,7 +18,7 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
 def test_only_line_feeds_end_a_line(file, separator):
-    """JSON allows all of these within a string, and Python's ``splitlines`` splits at them."""
+    """JSON allows these characters within a string, but Python's ``splitlines`` would split at them."""
     text = f"one{separator}two"
     file.write_text(
         json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" + json.dumps({"prompt": "three"}), "utf-8"
@@ -46,7 +46,7 @@ def test_thinned_requests_are_spread_evenly(limit, chosen):
 
 
 def test_check_lossless_starts_its_engines_anew_and_compares_all_prompts(file, tmp_path, monkeypatch, capsys):
-    """Results of earlier runs, which may be of other code or prompts, are not taken for those of this run."""
+    """Results of earlier runs, perhaps with other code or prompts, are not reused."""
     file.write_text("\n".join(json.dumps({"prompt": str(number)}) for number in range(12)))
     main, started, compared = runpy.run_path(str(CHECK_LOSSLESS))["main"], [], []
 
@@ -57,7 +57,7 @@ def test_check_lossless_starts_its_engines_anew_and_compares_all_prompts(file, t
         Path(command[command.index("--out") + 1]).write_text(json.dumps(answer))
 
     monkeypatch.setattr("subprocess.run", engine)
-    transformers = {"compare_with_transformers": lambda answered, _: compared.append(answered) or {"different": []}}
+    transformers = {"compare_with_transformers": lambda answers, _: compared.append(answers) or {"different": []}}
     main.__globals__.update(transformers)
     for _ in range(2):
         with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""Files of ``examples/ray/batch.py``: it resumes its own, and leaves others as they are."""
+"""Output files of ``examples/ray/batch.py``: it resumes its own, and leaves other files unchanged."""
 
 import importlib.util
 import json
@@ -55,7 +55,7 @@ def test_leaves_others_as_they_are(batch, tmp_path, content):
 
 
 def test_prompts(batch, tmp_path, monkeypatch):
-    """Wrong prompts are refused before anything else is looked at or started."""
+    """Wrong prompts are refused before anything else is read or started."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     out.write_text(LINES + "{")
     prompts.write_text('{"id": 1, "prompt": "one"}\n{"id": 2}\n')

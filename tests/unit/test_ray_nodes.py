@@ -1,4 +1,4 @@
-"""What is said of Ray nodes that do not have this plugin."""
+"""The message for Ray nodes without this plugin."""
 
 from importlib.metadata import version
 from unittest import mock
@@ -13,7 +13,7 @@ OURS = version("vllm-gsd")
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """Two nodes; what is appended are their answers, (version, problem)."""
+    """Two nodes. A test appends their answers: (version, problem)."""
     answers: list[tuple[str, str]] = []
     ray = mock.MagicMock()
     ray.nodes.return_value = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}"} for name in "12"]
@@ -30,14 +30,14 @@ def test_all_have_it(nodes):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (("", "ImportError: no"), f"10.0.0.2 cannot import vllm-gsd (ImportError: no); install vllm-gsd {OURS}"),
         (("0.0.1", ""), f"10.0.0.2 has vllm-gsd 0.0.1; install vllm-gsd {OURS}"),
     ],
 )
-def test_one_has_not(nodes, answer, said):
+def test_one_has_not(nodes, answer, message):
     nodes += [(OURS, ""), answer]
     with pytest.raises(GSDConfigError) as refused:
         ray_nodes.check_nodes(None)
-    assert said in str(refused.value)
+    assert message in str(refused.value)

@@ -1,4 +1,4 @@
-"""Records of traced steps, on graphs built by hand, and the bounded file they are written to."""
+"""Records of traced steps, with graphs built by hand, and the size-limited file for them."""
 
 import json
 import stat
@@ -35,7 +35,7 @@ def text(before: int, token: int) -> str:
 
 
 def grown(children):
-    """A graph below root 7 of ``(parent, token, prob, origin)``, whose merged edges are given as a fifth item."""
+    """A graph with root 7 and nodes ``(parent, token, prob, origin)``; a fifth item is the target of a merged edge."""
     graphs = new_graphs(1, 16)
     reset(graphs, 0, np.array([5, 7]))
     for parent, token, prob, origin, *merged in children:
@@ -45,7 +45,7 @@ def grown(children):
 
 
 def verified(graphs, num_nodes: int, place: int, select=None) -> Step:
-    """The step that drafted this graph, verified its ``num_nodes`` best places and walked to row ``place``."""
+    """A step that drafted this graph, verified its ``num_nodes`` best places and accepted the path to row ``place``."""
     factor, trust = np.ones((NUM_SOURCES, NUM_DEPTHS, NUM_BINS), np.float32), np.ones((1, NUM_SOURCES), np.float32)
     trees = flatten(graphs, np.array([8], np.int32), np.array([4], np.int32), factor, trust)
     step = Step()
@@ -58,7 +58,7 @@ def verified(graphs, num_nodes: int, place: int, select=None) -> Step:
 
 
 def test_what_became_of_nodes():
-    """The merged edge 4 continues as node 1, so token 12 has one node and two rows; the walk takes the second."""
+    """Merged edge 4 continues as node 1, so token 12 has one node and two rows. The second row is accepted."""
     graphs = grown(
         [(0, 11, 0.6, ORIGIN_DRAFT), (0, 13, 0.4, ORIGIN_DRAFT), (1, 12, 0.9, ORIGIN_DRAFT),
          (2, 11, 0.8, ORIGIN_DRAFT, 1), (0, 14, 0.01, ORIGIN_DRAFT)]
@@ -98,7 +98,7 @@ def test_copies_from_others_are_blank_unless_chosen():
 
 
 def test_copies_raise_the_survival_of_what_follows():
-    """``agree`` changes the probability of a node only."""
+    """``agree`` changes only a node's own probability."""
     graphs = grown([(0, 11, 0.5, ORIGIN_DRAFT), (1, 12, 0.5, ORIGIN_DRAFT)])
     graphs.prob[0, 1] = 0.8
     record = verified(graphs, 1, 0).record([9], ["x"], text)
@@ -151,7 +151,7 @@ def test_the_answer_ends_at_max_tokens():
 def test_the_file_is_private_and_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_file, "MOST_BYTES", 100)
     path = tmp_path / "trace.jsonl"
-    files = [TraceFile(str(path)) for _ in range(2)]  # of two engines
+    files = [TraceFile(str(path)) for _ in range(2)]  # as two engines do
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for number in range(20):
         files[number % 2].append({"number": number})

@@ -1,4 +1,4 @@
-"""Each row of the table of refusals rejects its feature where it should, and reads fields that vLLM has."""
+"""Each row of the table of refusals rejects its feature on the right runner and platform, and reads existing fields."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.refusals import REFUSALS, Engine
 
 PRUNING = SimpleNamespace(is_multimodal_pruning_enabled=lambda: True)
-# Feature: (runner, platform, the configuration that uses it, a part of the message).
+# Feature: (runner, platform, a configuration that uses it, a part of the message).
 USED = {
     "other platforms than vLLM's CPU and CUDA platforms": ("V1", "", {}, "this platform yet"),
     "pooling models": ("V1", "CPU", {"model.runner_type": "pooling"}, "text-generation"),
@@ -92,8 +92,8 @@ USED = {
 }
 
 
-def engine(runner: str, platform: str, **of: dict) -> Engine:
-    """An engine that uses only supported features, apart from the ones given per config."""
+def engine(runner: str, platform: str, **changes: dict) -> Engine:
+    """An engine that uses only supported features, apart from those given by config."""
     model = {
         "runner_type": "generate",
         "get_sliding_window": lambda: None,
@@ -117,14 +117,14 @@ def engine(runner: str, platform: str, **of: dict) -> Engine:
     vllm_config = {
         **{f"{name}_config": None for name in configs},
         "aux_output_config": SimpleNamespace(enabled=False),
-        "model_config": SimpleNamespace(**model | of.get("model", {})),
-        "parallel_config": SimpleNamespace(**parallel | of.get("parallel", {})),
+        "model_config": SimpleNamespace(**model | changes.get("model", {})),
+        "parallel_config": SimpleNamespace(**parallel | changes.get("parallel", {})),
         "cache_config": SimpleNamespace(
-            **{"cache_dtype": "auto", "kv_sharing_fast_prefill": False, "block_size": 16} | of.get("cache", {})
+            **{"cache_dtype": "auto", "kv_sharing_fast_prefill": False, "block_size": 16} | changes.get("cache", {})
         ),
     }
-    config = GSDConfig.load({"method": "gsd", "model": None, **of.get("config", {})})
-    return Engine(SimpleNamespace(**vllm_config | of.get("vllm_config", {})), config, runner, platform)
+    config = GSDConfig.load({"method": "gsd", "model": None, **changes.get("config", {})})
+    return Engine(SimpleNamespace(**vllm_config | changes.get("vllm_config", {})), config, runner, platform)
 
 
 def split(changes: dict) -> dict[str, dict]:
@@ -135,8 +135,8 @@ def split(changes: dict) -> dict[str, dict]:
     return by_config
 
 
-def messages(of: Engine) -> list[str]:
-    return [message for refusal in REFUSALS if (message := refusal.message(of))]
+def messages(configured: Engine) -> list[str]:
+    return [message for refusal in REFUSALS if (message := refusal.message(configured))]
 
 
 def test_every_refusal_is_here():
@@ -146,9 +146,9 @@ def test_every_refusal_is_here():
 @pytest.mark.parametrize("feature", USED)
 def test_refused(feature):
     runner, platform, changes, part = USED[feature]
-    told = messages(engine(runner, platform, **split(changes)))
-    assert any(part in message for message in told)
-    for message in told:
+    refusals = messages(engine(runner, platform, **split(changes)))
+    assert any(part in message for message in refusals)
+    for message in refusals:
         assert message.startswith("gsd does not support ")
         assert message.endswith(".")
         assert "\n" not in message
@@ -182,8 +182,8 @@ def test_vllm_has_what_is_asked():
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 
     classes = {"model": ModelConfig, "parallel": ParallelConfig, "cache": CacheConfig, "vllm_config": VllmConfig}
-    asked = {path for _, _, changes, _ in USED.values() for path in changes if not path.startswith("config.")}
-    for name, key in (path.split(".") for path in asked | {"model.is_attention_free"}):
+    paths = {path for _, _, changes, _ in USED.values() for path in changes if not path.startswith("config.")}
+    for name, key in (path.split(".") for path in paths | {"model.is_attention_free"}):
         fields = {field.name for field in dataclasses.fields(classes[name])}
-        made = f"self.{key}" in inspect.getsource(classes[name])
-        assert key in fields or hasattr(classes[name], key) or made, f"{name}.{key}"
+        assigned = f"self.{key}" in inspect.getsource(classes[name])
+        assert key in fields or hasattr(classes[name], key) or assigned, f"{name}.{key}"

@@ -1,4 +1,4 @@
-"""Rows of prompts need no masks: memory that grows with the rows alone, and each row sees what lies before it."""
+"""Rows of prompts need no masks: memory grows only with the rows, and each row attends to all tokens before it."""
 
 import tracemalloc
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def branching():
 
 
 def batch_of(rows, before, trees):
-    """A step whose request r has ``rows[r]`` rows behind ``before[r]`` keys, the last of them a graph's or a root."""
+    """A step in which request r has ``rows[r]`` rows after ``before[r]`` keys, ending with a graph or a root."""
     ends = np.cumsum(rows)
     step = lay_out(trees, np.array([1 if tree is None else 1 + NODES for tree in trees]), ends)
     step.mask_all(np.concatenate([[0], ends]).astype(np.int32))
@@ -37,7 +37,7 @@ def batch_of(rows, before, trees):
 
 
 def attended(tree, request):
-    """Logical indices that each row of a request attends, by the reference."""
+    """The logical indices to which each row of a request attends, by the reference."""
     rows = slice(*tree.query_start_loc[request : request + 2].tolist())
     seen = _attended(int(tree.prefix_lens[request]), tree.positions[rows], tree.mask[rows], -1)
     return [row.nonzero().squeeze(1).tolist() for row in seen]

@@ -1,4 +1,4 @@
-"""The index over finished responses: what it finds, what it forgets, and who may see what."""
+"""The index of finished responses: what it finds, what it forgets, and which requests may read what."""
 
 from types import SimpleNamespace
 
@@ -26,15 +26,15 @@ def finish(shared, request_id, response, adapter=None):
 
 
 def paths(graphs):
-    """Token paths of a graph's leaves with the last node's survival."""
-    found = {}
+    """The token path to every node of a graph, with the node's survival."""
+    survivals = {}
     for node in range(1, graphs.size[0]):
         path, above = [], node
         while above != 0:
             path.append(int(graphs.token[0, above]))
             above = graphs.parent[0, above]
-        found[tuple(path[::-1])] = float(graphs.survival[0, node])
-    return found
+        survivals[tuple(path[::-1])] = float(graphs.survival[0, node])
+    return survivals
 
 
 def grafted(shared, text, adapter=None):
@@ -56,7 +56,7 @@ def test_finds_what_followed():
 
 
 def test_the_bench_drops_what_methods_remember():
-    """Or a turn would copy what the turn before had answered."""
+    """Otherwise, a turn would copy the answers of the turn before it."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     shared, upstreams = SharedSuffixes(10), SuffixDecodingCache(8, 10)
@@ -71,7 +71,7 @@ def test_the_bench_drops_what_methods_remember():
     forget_responses(None)
     assert not upstreams.cached_requests
     assert grafted(shared, [7, 2, 3]) == {}
-    upstreams.add_active_response("running", [6])  # goes on, for itself
+    upstreams.add_active_response("running", [6])  # a running request continues
     finish(shared, "b", [2, 3, 8])
     assert set(grafted(shared, [7, 2, 3])) == {(8,)}
 
@@ -115,7 +115,7 @@ def test_the_oldest_leave_first_over_all_readers():
     assert set(grafted(shared, [30, 31])) == {(32,), (32, 33), (32, 33, 34)}
     assert len(shared.kept) == 3
     assert list(shared.caches) == [(None, None)]
-    assert len(shared.caches[None, None].cached_requests) == 4  # and the reader
+    assert len(shared.caches[None, None].cached_requests) == 4  # with the reader
     assert READER in shared.caches[None, None].active_requests
 
 
@@ -136,7 +136,7 @@ def test_refused_without_the_package(monkeypatch):
 
 
 def test_ranks_store_responses_in_one_order():
-    """Which requests end in a step is a set, in which every process has another order."""
+    """The requests that end in a step are given as a set, whose order differs between processes."""
     stored: list[str] = []
     shared = SimpleNamespace(finished=lambda request_id, *_: stored.append(request_id))
     speculation = SimpleNamespace(copies=SimpleNamespace(shared=shared), forget=lambda request_ids: None)

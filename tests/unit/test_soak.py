@@ -1,4 +1,4 @@
-"""The checks of a soak find each fault of answers and servers, and report no others."""
+"""The soak test's checks find each fault of answers and servers, and report no others."""
 
 import sys
 from pathlib import Path
@@ -77,8 +77,8 @@ def test_good_answers(name):
 
 @pytest.mark.parametrize("name", BAD)
 def test_faults_are_found(name):
-    asked, answered, words = BAD[name]
-    assert any(words in fault for fault in faults(asked, answered, {EOS}))
+    request, response, words = BAD[name]
+    assert any(words in fault for fault in faults(request, response, {EOS}))
 
 
 METRICS = {"vllm:num_preemptions_total": 3.0, "vllm:spec_decode_num_accepted_tokens_total": 9.0}
@@ -86,7 +86,7 @@ GROWS = "memory does not grow in the second half"
 
 
 def readings(mib, seconds=1800, requests=6000) -> list[dict]:
-    """180 readings; ``mib`` is a function of the requests, with a MiB or so of noise."""
+    """180 memory readings: ``mib`` is a function of the number of requests; about 1 MiB of noise is added."""
     noise, done = np.random.default_rng(0), np.linspace(0, requests, 180)
     return [
         {"seconds": seconds * share, "requests": int(count), "mib": mib(count) + noise.normal()}
@@ -138,7 +138,7 @@ def test_each_verdict(found, check):
 @pytest.mark.parametrize("kib", [4, 40])
 def test_leaks(kib, requests):
     assert broken(series=readings(lambda done: 500 + kib * done / 1024, requests=requests)) == [GROWS]
-    # A cache that settles meanwhile does not hide it.
+    # A cache that shrinks at the same time does not hide the leak.
     both = readings(lambda done: 900 - 300 * np.exp(-8 * done / requests) + kib * done / 1024, requests=requests)
     assert broken(series=both) == [GROWS]
 

@@ -1,4 +1,4 @@
-"""Engine arguments refused before the target's configuration is read."""
+"""Engine arguments that are refused before the target's configuration is read, and targets that a draft cannot use."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ CONFIG = GSDConfig.load({"method": "gsd", "model": None})
 
 @pytest.fixture
 def over_ray():
-    """Engine arguments as they come, but for the executor."""
+    """Default engine arguments, apart from the executor."""
     nothing = dict.fromkeys(("scheduler_cls", "spec_method", "spec_model", "spec_tokens"))
     return SimpleNamespace(**nothing, worker_cls="auto", distributed_executor_backend="ray")
 

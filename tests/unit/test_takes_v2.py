@@ -1,4 +1,4 @@
-"""Which of vLLM's model runners gsd prepares for."""
+"""The choice between vLLM's model runners, for which gsd prepares."""
 
 import pytest
 import vllm.triton_utils

@@ -1,4 +1,4 @@
-"""Committed texts on their way through the draft: every token once, in order, within what a forward takes."""
+"""The draft reads committed text: every token once, in order, with a limited number of rows per forward."""
 
 import numpy as np
 import pytest
@@ -26,4 +26,4 @@ def test_every_token_is_run_once(most, done, missing):
         done += counts
         forwards += 1
     assert run == [list(range(first, last)) for first, last in zip(start, due, strict=True)]
-    assert forwards == -(-np.maximum(due - start, 0).sum() // most)  # none of them had room left but the last
+    assert forwards == -(-np.maximum(due - start, 0).sum() // most)  # only the last one had room left

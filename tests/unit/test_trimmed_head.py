@@ -1,4 +1,4 @@
-"""The LM head of frequent and recent tokens."""
+"""The trimmed LM head, which has only frequent and recent tokens."""
 
 import numpy as np
 import pytest
@@ -31,14 +31,14 @@ def test_recent_tokens_are_computed_besides_the_frequent_ones(whole):
     head, hidden = make(whole, 3), torch.randn(2, 8)
     expected = hidden @ whole.T
     seen = [[], [4, 7, 1, 7], [20, 9], [30], [31, 7]]
-    kept = [set(), {7}, {7, 20}, {7, 20, 30}, {20, 30, 31}]  # who was there already does not come again
+    kept = [set(), {7}, {7, 20}, {7, 20, 30}, {20, 30, 31}]  # a kept token is not added again
     for tokens, recent in zip(seen, kept, strict=True):
         head.see(np.array(tokens, np.int32))
-        found = logits_by_token(head, hidden)
-        assert found.keys() == {1, 4, 9} | recent
-        for token, logits in found.items():
+        by_token = logits_by_token(head, hidden)
+        assert by_token.keys() == {1, 4, 9} | recent
+        for token, logits in by_token.items():
             torch.testing.assert_close(logits, expected[:, token])
-    head.see(np.array([7]))  # who left may come again
+    head.see(np.array([7]))  # a dropped token may be added again
     assert logits_by_token(head, hidden).keys() == {1, 4, 9, 30, 31, 7}
 
 
@@ -46,7 +46,7 @@ def test_the_last_ones_are_kept(whole):
     head, hidden = make(whole, 2), torch.randn(1, 8)
     head.see(np.array([30, 45, 6, 45, 5]))
     assert logits_by_token(head, hidden).keys() == {1, 4, 9, 45, 5}
-    head.see(np.array([30]))  # takes the place of the older one
+    head.see(np.array([30]))  # replaces the oldest one
     assert logits_by_token(head, hidden).keys() == {1, 4, 9, 30, 5}
 
 
@@ -85,10 +85,10 @@ def test_other_types_are_multiplied_as_they_are(whole):
 
 @pytest.mark.parametrize("frequent", [3, 16, 37])
 @pytest.mark.skipif(
-    not packs_weights(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="this processor's products are upstream's"
+    not packs_weights(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="vLLM's own products are used here"
 )
 def test_all_columns_in_one_matrix(frequent):
-    """Also where their number is none that our kernel takes."""
+    """This also holds for numbers of columns that our kernel does not support."""
     torch.manual_seed(0)
     weight, x = torch.randn(300, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     exact = x.double() @ weight.double().T
@@ -102,7 +102,7 @@ def test_all_columns_in_one_matrix(frequent):
 
 
 def test_without_our_kernels():
-    """Candidates come from vLLM's own product."""
+    """Candidates are computed with vLLM's own product."""
     torch.manual_seed(0)
     weight, x = torch.randn(300, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     head = TrimmedHead(lambda ids: weight[ids], 300, np.arange(32), torch.device("cpu"), 4, kernels=False)

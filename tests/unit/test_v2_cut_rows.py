@@ -1,4 +1,4 @@
-"""Rows that a plan leaves out, and their grammar masks."""
+"""Removing the rows that a plan leaves out, and their grammar masks."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def test_rows_are_cut_from_a_copy():
 def test_masks_of_the_rows_that_are_left(monkeypatch):
     whole = scheduled_step()
     cut = cut_rows(whole, {"a": 1, "b": 2, "c": 0}.get)
-    masks = np.arange(9, dtype=np.int32)[:, None]  # a root and nodes of each
+    masks = np.arange(9, dtype=np.int32)[:, None]  # the root and nodes of each request
     output = GrammarOutput(["c", "b", "prompt"], masks[:8], [3, 2, 0])
     monkeypatch.setattr(structured, "SINCE_0_33", False)
     assert cut_masks(output, whole, whole) is output

@@ -1,4 +1,4 @@
-"""The memory of a step's drafting at 1024 requests, 131072 tokens of vocabulary and as many of text: bounded."""
+"""Drafting's memory in a step is bounded, with 1024 requests, 131072 tokens per text, and a vocabulary of that size."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ CONFIG = GSDConfig(method="gsd", model="draft")
 
 
 def draft_model():
-    """A draft whose forward is an embedding of nothing: hidden states, and logits of them."""
+    """A draft whose forward only allocates hidden states; its logits are one matrix product."""
     model = DraftModel.__new__(DraftModel)
     model.head = None
     model.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, get_hidden_size=lambda: HIDDEN)
@@ -38,7 +38,7 @@ def draft_model():
 
 
 def best_tokens(logits, k):
-    """What the kernels of ``topk_softmax`` allocate."""
+    """Allocate what the kernels of ``topk_softmax`` allocate."""
     parts = -(-logits.shape[1] // 4096)
     scratch = torch.empty((len(logits), parts, 2 * k + 2), device=META)
     probs = scratch.new_empty((len(logits), k))
@@ -47,7 +47,7 @@ def best_tokens(logits, k):
 
 @pytest.fixture(autouse=True)
 def as_on_gpus(monkeypatch):
-    """What is a kernel there takes no memory but its buffers."""
+    """Replaces kernels of GPUs, which allocate only their buffers."""
     for module in (draft_model_module, block_heads, lattice_api):
         monkeypatch.setattr(module, "topk_softmax", best_tokens)
     for name in ("begin", "grow_level", "graft_ngrams", "flatten_graphs", "add_lattices"):
@@ -56,13 +56,13 @@ def as_on_gpus(monkeypatch):
 
 
 def best_paths(scores, chances, ids, best, merge):
-    """What the kernel of ``best_paths`` returns."""
+    """Allocate what the kernel of ``best_paths`` returns."""
     count, _, k = ids.shape
     return ids.new_empty((count, k)), best.new_empty((count, k, k)), best.new_empty((count, k))
 
 
 def drafting(config=CONFIG, requests=REQUESTS, kind="tokens"):
-    """The draft phase of a draft that reads tokens, or hidden states too, or that drafts blocks."""
+    """The draft phase of a draft that reads tokens, one that also reads hidden states, or a block draft."""
     capacity = 1 + min(2048, config.num_speculative_tokens * config.top_k * (config.max_depth + 1))
     drafter = SimpleNamespace(max_slots=draft_kv_slots(config))
     if kind == "blocks":
@@ -101,7 +101,7 @@ def peak_of(function, *arguments) -> int:
     return meter.peak
 
 
-def propose(of, count=REQUESTS, levels=None):
+def propose(drafter, count=REQUESTS, levels=None):
     whole = np.full(count, LENGTH, np.int64)
     known = KnownBatch(
         slots=np.arange(count),
@@ -112,7 +112,7 @@ def propose(of, count=REQUESTS, levels=None):
         trust=np.ones((count, NUM_SOURCES), np.float32),
         factor=Calibration().factor,
     )
-    of.propose(known, torch.empty((count, 1), dtype=torch.int32, device=META), levels)
+    drafter.propose(known, torch.empty((count, 1), dtype=torch.int32, device=META), levels)
 
 
 def test_the_meter_counts():
@@ -127,7 +127,7 @@ def test_the_meter_counts():
 
 
 def test_a_full_step_is_bounded():
-    """The draft's logits; forwards of the draft are over no more rows than the target's largest."""
+    """Memory is dominated by the draft's logits. A draft forward has no more rows than the target's largest."""
     whole, rows = drafting(), []
     run_rows = whole.drafter.model.run_rows
     whole.drafter.model.run_rows = lambda tokens, *rest: rows.append(len(tokens)) or run_rows(tokens, *rest)
@@ -139,12 +139,13 @@ def test_a_full_step_is_bounded():
 
 @pytest.mark.parametrize("kind", ["tokens", "hidden states", "blocks"])
 def test_no_batch_takes_more_than_the_profile(kind):
-    """``GraphSpeculator.profile`` drafts for all requests at once, before hidden states have a place; vLLM reserves the
-    peak of that. No batch and no plan takes more.
+    """No batch and no plan takes more memory than the profile, whose peak vLLM reserves.
+
+    ``GraphSpeculator.profile`` drafts for all requests at once, before the store of hidden states is allocated.
     """
     whole = drafting(kind=kind)
     features, whole.drafter.features = whole.drafter.features, None
-    propose(whole)  # allocates what is kept from step to step
+    propose(whole)  # allocates the buffers that steps share
     reserved = peak_of(propose, whole)
     assert reserved > (1 << 28)
     whole.drafter.features = features
@@ -156,7 +157,7 @@ def test_no_batch_takes_more_than_the_profile(kind):
 
 @pytest.mark.parametrize(("nodes", "most"), [(4, 40), (16, 300), (64, 300)])
 def test_buffers_take_little(nodes, most):
-    """In MiB, of 1024 requests or as many as are drafted for at once."""
+    """Buffers for 1024 requests take at most ``most`` MiB, besides the copy of their texts."""
     config = CONFIG.model_copy(update={"num_speculative_tokens": nodes})
     assert peak_of(drafting, config) - 4 * REQUESTS * (LENGTH + 1) <= most << 20
 
@@ -182,7 +183,7 @@ def dspark(rank=64):
 
 @pytest.mark.parametrize("k", [1, 8, 32])
 def test_blocks_are_scored_in_parts(k):
-    """All tokens of the vocabulary, after each candidate."""
+    """Scores of all tokens after each candidate are computed in parts, to bound memory."""
     drafter, depth = BlockDrafter.__new__(BlockDrafter), 7
     drafter.config = CONFIG.model_copy(update={"top_k": k})
     drafter.model = SimpleNamespace(kind="dspark", model=dspark(), model_config=draft_model().model_config)

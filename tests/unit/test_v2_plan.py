@@ -1,4 +1,4 @@
-"""``"budget": "auto"`` on Model Runner V2: by the same graphs it chooses what V1 chooses, and it learns the same."""
+"""``"budget": "auto"`` on Model Runner V2: with the same graphs, it chooses and learns the same as V1."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import Copies
 from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.engine.schedule.scheduler import nodes_that_fit
+from vllm_gsd.engine.schedule.scheduler import cut_to_fit, nodes_that_fit
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
 from vllm_gsd.method.constants import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
@@ -27,10 +27,10 @@ CONFIG = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES)
 
 
 def costs_of(rng, level_ms: float) -> tuple[Costs, Costs]:
-    """Anything from flat to steep; some drafts are cheap, and some cost more than the target.
+    """Equivalent cost tables for V1 and V2, from flat to steep; some drafts cost more than the target.
 
-    The same for V1 and for V2, whose levels run over a whole batch, however many nodes there are: here they cost the
-    same for any, and for V1 less by its overhead.
+    A level of V2 always runs for the whole batch, so the cost of a level does not depend on the number of rows here.
+    V1's table leaves out the overhead of a level, which its planner adds.
     """
     steep, draft = rng.choice([0.0, 0.05, 0.5, 3.0]), rng.choice([0.03, 0.1, 0.3, 1.0, 10.0])
     target, attention = 10 + steep * ROWS, rng.choice([0.0, 1e-4])
@@ -39,7 +39,7 @@ def costs_of(rng, level_ms: float) -> tuple[Costs, Costs]:
 
 
 def new_speculation(planner: Planner) -> Speculation:
-    """The host's part of speculation, with drafts that are made up."""
+    """The host's part of speculation, without a real drafter."""
     speculation = Speculation.__new__(Speculation)
     speculation.config, speculation.planner, speculation.stats = CONFIG, planner, GraphStats()
     speculation.trees, speculation.known, speculation.grammar_trees = {}, {}, {}
@@ -51,7 +51,7 @@ def new_speculation(planner: Planner) -> Speculation:
 
 
 def made_up(rng, count: int) -> Callable[..., FlatTrees]:
-    """Some requests' graphs by which of them are drafted for and how many levels; without a draft, what is copied."""
+    """Random graphs, as a function of which requests are drafted for and of the levels; others have only copies."""
     width = np.arange(NODES)
     copied, drafted = rng.integers(0, 4, count) * rng.integers(0, 2, count), rng.integers(0, 5, count)
     chances = rng.uniform(0.001, 1.0, (count, NODES)).astype(np.float32)
@@ -67,22 +67,22 @@ def made_up(rng, count: int) -> Callable[..., FlatTrees]:
         origin = np.where(is_copied, ORIGIN_NGRAM, ORIGIN_DRAFT).astype(np.int8)
         fields = {name: np.zeros((count, 1 + NODES), np.int64) for name in FlatTrees._fields}
         fields |= {"size": real.sum(1).astype(np.int32), "parent": np.full((count, 1 + NODES), NONE)}
-        for name, of in (("value", values), ("survival", values), ("depth", depth), ("origin", origin)):
-            nodes = np.where(inside, np.take_along_axis(of, order, 1), 0).astype(of.dtype)
-            fields[name] = np.pad(nodes, ((0, 0), (1, 0)))  # the root is place 0
+        for name, field in (("value", values), ("survival", values), ("depth", depth), ("origin", origin)):
+            nodes = np.where(inside, np.take_along_axis(field, order, 1), 0).astype(field.dtype)
+            fields[name] = np.pad(nodes, ((0, 0), (1, 0)))  # place 0 is the root
         return FlatTrees(**fields)
 
     return trees
 
 
 def below_root(trees: FlatTrees, rows: np.ndarray) -> np.ndarray:
-    """Survivals of the root's children in some graphs, best first, float32 [len(rows), NODES]."""
+    """Survival of the root's children in the graphs of ``rows``, best first, float32 [len(rows), NODES]."""
     inside = (np.arange(1 + NODES) <= trees.size[:, None]) & (trees.depth == 1)
     return -np.sort(-np.where(inside, trees.survival, 0.0).astype(np.float32), axis=1)[rows, :NODES]
 
 
 def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[np.ndarray, np.ndarray, int]:
-    """The budgets of the host's planner, for whom it drafts, and how many levels it runs."""
+    """V1's budgets, the requests for which it drafts, and its number of levels."""
     chosen, levels = np.zeros(len(missed), np.bool_), 0
     rows, planner = np.flatnonzero(batch.sampled), speculation.planner
 
@@ -97,9 +97,9 @@ def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[
             return copies if copies.size.any() else None
         assert np.array_equal(requests.index, rows)
         whole = graphs(drafted, LEVELS)
-        found = (np.arange(1 + NODES) <= whole.size[:, None]) & (whole.origin == ORIGIN_DRAFT)
-        while levels < LEVELS and (levels == 0 or planner.level_size(whole.value[found & (whole.depth == levels)])):
-            # The children of which it learns: V2 sees those of roots.
+        drafts = (np.arange(1 + NODES) <= whole.size[:, None]) & (whole.origin == ORIGIN_DRAFT)
+        while levels < LEVELS and (levels == 0 or planner.level_size(whole.value[drafts & (whole.depth == levels)])):
+            # Learn nothing from children here: V2 learns only from those of roots, as below.
             planner.drafted(np.tile(planner.children, (int(drafted.sum()), 1)))
             levels += 1
         trees = graphs(drafted, levels)
@@ -120,15 +120,15 @@ def graphs_of(trees: FlatTrees) -> dict[str, np.ndarray]:
 
 
 def on_v2(plan: Plan, batch: DraftBatch, missed, known: FlatTrees, kinds) -> tuple[np.ndarray, np.ndarray, int]:
-    """The budgets of V2, which has these graphs on the host, for whom it drafts, and how many levels."""
+    """V2's budgets, with these graphs on the host, the requests for which it drafts, and its number of levels."""
     rows, planner = np.flatnonzero(batch.sampled), plan.speculation.planner
     planner.begin(len(missed), int(batch.length.sum()))
     if len(rows):
         plan.arrived(batch.token_rows[rows], kinds, Phase(), graphs_of(known))
-    found = plan.choose(batch, batch.sampled, missed)
-    if len(rows):  # now V1 has learned of them, too
-        plan.arrived(batch.token_rows[rows], found[rows], plan.phase, graphs_of(known))
-    return plan.shares[batch.token_rows], found == DRAFTED, plan.phase.levels or 0
+    chosen = plan.choose(batch, batch.sampled, missed)
+    if len(rows):  # V1 has learned from these graphs, too
+        plan.arrived(batch.token_rows[rows], chosen[rows], plan.phase, graphs_of(known))
+    return plan.shares[batch.token_rows], chosen == DRAFTED, plan.phase.levels or 0
 
 
 def test_both_runners_choose_the_same():
@@ -136,7 +136,7 @@ def test_both_runners_choose_the_same():
     for episode in range(EPISODES):
         rng = np.random.default_rng(episode)
         costs = costs_of(rng, Planner(4, LEVELS, NODES).overhead.level_ms)
-        host, late = (new_speculation(Planner(4, LEVELS, NODES, of)) for of in costs)
+        host, late = (new_speculation(Planner(4, LEVELS, NODES, table)) for table in costs)
         plan = Plan(late, SLOTS, NODES, LEVELS)
         most = rng.choice([1, 4, SLOTS])
         for _ in range(STATES):
@@ -161,7 +161,7 @@ def test_both_runners_choose_the_same():
             kinds = np.where(drafted[rows], DRAFTED, COPIES_ONLY)
             known = graphs(drafted[rows], levels)
             shares, kept, chosen = on_v2(plan, batch, missed, known, kinds)
-            if (shares[rows] >= known.size).all():  # then further nodes may get rows, in case the next graphs have some
+            if (shares[rows] >= known.size).all():  # V2 may reserve rows for more nodes of the next graphs
                 shares[rows] = np.minimum(shares[rows], known.size)
             assert np.array_equal(shares, budgets) and np.array_equal(kept, drafted) and chosen == levels
             for name in ("worth", "children", "level_share"):
@@ -183,7 +183,10 @@ def plan():
 
 
 def test_graphs_that_have_not_arrived(plan):
-    """A drafted one is like the average, and copies alone are what was copied; nothing is known of other copies."""
+    """Before a graph arrives, a new drafted graph is assumed to be average, and copies to be those of the last graph.
+
+    Without an earlier graph, no copies are assumed.
+    """
     for slot, kind in ((1, DRAFTED), (3, COPIES_ONLY)):
         value = np.array([[0.9, 0.5, 0.3, 0, 0, 0, 0, 0]])
         origin = np.array([[ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_NGRAM, 0, 0, 0, 0, 0]])
@@ -224,7 +227,7 @@ def test_one_share_for_all_is_the_best_that_was_captured(row_ms):
 
 
 def test_levels_that_were_captured(plan):
-    """The first captured number that has room for the levels that pay, at the time that a level takes."""
+    """The planner takes the smallest captured number of levels that has room for all levels that pay."""
     planner, chain = plan.speculation.planner, [np.array([value]) for value in (0.9, 0.8, 0.01, 0.7, 0.6)]
     planner.children[:] = 0.9, 0, 0, 0
     for draft_ms, levels in ((np.full(LEVELS, 0.1), 3), (np.full(LEVELS, 50.0), 1), (np.array([0.1, *[50.0] * 5]), 1)):
@@ -233,18 +236,18 @@ def test_levels_that_were_captured(plan):
         assert planner.num_levels(1, 1, chain, range(1, LEVELS + 1)) == levels
         assert planner.rows == [1] * levels
         for options in ([1, 3, 6], [2, 6], [6]):
-            assert planner.num_levels(1, 1, chain, options) == next(of for of in options if of >= levels)
+            assert planner.num_levels(1, 1, chain, options) == next(option for option in options if option >= levels)
         assert planner.forwards_ms() == pytest.approx(draft_ms.sum())
 
 
 def test_graphs_of_other_levels(plan):
-    """Fewer levels leave the deeper nodes out; new requests have average graphs, level by level."""
+    """With fewer levels, deeper drafted nodes are missing. New requests have average graphs at each level."""
     value = np.array([[0.875, 0.5, 0.375, 0.25, 0, 0, 0, 0]])
     origin = np.array([[ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_AGREED, ORIGIN_DRAFT, 0, 0, 0, 0]])
     depth = np.array([[1, 2, 3, 2, 0, 0, 0, 0]])
     graphs = {"graph_size": np.array([4]), "graph_value": value, "graph_origin": origin, "graph_depth": depth}
     plan.arrived(np.array([1]), np.array([DRAFTED]), Phase(), {**graphs, "graph_survival": value})
-    for plan.levels in (list(range(1, LEVELS + 1)), [1, 3, 6], [6]):  # whatever numbers of levels were captured
+    for plan.levels in (list(range(1, LEVELS + 1)), [1, 3, 6], [6]):  # for any captured numbers of levels
         known = plan._frontiers(np.array([1]))
         assert [level.tolist() for level in known] == [[0.875], [0.25], [0.375], [], []]
     children = FIRST_CHANCE * DECAY ** np.arange(4)
@@ -258,12 +261,12 @@ def test_graphs_of_other_levels(plan):
 
 
 def test_times_of_levels_from_those_of_phases():
-    phases = np.array([[3.0, 6], [5.0, 4], [11.0, 16]])  # other load made one phase too slow
+    phases = np.array([[3.0, 6], [5.0, 4], [11.0, 16]])  # one phase was slowed down by other load
     assert by_level([1, 2, 5], phases).tolist() == [[3, 6], [2, 0], [2, 4], [2, 4], [2, 4]]
 
 
 def test_rows_for_more_nodes_than_the_latest_graph_has(plan):
-    """As many as the average graph has a use for at what rows cost."""
+    """More rows are reserved if, at this cost of rows, an average graph would use them."""
     values, size = np.array([[0.9, 0.5, *[0] * 6]], np.float32), np.array([2], np.int32)
     planner = plan.speculation.planner
     for kind, row_ms, expected in ((DRAFTED, 0.0, NODES), (DRAFTED, 1.0, 3), (COPIES_ONLY, 0.0, 2), (DRAFTED, 3.0, 2)):
@@ -273,7 +276,7 @@ def test_rows_for_more_nodes_than_the_latest_graph_has(plan):
 
 
 def test_without_costs_every_node_is_verified(plan):
-    """Of requests that get a graph; the others have no rows for one."""
+    """This applies to requests with a graph. The others get no rows for nodes."""
     plan.speculation.planner.costs = None
     plan.shares[:] = 1
     batch = SimpleNamespace(token_rows=np.array([2, 0]))
@@ -283,7 +286,7 @@ def test_without_costs_every_node_is_verified(plan):
 
 @pytest.mark.parametrize("levels", [None, 0, 2])
 def test_a_given_plan(levels):
-    """Graphs that the host grows have as many levels as planned; what was planned for the step stays."""
+    """Graphs grown on the host have the planned number of levels, and the step's plan is not changed."""
     planner = Planner(4, LEVELS, NODES, Costs(ROWS, 10.0 * ROWS, np.tile(10.0 * ROWS, (LEVELS, 1)), attention=0.0))
     planner.begin(3, 30)
     before, run = dict(vars(planner)), 0
@@ -301,3 +304,12 @@ def test_no_request_waits_for_nodes_of_others():
     assert nodes_that_fit(NODES, 100, 11) is None
     assert nodes_that_fit(NODES, 20, 7) == [8, 8, 8, 5, 4, 3, 2, 1]
     assert nodes_that_fit(NODES, 2, 4) == [8, 1, 0, 0, 0]
+
+
+def test_no_request_waits_for_nodes_of_others_without_async_scheduling():
+    drafts = [[1, 2, 3, 4], [], [5, 6]]
+    assert cut_to_fit(drafts, 9, more=False) == cut_to_fit(drafts, 10, more=True) == drafts
+    assert cut_to_fit(drafts, 8, more=False) == [[1], [], [5]]
+    assert cut_to_fit(drafts, 9, more=True) == [[1], [], [5]]
+    assert cut_to_fit(drafts, 3, more=True) == [[], [], []]
+    assert cut_to_fit([], 1, more=True) == []

@@ -1,4 +1,4 @@
-"""What Model Runner V2 needs beyond V1: rows without a node, and texts by slot."""
+"""Parts that only Model Runner V2 needs: rows without a node, and texts by slot."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from vllm_gsd.upstream.wire import tree_rows_of
 
 
 def tree_of(parent):
-    """A tree of the root and nodes with these parents; tokens count from 99."""
+    """A tree with a root and nodes with these parents; tokens count up from 99."""
     parent = [NONE, *parent]
     count, depth = len(parent), np.zeros(len(parent), np.int32)
     for place, above in enumerate(parent[1:], 1):
@@ -45,16 +45,16 @@ def tree_of(parent):
 def test_rows_without_a_node_belong_to_no_tree():
     trees = [tree_of([0, 0, 1]), None, tree_of([0, 1]), NO_NODES, tree_of([0, 0, 1, 2])]
     sizes = np.array([6, 4, 5, 3, 3])
-    step = lay_out(trees, sizes, np.cumsum(sizes) + np.array([0, 7, 7, 7, 7]))  # a prompt's rows before the second's
+    step = lay_out(trees, sizes, np.cumsum(sizes) + np.array([0, 7, 7, 7, 7]))  # the second has 7 prompt rows
     parents = [step.trees.parent[a:b].tolist() for a, b in zip(step.trees.starts, step.trees.starts[1:], strict=False)]
     assert parents == [
         [NONE, 0, 0, 1, FOREIGN, FOREIGN],
         [NONE, FOREIGN, FOREIGN, FOREIGN],
         [NONE, 0, 1, FOREIGN, FOREIGN],
         [NONE, FOREIGN, FOREIGN],
-        [NONE, 0, 0],  # cut
+        [NONE, 0, 0],  # cut off
     ]
-    assert step.tree_requests.tolist() == [0, 4]  # the third is a chain: its last rows are nobody's
+    assert step.tree_requests.tolist() == [0, 4]  # the third is a chain, followed by unused rows
     assert step.first_rows.tolist() == [0, 13, 17, 22, 25]
     assert step.depth.max() == 2
 
@@ -84,7 +84,7 @@ def test_positions_by_depth_start_from_the_device_positions():
 
 
 def test_a_whole_batch_can_attend_by_the_mask():
-    """A prompt's three rows, one lone row, a graph, a prompt's end with a graph behind it."""
+    """A batch of a prompt's three rows, a single row, a graph, and a prompt's end followed by a graph."""
     trees = [None, None, tree_of([0, 0]), tree_of([0, 1])]
     step = lay_out(trees, np.array([1, 1, 4, 3]), np.array([3, 4, 8, 13]))
     assert step.tree_requests.tolist() == [2] and step.chains.tolist() == [False, False, False, True]
@@ -101,7 +101,7 @@ def test_a_whole_batch_can_attend_by_the_mask():
     tree = tree_rows_of(metadata["layer"])
     assert tree.rows is None
     assert tree.query_start_loc.tolist() == [0, 3, 4, 8, 13]
-    # Rows of text attend the prefix up to their own position; only those of trees need a mask.
+    # Rows of text attend to the prefix up to their own position. Only rows of trees need a mask.
     assert tree.prefix_lens.tolist() == [13, 8, 40, 7]
     assert tree.block_table.tolist() == [[0], [1], [2], [3]]
     assert tree.positions.tolist() == positions.tolist()
@@ -115,7 +115,7 @@ def test_texts_follow_what_was_sampled():
     texts.append(np.array([2, 0]), np.array([[1, 2, 9], [3, 9, 9]]), np.array([2, 1]))
     assert texts.tokens[2].tolist() == [5, 6, 7, 1, 2, 0] and texts.tokens[0, :2].tolist() == [8, 3]
     assert texts.length.tolist() == [2, 0, 5]
-    texts.append(np.array([2]), np.array([[4, 4, 4]]), np.array([3]))  # runs past its end
+    texts.append(np.array([2]), np.array([[4, 4, 4]]), np.array([3]))  # more tokens than fit
     assert texts.tokens[2].tolist() == [5, 6, 7, 1, 2, 4] and texts.length[2] == 6
     texts.begin(2, [1, 2], prompt_length=1)  # another request
     assert texts.length[2] == 2 and texts.prompt_length[2] == 1

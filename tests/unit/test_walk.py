@@ -1,8 +1,8 @@
-"""The walk draws every accepted path exactly as plain decoding with vLLM's own sampler would (see ``walk_world``).
+"""The walk samples every accepted path exactly as plain decoding with vLLM's own sampler does (see ``walk_world``).
 
-Greedy walks follow the tree as a plain recursion does; seeded requests get the same tokens and leave their
-generators in the same state (one draw for each emitted token); every parameter reads the request's own path; the
-output lists are as before.
+Greedy walks equal a simple recursion over the tree. Seeded requests get the same tokens and leave their generators in
+the same state, with one draw for each emitted token. Every sampling parameter reads the request's own path, and the
+requests' output lists are unchanged.
 """
 
 import copy
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_greedy_walks_follow_the_tree(sampler, seed):
-    # Written out once more without vLLM: argmax, and on into the child that carries it.
+    # A reference without vLLM: take the argmax, and continue in the child with that token.
     model, requests, trees = random_batch(seed)
 
     def follow(request, tree, place):
@@ -81,7 +81,7 @@ def test_batches_of_one_shape(sampler, shape, seed):
 
 @pytest.mark.parametrize("seed", SEEDS[:10])
 def test_walks_with_double_precision_noise(seed):
-    # vLLM's other way to draw: exponential noise, whose seeded rows come from the requests' generators.
+    # vLLM can also sample with exponential noise; seeded rows take it from the requests' generators.
     check_batch(Sampler(use_fp64_gumbel=True), *random_batch(seed, sampling, penalties))
 
 
@@ -94,7 +94,7 @@ def test_the_batches_accept_something(sampler):
 
 
 def test_two_steps_in_a_row(sampler):
-    # The generator goes on where the walk left it: two walks give what plain decoding gives in one go.
+    # The generator continues where a walk left it, so consecutive walks equal one run of plain decoding.
     model = Model(5)
     request = Request(0, greedy=False, seed=11, frequency=0.5, prompt=[1, 2], output=[3])
     generator = request.generator()
@@ -119,7 +119,7 @@ def test_two_steps_in_a_row(sampler):
 @pytest.mark.parametrize("seed", SEEDS[:10])
 @pytest.mark.parametrize("setters", [[], [sampling, penalties]], ids=["best tokens", "by level"])
 def test_nan_among_logits_chooses_as_plain_decoding(sampler, setters, seed):
-    class Sick(Model):
+    class WithNan(Model):
         def logits(self, request, path):
             logits = super().logits(request, path)
             logits[(3 * request.number + len(path)) % VOCAB :: 4] = torch.nan
@@ -128,19 +128,19 @@ def test_nan_among_logits_chooses_as_plain_decoding(sampler, setters, seed):
     _, requests, trees = random_batch(seed, *setters)
     for request, tree in zip(requests, trees, strict=True):
         request.greedy = True
-        if not tree.foreign:  # a path that such walks take
+        if not tree.foreign:  # a path that these walks accept
             places = range(4)
             tree.rows = [(place, (3 * request.number + place) % VOCAB) for place in places]
-    emitted = check_batch(sampler, Sick(seed), requests, trees)
+    emitted = check_batch(sampler, WithNan(seed), requests, trees)
     if not setters:
         assert [len(tokens) > 1 for tokens in emitted] == [not tree.foreign for tree in trees]
 
 
-# --- the own path -----------------------------------------------------------------------------------
+# --- parameters that read the path ------------------------------------------------------------------
 
 
 def test_a_bad_word_that_the_path_completes(sampler):
-    # Greedy text would be 1 2 3; "2 3" is banned, and its first half lies on the path.
+    # Greedy text would be 1 2 3. "2 3" is banned, and its first token is on the path.
     class Script:
         def logits(self, request, path):
             return torch.nn.functional.one_hot(torch.tensor((len(path) + 1) % VOCAB), VOCAB).float() * 5 + (
@@ -161,7 +161,7 @@ def test_a_bad_word_that_the_path_completes(sampler):
 
 
 def test_a_penalty_counts_the_path(sampler):
-    # Token 1 leads by 1 at every place; each time it is on the path it loses 0.6, so it is chosen twice.
+    # Token 1's logit leads by 1 everywhere and loses 0.6 for each time it is on the path, so it is chosen twice.
     class Script:
         def logits(self, request, path):
             return torch.tensor([0.0, 2.0, 1.0, *[-9.0] * (VOCAB - 3)])
@@ -175,10 +175,10 @@ def test_a_penalty_counts_the_path(sampler):
 
 
 def walk_beside_a_thinker(sampler, thinker, budget):
-    """Two requests: one has a thinking budget and, as all such requests, no tree; the other has one.
+    """Walk for two requests: one has a thinking budget and, like all such requests, no tree; the other has a tree.
 
-    Token 6 begins thinking, 7 ends it. Returns the tokens of both, the other request's plain text, and how
-    many thinking tokens are left by vLLM's count after this step and after one without the other request.
+    Token 6 begins thinking, and 7 ends it. Returns the tokens of both, the other request's plain text, and vLLM's
+    counts of thinking tokens that are left, after this step and after a step without the other request.
     """
     model = Model(23)
     requests = [Request(0, prompt=[1]), Request(1, prompt=[1])]

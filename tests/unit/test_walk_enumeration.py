@@ -1,10 +1,10 @@
-"""Exact enumeration of a walk with every parameter: each text it can emit has the probability of plain sampling.
+"""Exact enumeration of walks with every parameter: each text has the same probability as under plain sampling.
 
-vLLM's sampler is left as it is but for its last line, the random draw: in its place stands one that takes the tokens
-it is told and notes the probabilities they had. So every outcome of a walk is visited and nothing is sampled. What is
-expected comes from the definitions of the parameters, written out below in float64 without vLLM. The texts that a walk
-can emit are no prefixes of one another and their probabilities sum to 1; with each of them as probable as under plain
-sampling, the walk followed by plain sampling has plain sampling's distribution of sequences.
+Only the last step of vLLM's sampler, the random draw, is replaced: the replacement takes given tokens and records their
+probabilities. In this way, every outcome of a walk is visited without sampling. The expected probabilities follow from
+the definitions of the parameters, computed below in float64 without vLLM. No text that a walk can emit is a prefix of
+another, and their probabilities sum to 1. If each is as probable as under plain sampling, a walk followed by plain
+sampling has plain sampling's distribution of sequences.
 """
 
 import functools
@@ -41,7 +41,7 @@ SEEDS = range(6)
 EXACT = 1e-6
 
 
-# --- what is expected ---------------------------------------------------------------------------------
+# --- expected probabilities ---------------------------------------------------------------------------
 
 
 def softmax(logits):
@@ -50,7 +50,7 @@ def softmax(logits):
 
 
 def expected_probs(model, request, path):
-    """Probability of each token after ``path``, by the definitions of the parameters."""
+    """The probability of each token after ``path``, by the definitions of the parameters."""
     logits = model.logits(request, path).double().numpy().copy()
     output = [*request.output, *path]
     if request.allowed is not None:
@@ -81,9 +81,9 @@ def expected_probs(model, request, path):
 
 
 class Draws:
-    """In place of the sampler's random draw: the request of interest takes ``script``, then what is possible.
+    """Replaces the sampler's random draw: the studied request takes the tokens of ``script``, then any possible ones.
 
-    Requests are known by their generators, and the others' tokens are random.
+    It is recognised by its generator. The other requests' tokens are random.
     """
 
     def __init__(self, seed, script, random):
@@ -102,7 +102,7 @@ class Draws:
 
 
 def outcomes(model, requests, trees, studied, seed):
-    """Probability of each text that a walk can emit for one request of a batch."""
+    """The probability of each text that a walk can emit for one request of a batch."""
     sampler, random = Sampler(), np.random.default_rng(seed)
     result: dict[tuple[int, ...], float] = {}
     scripts: list[tuple[int, ...]] = [()]
@@ -128,12 +128,12 @@ def check_enumeration(model, requests, trees, seed):
     longest = 0
     for studied, request in enumerate(requests):
         probs_after = functools.cache(functools.partial(expected_probs, model, request))
-        found = outcomes(model, requests, trees, studied, seed)
-        assert sum(found.values()) == pytest.approx(1, abs=EXACT)
-        for text, prob in found.items():
+        probs = outcomes(model, requests, trees, studied, seed)
+        assert sum(probs.values()) == pytest.approx(1, abs=EXACT)
+        for text, prob in probs.items():
             expected = np.prod([probs_after(text[:level])[token] for level, token in enumerate(text)])
             assert prob == pytest.approx(expected, abs=EXACT)
-        longest = max(longest, *map(len, found))
+        longest = max(longest, *map(len, probs))
     return longest
 
 
@@ -145,7 +145,7 @@ def sampled(random, request):
 
 def some_bad_words(random, request):
     bad_words(random, request)
-    del request.bad_words[3:]  # with more of them, sometimes nothing is left to sample
+    del request.bad_words[3:]  # more of them might forbid all tokens
 
 
 WITH = {
@@ -169,11 +169,11 @@ def test_every_outcome_has_its_probability(what, seed):
 
 # --- grammars -----------------------------------------------------------------------------------------
 
-TOY = (VOCAB, 4, None)  # after token t come four others
+TOY = (VOCAB, 4, None)  # each token allows four others
 
 
 class Masked:
-    """A model whose logits carry the grammars' masks, row by row as the runner applies them."""
+    """A model whose logits have the grammars' masks applied to each row, as the model runner does."""
 
     def __init__(self, model, masks):
         self.model, self.masks = model, masks
@@ -183,7 +183,7 @@ class Masked:
         if request.number not in self.masks:
             return logits
         bits = self.masks[request.number].get(tuple(path))
-        if bits is None:  # below the tree, for the reference only
+        if bits is None:  # beyond the tree, needed only by the reference
             grammar = ToyGrammar(*TOY)
             grammar.accept_tokens("", path)
             bits = sum(1 << token for token in grammar.next_tokens())
@@ -191,7 +191,7 @@ class Masked:
 
 
 def with_grammars(model, requests, seed):
-    """The model under the masks of toy grammars, and trees cut to what they allow; every third request has none."""
+    """A model masked by toy grammars, and trees cut to allowed nodes. Every third request has no grammar."""
     random = np.random.default_rng([seed, 5])
     manager, grammars = Manager(), {str(r.number): toy_request(*TOY) for r in requests if r.number % 3 != 2}
     trees, kept = [], {}
@@ -218,7 +218,7 @@ def test_every_outcome_under_grammars_has_its_probability(what, seed):
     check_enumeration(*with_grammars(model, requests, seed), seed)
 
 
-# --- does the check tell anything? --------------------------------------------------------------------
+# --- controls for the check ---------------------------------------------------------------------------
 
 
 def test_paths_are_accepted_with_and_without_grammars():
@@ -231,11 +231,11 @@ def test_control_penalties_that_do_not_count_the_path_are_noticed(monkeypatch):
     model, request = Model(3), Request(0, frequency=0.8, presence=0.5, repetition=1.3, prompt=[1], output=[2])
     tree = random_tree(np.random.default_rng(3), model, request, "tree")
     check_enumeration(model, [request], [tree], 0)
-    forgetful = Sampler.apply_penalties
+    upstream = Sampler.apply_penalties
     monkeypatch.setattr(
         Sampler,
         "apply_penalties",
-        staticmethod(lambda logits, metadata, outputs: forgetful(logits, metadata, [output[:1] for output in outputs])),
+        staticmethod(lambda logits, metadata, outputs: upstream(logits, metadata, [output[:1] for output in outputs])),
     )
     with pytest.raises(AssertionError):
         check_enumeration(model, [request], [tree], 0)

@@ -1,4 +1,4 @@
-"""Logprobs and ranks of the accepted path are plain decoding's, as vLLM's consumer reads them."""
+"""Logprobs and ranks of the accepted path, as vLLM's own code reads them, equal plain decoding's."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def logprobs_by_request(output, emitted):
-    """Rows of logprobs as vLLM's bookkeeping hands them to each request."""
+    """Each request's rows of logprobs, as vLLM's bookkeeping extracts them."""
     if output.sampled_token_ids.shape[1] == 1:
         lists = output.logprobs_tensors.tolists()
     else:
@@ -57,7 +57,7 @@ def test_logprobs_of_other_modes(mode):
 
 @pytest.mark.parametrize("seed", SEEDS[:12])
 def test_logprobs_of_given_tokens(sampler, seed):
-    # Lists of different length: a level where only some requests go on is narrower than the first.
+    # Requests have lists of different lengths, so levels that only some requests reach are narrower than the first.
     model, requests, trees = random_batch(seed, sampling)
     random = np.random.default_rng(seed)
     for request in requests:
@@ -70,7 +70,7 @@ def test_logprobs_of_given_tokens(sampler, seed):
 
 
 def test_all_logprobs(sampler):
-    # num_logprobs -1: the whole vocabulary, unsorted; ids and ranks are empty, as from the sampler itself.
+    # num_logprobs -1 returns the whole vocabulary, unsorted, with empty ids and ranks, as the sampler itself does.
     model, requests, trees = random_batch(3, sampling)
     output, emitted, _, _ = run(sampler, model, requests, trees, -1)
     deepest = output.sampled_token_ids.shape[1]

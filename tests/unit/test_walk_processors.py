@@ -1,7 +1,7 @@
-"""Custom logits processors with state along walks: asked once for every emitted token, for the text of plain decoding.
+"""Walks call stateful custom logits processors exactly once for every emitted token; texts equal plain decoding's.
 
-One kind is vLLM's adapter with a callable for each request, the other a processor that sees the whole batch. Both keep
-state that goes on with every call, and what they forbid depends on it.
+One kind is vLLM's adapter with a callable for each request; the other is a processor for the whole batch. Both keep a
+state that every call updates and that decides which tokens they forbid.
 """
 
 import copy
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Automaton:
-    """Forbids tokens by a state that each call moves on by what was emitted before it."""
+    """Forbids tokens depending on a state that each call updates with the last token."""
 
     def __init__(self):
         self.state, self.calls = 1, []
@@ -53,7 +53,7 @@ class ByRequest(AdapterLogitsProcessor):
 
 
 class WholeBatch(LogitsProcessor):
-    """The same, by the rows of a tensor."""
+    """An automaton for each row of a batch."""
 
     def __init__(self):
         self.rows = []
@@ -76,7 +76,7 @@ class WholeBatch(LogitsProcessor):
 
 
 class Mixed(ByRequest):
-    """An adapter with an ``apply`` of its own is one that sees the whole batch."""
+    """An adapter with its own ``apply`` counts as a processor for the whole batch."""
 
     def apply(self, logits):
         return super().apply(logits)
@@ -99,7 +99,7 @@ def started(kind, requests):
 
 
 def plain(sampler, model, request, kind, count):
-    """The request alone, token by token."""
+    """Decode the request alone, token by token."""
     request = copy.deepcopy(request)
     generator, processor, tokens = request.generator(), started(kind, [request]), []
     for _ in range(count):
@@ -124,20 +124,20 @@ def walked(sampler, model, requests, trees, kind, stops=()):
 @pytest.mark.parametrize("what", ["sampling", "everything"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_asked_once_for_every_token(sampler, kind, what):
-    lengths, unlike = [], 0
+    lengths, of_mixed_length = [], 0
     for seed in SEEDS[:12]:
         model, requests, trees = random_batch(seed, sampling, *PARAMETERS[what])
         emitted, places, processor = walked(sampler, model, requests, trees, kind)
         for number, (request, tree, tokens) in enumerate(zip(requests, trees, emitted, strict=True)):
-            begun = len(request.output)
-            assert processor.calls(number) == list(range(begun, begun + len(tokens)))
+            start = len(request.output)
+            assert processor.calls(number) == list(range(start, start + len(tokens)))
             assert list(tree.path(places[number])) == tokens[:-1]
             if request.greedy or request.seed is not None:
                 assert tokens == plain(sampler, model, request, kind, len(tokens))
         lengths += map(len, emitted)
-        unlike += len({*map(len, emitted)}) > 1
+        of_mixed_length += len({*map(len, emitted)}) > 1
     assert max(lengths) >= 2
-    assert (unlike > 0) == (kind is ByRequest)  # the others keep a batch in step
+    assert (of_mixed_length > 0) == (kind is ByRequest)  # the other kinds end all walks of a batch together
 
 
 def test_walks_of_four_tokens_and_of_one(sampler):
@@ -181,7 +181,7 @@ def test_a_processor_that_nobody_asked_for_changes_nothing(sampler):
 
 
 def test_whole_batch_processors_are_told_of(monkeypatch):
-    told = []
-    monkeypatch.setattr(processors.logger, "warning", lambda text, *names: told.append(text % names))
+    warnings = []
+    monkeypatch.setattr(processors.logger, "warning", lambda text, *names: warnings.append(text % names))
     processors.tell_of_processors(LogitsProcessors([ByRequest(), WholeBatch()]))
-    assert len(told) == 1 and told[0].startswith("The logits processor WholeBatch sees all requests of a batch")
+    assert len(warnings) == 1 and warnings[0].startswith("The logits processor WholeBatch sees all requests of a batch")

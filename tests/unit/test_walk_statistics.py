@@ -1,8 +1,9 @@
-"""What walks emit has the target's distribution: chi-square of 200,000 walks against exact probabilities.
+"""Texts emitted by walks have the target's distribution: a chi-square test of 200,000 walks with exact probabilities.
 
-All trials go through the real ``walk`` and vLLM's real sampler, as requests of large batches with one tree and random
-logits over 16 tokens. Its cells are the texts that a walk can emit, expected as the definitions of the parameters say
-(``test_walk_enumeration.expected_probs``). For an exact sampler the statistic exceeds df + 10 sqrt(2 df) about never.
+All trials run the real ``walk`` with vLLM's real sampler, in large batches of requests with the same tree and random
+logits over 16 tokens. The cells are the texts that a walk can emit; their probabilities follow from the definitions of
+the parameters (``test_walk_enumeration.expected_probs``). With an exact sampler, the statistic practically never
+exceeds df + 10 sqrt(2 df).
 """
 
 import numpy as np
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = 16
 TRIALS = 200_000
 BATCH = 10_000
-FEWEST = 5  # expected trials of a cell; texts that are less likely share one
+FEWEST = 5  # expected trials in a cell; less likely texts share one cell
 SETTINGS = {
     "temperature 0.5": {"temperature": 0.5},
     "temperature 1.0": {},
@@ -34,7 +35,7 @@ SETTINGS = {
 
 
 class Target:
-    """Random logits by path."""
+    """A target with random logits for each path."""
 
     def logits(self, request, path):
         random = np.random.default_rng([9, *path])
@@ -42,7 +43,7 @@ class Target:
 
 
 def some_tree(target, request) -> Tree:
-    """Three levels; each node's likeliest tokens, but not its very likeliest only."""
+    """A tree with three levels. Children are among the likeliest tokens, but not always the likeliest."""
     tree = Tree()
     for place, ranks in ((0, (0, 1, 3)), (1, (0, 2)), (2, (1,)), (4, (0, 1))):
         ranked = target.logits(request, tree.path(place)).argsort(descending=True).tolist()
@@ -51,7 +52,7 @@ def some_tree(target, request) -> Tree:
 
 
 def emitted(target, request, tree) -> dict[tuple[int, ...], int]:
-    """How often walks emitted each text."""
+    """Count how often walks emit each text."""
     torch.manual_seed(0)
     size = 1 + len(tree.rows)
     logits = torch.stack([target.logits(request, tree.path(place)) for place in range(size)]).repeat(BATCH, 1)
@@ -72,7 +73,7 @@ def emitted(target, request, tree) -> dict[tuple[int, ...], int]:
 
 
 def probabilities(target, request, tree, path=(), place=0) -> dict[tuple[int, ...], float]:
-    """Exact, of each text that a walk can emit from ``place`` on."""
+    """The exact probability of each text that a walk can emit from ``place`` on."""
     result = {}
     for token, prob in enumerate(expected_probs(target, request, path)):
         child = tree.child(place, token)
@@ -85,7 +86,7 @@ def probabilities(target, request, tree, path=(), place=0) -> dict[tuple[int, ..
 
 
 def chi_square(counts, probs) -> tuple[float, int]:
-    """The statistic and its degrees of freedom."""
+    """The chi-square statistic and its degrees of freedom."""
     assert counts.keys() <= {text for text, prob in probs.items() if prob > 0}
     cells = np.array([(TRIALS * prob, counts.get(text, 0)) for text, prob in probs.items() if prob > 0])
     rare = cells[:, 0] < FEWEST
@@ -110,7 +111,7 @@ def test_walks_have_the_targets_distribution(setting):
 
 
 def prefer_the_likeliest_child(step_into, share):
-    """``step_into`` that takes a token beside the tree for the first child's, in a ``share`` of the walks."""
+    """A faulty ``step_into``: in a ``share`` of the walks, it replaces a token outside the tree by the first child."""
     random = np.random.default_rng(1)
 
     def broken(tokens, parents, starts, places, sampled, active):

@@ -1,4 +1,4 @@
-"""Only ``upstream/`` changes vLLM and its libraries; ``scripts/check_walls.py`` finds who else does."""
+"""``scripts/check_walls.py`` finds code outside ``upstream/`` that changes vLLM or its libraries."""
 
 import subprocess
 import sys

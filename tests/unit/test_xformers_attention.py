@@ -1,6 +1,6 @@
-"""Tree attention through xformers, with PyTorch in the place of its kernels: same shapes, same meaning.
+"""Tree attention through xformers, with PyTorch instead of its kernels.
 
-Once with names of our own, and once with the real package, whose own masks and checks say whether it is called rightly.
+The tests run once with a fake package and once with the real one, whose own masks and checks verify our calls.
 """
 
 import importlib.util
@@ -26,14 +26,14 @@ class PagedMask(SimpleNamespace):
 
 
 def dense(query, key, value, bias, scale):
-    """[M, G, H, K] over [N, G, H, K] with a bias [G, H, M, N]: output and log-sum-exp [G, H, M]."""
+    """Attention of [M, G, H, K] over [N, G, H, K] with bias [G, H, M, N]: output and log-sum-exp [G, H, M]."""
     scores = torch.einsum("mghk,nghk->ghmn", query.double(), key.double()) * scale + bias
     lse = torch.logsumexp(scores, -1)
     return torch.einsum("ghmn,nghk->mghk", torch.exp(scores - lse.unsqueeze(-1)), value.double()), lse
 
 
 def partial(query, key, value, attn_bias, scale, op):
-    """As xformers: [B, M, G, H, K] and [B, G, H, M]; with a paged mask requests lie one after the other, B = 1."""
+    """xformers' partial attention: [B, M, G, H, K] and [B, G, H, M]. With a paged mask, B = 1 row has all requests."""
     assert op == "split-K"
     if isinstance(attn_bias, torch.Tensor):
         assert attn_bias.shape == (len(query), KV_HEADS, HEADS // KV_HEADS, query.shape[1], key.shape[1])
@@ -70,11 +70,11 @@ def xformers(monkeypatch):
 
 @pytest.fixture
 def real_xformers(monkeypatch):
-    """The real package with PyTorch in the place of the two functions that start kernels: the arguments they got."""
-    folder = Path(sys.prefix) / "triton"  # where scripts/setup puts it, beside Triton and out of everybody else's sight
+    """Loads the real package with PyTorch instead of the two functions that start kernels."""
+    folder = Path(sys.prefix) / "triton"  # scripts/setup puts xformers and Triton here, where vLLM does not find them
     if importlib.util.find_spec("xformers") is None:
         if not (folder / "xformers").is_dir():
-            pytest.skip("xformers is not installed; scripts/setup does it")
+            pytest.skip("xformers is not installed; scripts/setup installs it")
         monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
         monkeypatch.setitem(sys.modules, "triton", None)
     fmha = load_xformers()
@@ -86,18 +86,18 @@ def real_xformers(monkeypatch):
 
 
 class RealPartial:
-    """Attention with whatever bias the package's mask stands for, if the real function would take the call."""
+    """Checks that the real function would accept the call, and computes attention with the mask's bias."""
 
     def __init__(self, fmha):
         self.fmha, self.signature = fmha, inspect.signature(fmha.memory_efficient_attention_partial)
 
     def __call__(self, *args, **kwargs):
-        given = self.signature.bind(*args, **kwargs).arguments
-        query, key, value, bias, op = (given[name] for name in ("query", "key", "value", "attn_bias", "op"))
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        query, key, value, bias, op = (arguments[name] for name in ("query", "key", "value", "attn_bias", "op"))
         assert op is self.fmha.triton_splitk.FwOp
-        asked = self.fmha.Inputs(query=query, key=key, value=value, attn_bias=bias, scale=given["scale"])
-        asked.validate_inputs()
-        reasons = op.not_supported_reasons(asked)
+        inputs = self.fmha.Inputs(query=query, key=key, value=value, attn_bias=bias, scale=arguments["scale"])
+        inputs.validate_inputs()
+        reasons = op.not_supported_reasons(inputs)
         assert all("device" in reason or "triton" in reason for reason in reasons), reasons
         if not isinstance(bias, torch.Tensor):
             padded = len(bias.block_tables) * bias.block_tables.shape[1] * bias.page_size
@@ -105,12 +105,12 @@ class RealPartial:
             bias = torch.full((query.shape[1], key.shape[1]), -torch.inf, dtype=torch.float64)
             bias[:, : mask.shape[1]] = mask
             bias = bias.expand(1, 1, 1, -1, -1)
-        parts = [dense(*each, given["scale"]) for each in zip(query, key, value, bias, strict=True)]
+        parts = [dense(*each, arguments["scale"]) for each in zip(query, key, value, bias, strict=True)]
         return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
 class RealMerge:
-    """Merging in PyTorch, if the real function would take the call."""
+    """Checks that the real function would accept the call, and merges in PyTorch."""
 
     def __init__(self, fmha):
         self.signature = inspect.signature(fmha.merge_attentions)
@@ -120,7 +120,7 @@ class RealMerge:
 
 
 def inputs(dtype=torch.float16, physical="nhd", block_size=BLOCK_SIZE):
-    """Graphs of 3, 0 and 2 rows; the masks' words reach far behind the block tables."""
+    """Graphs of 3, 0 and 2 rows, with a padding row; bits of the masks extend beyond the block tables."""
     random = torch.Generator().manual_seed(0)
     kv_cache = torch.randn(12, block_size, KV_HEADS, 2 * HEAD_SIZE, generator=random).to(dtype)
     if physical == "hnd":

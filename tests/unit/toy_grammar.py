@@ -1,4 +1,4 @@
-"""A toy grammar in place of a backend's, and as much of vLLM's manager of grammars as is used."""
+"""A toy grammar, and the parts of vLLM's StructuredOutputManager that the tests use."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import torch
 
 
 class ToyGrammar:
-    """After token t come 2t + 1, 2t + 2, ... (``fan`` of them, modulo ``modulus``); ``end`` ends the text."""
+    """A grammar that allows 2t + 1, 2t + 2, ... (``fan`` tokens, modulo ``modulus``) after t; ``end`` ends the text."""
 
     def __init__(self, modulus=13, fan=2, end=12):
         self.modulus, self.fan, self.end = modulus, fan, end
@@ -42,7 +42,7 @@ class ToyGrammar:
 
 
 class Manager:
-    """As much of vLLM's StructuredOutputManager as is used; ``reasoning`` tokens come before the grammar."""
+    """The used parts of vLLM's StructuredOutputManager; with ``reasoning_end``, the grammar starts after that token."""
 
     def __init__(self, reasoning_end=None):
         self.reasoning_end = reasoning_end

@@ -1,8 +1,8 @@
-"""The world of the walk's tests: requests, a random model, trees, and plain decoding to compare with.
+"""Requests, a random model and trees for the tests of the walk, and plain decoding as their reference.
 
-Random batches of requests (greedy, seeded, unseeded; top-k, top-p, min_p, penalties, bias, bad words, allowed tokens,
-min_tokens; with trees, chains, foreign rows or nothing to verify) over a random model. The reference decodes each
-request alone, one token after the other.
+Random batches mix greedy, seeded and unseeded requests with top-k, top-p, min_p, penalties, bias, bad words, allowed
+tokens and min_tokens, and with trees, chains, foreign rows or nothing to verify. The reference decodes each request
+alone, token by token.
 """
 
 import copy
@@ -57,7 +57,7 @@ class Request:
 
 
 class Model:
-    """Random logits by request and path."""
+    """A model with random logits for each request and path."""
 
     def __init__(self, seed, sharpness=1.5):
         self.seed, self.sharpness = seed, sharpness
@@ -69,7 +69,7 @@ class Model:
 
 @dataclass
 class Tree:
-    """Places after the root: (place of the parent, token); ``foreign`` rows belong to no tree."""
+    """The nodes after the root as (place of the parent, token). With ``foreign``, the rows belong to no tree."""
 
     rows: list[tuple[int, int]] = field(default_factory=list)
     foreign: bool = False
@@ -81,12 +81,12 @@ class Tree:
         return (*self.path(parent), token)
 
     def child(self, place, token):
-        found = [i for i, row in enumerate(self.rows, start=1) if row == (place, token) and not self.foreign]
-        return found[0] if found else None
+        places = [i for i, row in enumerate(self.rows, start=1) if row == (place, token) and not self.foreign]
+        return places[0] if places else None
 
 
 def random_tree(random, model, request, shape):
-    """A tree whose paths the model often takes."""
+    """A tree with paths that the model often samples."""
     if shape == "foreign":
         return Tree([(0, int(t)) for t in random.integers(0, VOCAB, size=3)], foreign=True)
     tree = Tree()
@@ -102,7 +102,7 @@ def random_tree(random, model, request, shape):
 
 
 def lay_out(model, requests, trees):
-    """Rows and logits of a batch, as after the target's forward."""
+    """Logits and rows of a batch after the target's forward."""
     token, parent, starts, logits = [], [], [0], []
     for request, tree in zip(requests, trees, strict=True):
         token += [request.output[-1] if request.output else 0, *(t for _, t in tree.rows)]
@@ -165,7 +165,7 @@ def metadata_of(requests, generators, num_logprobs=None):
         frequency_penalties=column("frequency"),
         presence_penalties=column("presence"),
         repetition_penalties=column("repetition"),
-        # vLLM leaves the lists out where nothing reads them.
+        # vLLM omits the lists if nothing reads them.
         output_token_ids=[request.output for request in requests] if penalized or bad_words else [],
         allowed_token_ids_mask=allowed if any(r.allowed is not None for r in requests) else None,
         bad_words_token_ids=bad_words,
@@ -178,7 +178,7 @@ def metadata_of(requests, generators, num_logprobs=None):
 
 
 def plain(sampler, model, request, count, num_logprobs=None):
-    """Decode a request alone, token by token: tokens, logprobs of each, and its generator."""
+    """Decode a request alone, token by token; returns its tokens, their logprobs, and its generator."""
     request = copy.deepcopy(request)
     generator = request.generator()
     tokens, logprobs = [], []
@@ -193,7 +193,7 @@ def plain(sampler, model, request, count, num_logprobs=None):
 
 
 def run(sampler, model, requests, trees, num_logprobs=None):
-    """One walk of the batch: its output, the tokens of each request, the places and the generators."""
+    """Walk a batch; returns the output, each request's tokens, the last places, and the generators."""
     generators = [request.generator() for request in requests]
     logits, rows = lay_out(model, requests, trees)
     before = copy.deepcopy([request.output for request in requests])
@@ -220,7 +220,7 @@ def run(sampler, model, requests, trees, num_logprobs=None):
 
 
 def check_path(tree, tokens, place):
-    """The emitted tokens are a path of the tree and one token that leaves it."""
+    """Check that the emitted tokens are a path of the tree and one token outside it."""
     at = 0
     for token in tokens[:-1]:
         at = tree.child(at, token)
@@ -230,7 +230,7 @@ def check_path(tree, tokens, place):
 
 
 def check_batch(sampler, model, requests, trees):
-    """Walk a batch and compare every request that is not left to chance with plain decoding."""
+    """Walk a batch and compare every greedy or seeded request with plain decoding."""
     _, emitted, places, generators = run(sampler, model, requests, trees)
     for request, tree, tokens, place, generator in zip(requests, trees, emitted, places, generators, strict=True):
         check_path(tree, tokens, place)
@@ -307,7 +307,7 @@ def random_batch(seed, *setters, shapes=("tree", "tree", "chain", "none", "forei
         request.prompt = random.integers(0, VOCAB, size=random.integers(1, 6)).tolist()
         request.output = random.integers(0, VOCAB, size=random.integers(0, 5)).tolist()
         for setter in setters:
-            # Not every request of a batch uses what some of them do.
+            # Not every request of a batch uses every parameter.
             if setter is sampling or random.random() < 0.8:
                 setter(random, request)
         requests.append(request)

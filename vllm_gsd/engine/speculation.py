@@ -218,14 +218,14 @@ class Speculation:
             counts[counter] += total[place]
         (requests,) = has_tree.nonzero()
         with_tree = [request_ids[request] for request in requests]
-        self.stats.accepted_lengths.update(length[requests].tolist())
         nodes = np.add.reduceat(step.trees.parent >= 0, step.trees.starts[:-1], dtype=np.int64)
-        graphs = zip(deepest[requests].tolist(), nodes[requests].tolist(), strict=True)
-        self.stats.drafted.update(zip(with_tree, graphs, strict=True))
+        graphs = np.stack([deepest, nodes, length], axis=1)[requests]
+        self.stats.verified.update(map(tuple, graphs.tolist()))
         if with_tree:
             chance = self.planner.calibration.value(source, depth, survival)
             self.trust.observe(with_tree, tree, source, chance, accepted)
             self.planner.calibration.observe(source, depth, survival, accepted)
+        self.trust.fade(request_ids[request] for request in (emitting & ~has_tree).nonzero()[0])
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""

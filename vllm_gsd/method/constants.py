@@ -50,7 +50,7 @@ KEEP = 0.998
 
 # Weight of the prior "as calibrated" within one request, in promised nodes.
 OWN_PRIOR = 3.0
-# Observations in a request fade over about 30 steps with graphs, so that a source that is off is tried again.
+# Observations in a request fade over about 30 steps, so that a source that is off is tried again.
 OWN_KEEP = 0.97
 # A source is switched off for a request if its nodes are accepted less often than this share of the calibrated rate.
 OFF_BELOW = 0.35

@@ -4,6 +4,8 @@ Draft probabilities are over-confident, and n-gram probabilities are a rule of t
 depth and survival. A cell's factor is the number of its accepted nodes over the sum of their survivals.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from vllm_gsd.host import chances, learn, learn_of_requests
@@ -67,6 +69,15 @@ class SourceTrust:
         seen = self._seen(request_ids)
         learn_of_requests(seen, row, source, chance, accepted)
         self.seen.update(zip(request_ids, seen, strict=True))
+
+    def fade(self, request_ids: Iterable[str]) -> None:
+        """Let the observations of requests that verified nothing in a step fade.
+
+        Otherwise a request whose only source is off would never try it again.
+        """
+        if known := [request_id for request_id in request_ids if request_id in self.seen]:
+            nothing = np.zeros(0, np.int64)
+            self.observe(known, nothing, nothing, np.zeros(0), np.zeros(0, np.bool_))
 
     def forget(self, request_id: str) -> None:
         """Drop the observations of a finished request."""

@@ -1,6 +1,6 @@
-"""A plugin of vLLM for ranks in tests. It lets them sleep until a message arrives.
+"""A vLLM plugin that makes ranks in tests sleep until a message arrives.
 
-By default they poll for a second first, which keeps a processor from all others.
+By default, ranks first poll for a second, which keeps a core busy.
 """
 
 

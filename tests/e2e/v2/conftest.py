@@ -1,4 +1,4 @@
-"""Lets the tests here import ``v2_engine``, and skips them where Triton is missing."""
+"""Lets the tests in this folder import its helpers, and skips them if Triton is missing."""
 
 import sys
 from pathlib import Path
@@ -33,5 +33,5 @@ def start_v2(engine_pool, tiny_pair):
 
 @pytest.fixture(scope="session")
 def v2_options():
-    """What V2 engines are started with, for the same on V1."""
+    """Engine arguments of V2 engines, for V1 engines to compare with."""
     return OPTIONS

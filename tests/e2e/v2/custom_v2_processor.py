@@ -1,12 +1,12 @@
-"""A custom logits processor of Model Runner V2 whose state goes on with every row that it sees of a request."""
+"""A custom logits processor for Model Runner V2 with a state that each row of a request updates."""
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 
 class AutomatonProcessor(LogitsProcessor):
-    """For requests with ``extra_args={"automaton": first state}``; forbids every third token, which by the state.
+    """For requests with ``extra_args={"automaton": first state}``; forbids every third token, at an offset by state.
 
-    A request that was preempted is added anew: its first row tells all tokens that it had sampled.
+    A preempted request is added again. The state is then computed from all tokens that it has sampled.
     """
 
     def __init__(self, vllm_config, req_states):

@@ -1,10 +1,10 @@
-"""Records what a V2 engine drafts, step by step, whoever drafts it. Functions here run in the engine's process."""
+"""Records the drafts of a V2 engine, ours or vLLM's, in each step. These functions run in the engine's process."""
 
 from engine_process import model_runner
 
 
 def name_layers_apart() -> None:
-    """Give the layers of Gemma 4's DSpark draft a prefix: vLLM 0.32 names them as those of a target for text only."""
+    """Give the layers of Gemma 4's DSpark draft a prefix: vLLM 0.32 names them like those of a text-only target."""
     from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkForCausalLM
 
     upstream = Gemma4DSparkForCausalLM.__init__
@@ -16,7 +16,7 @@ def name_layers_apart() -> None:
 
 
 def record_drafts(llm) -> None:
-    """Start recording. Ours drafts as a new engine would, without what it has learned."""
+    """Start recording. Our speculator first forgets what it has learned, so that it drafts as a new engine does."""
     speculator, drafts = model_runner(llm).speculator, []
     if hasattr(speculator, "speculation"):
         speculator.speculation.forget_warm_up()
@@ -32,7 +32,7 @@ def record_drafts(llm) -> None:
 
 
 def recorded_drafts(llm) -> list[list[int]]:
-    """Stop, and return what was drafted for the first request of each step."""
+    """Stop recording, and return the drafts for the first request in each step."""
     speculator = model_runner(llm).speculator
     del speculator.propose
     return speculator.drafts_of_tests

@@ -1,6 +1,6 @@
-"""Programs that start engines, such as ``vllm``, with Model Runner V2 interpreted: ``forking_v2.py PROGRAM ...``.
+"""Runs a program that starts engines, such as ``vllm``, with an interpreted Model Runner V2.
 
-Their processes are forked from this one.
+Usage: ``forking_v2.py PROGRAM ...``. The program's processes are forked from this one.
 """
 
 import sys

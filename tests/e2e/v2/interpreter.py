@@ -1,7 +1,7 @@
-"""Model Runner V2 on the CPU: vLLM's Triton kernels under Triton's interpreter.
+"""Model Runner V2 on the CPU: vLLM's Triton kernels run in Triton's interpreter.
 
-Slow, but the real engine: what vLLM runs on GPUs, kernel by kernel. ``enable`` must come before vLLM is imported, so
-these engines are forked from a process of their own.
+This is slow, but it is the real engine with all kernels that vLLM runs on GPUs. ``enable`` must be called before vLLM
+is imported, so these engines are forked from their own server process.
 """
 
 import os
@@ -9,13 +9,13 @@ import sys
 
 import faster_interpreter
 
-# vLLM's own switch. A user needs none: with a real Triton backend vLLM takes V2 by itself.
+# vLLM's own switches. Users do not need them: with a real Triton backend, vLLM chooses V2 by itself.
 SETTINGS = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def enable() -> None:
-    """Let vLLM find a Triton backend for the CPU, and take Model Runner V2."""
-    assert "vllm" not in sys.modules, "vLLM has looked for Triton already"
+    """Let vLLM find a Triton backend for the CPU, and choose Model Runner V2."""
+    assert "vllm" not in sys.modules, "vLLM must not be imported before Triton is set up"
     os.environ.update(SETTINGS)
     from triton.backends import Backend, backends
     from triton.backends.compiler import BaseBackend
@@ -26,20 +26,20 @@ def enable() -> None:
         def is_active(cls) -> bool:
             return True
 
-    # Interpreted kernels are never compiled: any class will do.
+    # Interpreted kernels are never compiled, so any class works.
     backends["cpu"] = Backend(BaseBackend, InterpretedDriver)
     faster_interpreter.make_faster()
 
 
 def leave_costs_out() -> None:
-    """Draft every level and verify every node: interpreted kernels cost what nothing else does."""
+    """Draft every level and verify every node, because the costs of interpreted kernels are not realistic."""
     from vllm_gsd.engine.observe import measure_phases
 
     measure_phases.measure_costs = lambda runner: None
 
 
 def measure_briefly() -> None:
-    """Measure costs with two numbers of rows, once each."""
+    """Measure costs briefly: with two numbers of rows, and without repetition."""
     import itertools
     import time
 
@@ -56,7 +56,7 @@ def measure_briefly() -> None:
 
 
 def turn_on_async_scheduling() -> None:
-    """Schedule a step while the one before runs: vLLM's CPU platform turns that off after everything else."""
+    """Turn on asynchronous scheduling, which vLLM's CPU platform turns off at the end of its configuration."""
     from vllm.platforms import current_platform
 
     upstream = current_platform.check_and_update_config
@@ -69,7 +69,7 @@ def turn_on_async_scheduling() -> None:
 
 
 def attend_as_on_gpus() -> None:
-    """Attention by vLLM's Triton backend with our rows of graphs, and the KV layout of GPUs."""
+    """Use vLLM's Triton attention backend, extended by our attention along graphs, and the KV layout of GPUs."""
     import torch
     from vllm import _custom_ops
     from vllm.platforms import current_platform
@@ -78,12 +78,12 @@ def attend_as_on_gpus() -> None:
 
     backend = "vllm_gsd.engine.attention.cuda.TreeTritonAttentionBackend"
     type(current_platform).get_attn_backend_cls = classmethod(lambda *_, **__: backend)
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # launch parameters depend on it, nothing else
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # only launch parameters depend on it
     context_kv.layers_at_once = lambda _: True
     upstream = _custom_ops.rms_norm
 
     def rms_norm(out, values, weight, epsilon):
-        if weight is not None and weight.dim() == 2:  # a row for each layer, of which CPUs take the first only
+        if weight is not None and weight.dim() == 2:  # a row for each layer; vLLM's CPU kernel uses only the first
             for layer, own in enumerate(weight):
                 upstream(out[layer], values[layer], own, epsilon)
         else:
@@ -93,7 +93,7 @@ def attend_as_on_gpus() -> None:
 
 
 def split_attention_groups() -> None:
-    """Every layer in an attention group of its own, as vLLM groups layers of unlike shapes."""
+    """Give every layer its own attention group, as vLLM does for layers with different shapes."""
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -102,7 +102,11 @@ def split_attention_groups() -> None:
     def init_attn_backend(kv_cache_config, vllm_config, device, **options):
         whole, support, block_sizes = upstream(kv_cache_config, vllm_config, device, **options)
         split = [
-            [AttentionGroup(of.backend, [name], of.kv_cache_spec, number) for of in groups for name in of.layer_names]
+            [
+                AttentionGroup(group.backend, [name], group.kv_cache_spec, number)
+                for group in groups
+                for name in group.layer_names
+            ]
             for number, groups in enumerate(whole)
         ]
         for number, groups in enumerate(split):
@@ -114,10 +118,10 @@ def split_attention_groups() -> None:
 
 
 def emulate_cuda_graphs() -> None:
-    """Full and piecewise CUDA graphs, as far as their bookkeeping goes.
+    """Emulate the bookkeeping of full and piecewise CUDA graphs.
 
-    A full graph is what was called when it was captured, with the very tensors that were handed to it then: at a replay
-    nothing new reaches it but what was written into those. Of a piecewise graph there is only its padding.
+    Replaying a full graph calls the captured function with the tensors that it had at capture. As on a GPU, new values
+    reach it only if they are written into these tensors. Of piecewise graphs, only the padding is emulated.
     """
     from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.platforms import current_platform
@@ -129,7 +133,7 @@ def emulate_cuda_graphs() -> None:
         upstream(vllm_config)
         compilation, rows = vllm_config.compilation_config, vllm_config.num_speculative_tokens + 1
         compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-        # Batches of three fit no full graph but the one of four.
+        # A batch of three requests needs the full graph for four.
         compilation.cudagraph_capture_sizes = [2, 4, rows, 2 * rows, 4 * rows]
         compilation.max_cudagraph_capture_size = 4 * rows
 
@@ -149,7 +153,7 @@ def emulate_cuda_graphs() -> None:
                     self.graphs[desc].replay()
         self._graphs_captured = True
 
-    VllmConfig._normalize_piecewise_cudagraph_mode = lambda *_, **__: None  # nothing here is compiled
+    VllmConfig._normalize_piecewise_cudagraph_mode = lambda *_, **__: None  # no model is compiled here
     cudagraph_utils.CudaGraphManager.capture = capture
     cudagraph_utils.has_compiled_submodule = model_runner.has_compiled_submodule = lambda model: True
     type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
@@ -158,9 +162,9 @@ def emulate_cuda_graphs() -> None:
 
 
 def start_as_on_gpus() -> None:
-    """Profile memory, warm kernels up and capture CUDA graphs at start, which vLLM's CPU worker leaves out.
+    """Profile memory, warm up kernels and capture CUDA graphs at start, which vLLM's CPU worker does not do.
 
-    What was seen of it is kept in the worker's ``start``.
+    The worker's attribute ``start`` records the numbers of rows and calls.
     """
     from start_probes import Start
     from vllm.v1.worker.cpu_worker import CPUWorker

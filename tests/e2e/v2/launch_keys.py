@@ -1,21 +1,22 @@
-"""Triton's keys of what an interpreted engine launches: a key that a start has not seen would compile while serving.
+"""Triton's specialisation keys of the kernels that an interpreted engine launches.
 
-Functions run in the engine's process.
+A key that does not occur during the start would make a kernel compile while requests wait. These functions run in the
+engine's process.
 """
 
 import json
 
-SEEN: dict[str, set[str]] = {}  # of our kernels, by name
+SEEN: dict[str, set[str]] = {}  # keys by name of our kernels
 
 
 def record_launch_keys() -> None:
-    """Remember the key of every launch from now on."""
+    """Start to record the key of every launch."""
     from triton.backends.compiler import BaseBackend
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     class Backend(BaseBackend):
-        """Specialises as the backends of GPUs do."""
+        """Specialises arguments like the backends of GPUs."""
 
         @classmethod
         def parse_options(cls, options):
@@ -33,13 +34,13 @@ def record_launch_keys() -> None:
 
     def run(self, *args, **kwargs):
         if self.fn.__module__.startswith("vllm_gsd."):
-            given = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
-            SEEN.setdefault(self.__name__, set()).add(key_of(self, *args, **given))
+            options = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
+            SEEN.setdefault(self.__name__, set()).add(key_of(self, *args, **options))
         return upstream(self, *args, **kwargs)
 
     InterpretedFunction.run = run
 
 
 def launch_keys(llm) -> str:
-    """The keys of all launches so far, as JSON by kernel."""
+    """The keys of all launches so far, by kernel, as JSON."""
     return json.dumps({name: sorted(keys) for name, keys in sorted(SEEN.items())})

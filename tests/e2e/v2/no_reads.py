@@ -1,4 +1,4 @@
-"""Makes an engine fail where its host reads what only the device knows; functions run in the engine's process."""
+"""Makes an engine fail if the host reads values from the device; functions run in the engine's process."""
 
 import functools
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ METHODS = ("cpu", "numpy", "tolist", "item", "__bool__", "__int__", "__float__",
 
 
 class _NoReads(TorchDispatchMode):
-    """Refuses operators that read values, or whose results have shapes that depend on values."""
+    """Refuses operators that read values, or whose result's shape depends on values."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0]
@@ -26,19 +26,19 @@ class _NoReads(TorchDispatchMode):
 
 @contextmanager
 def refused():
-    """Lets every read of a tensor by the host raise an AssertionError."""
+    """Make every read of a tensor by the host raise an AssertionError."""
 
     def refuse(self, *args, **kwargs):
-        raise AssertionError("a tensor is read by the host")
+        raise AssertionError("the host reads a tensor")
 
     with mock.patch.multiple(torch.Tensor, **dict.fromkeys(METHODS, refuse)), _NoReads():
         yield
 
 
 def refuse_reads(llm) -> None:
-    """Let drafting, and the layout of what is verified, raise where they read from the device.
+    """Make drafting and the layout of verified rows raise if they read from the device.
 
-    Steps with prompts are looked at but for the catch-up over these, whose tokens the host knows.
+    In steps with prompts, the draft's catch-up on the prompts may read, because the host knows their tokens.
     """
     speculator = model_runner(llm).speculator
     speculator.guarded = 0
@@ -62,10 +62,10 @@ def refuse_reads(llm) -> None:
 
 
 def guarded_calls(llm) -> int:
-    """How many calls were looked at."""
+    """The number of calls in which reads were refused."""
     return model_runner(llm).speculator.guarded
 
 
 def learn_a_step_late(llm) -> None:
-    """Let the host learn from a step after it has drafted for the next one, as on a GPU."""
+    """Make the host learn from a step only after it has drafted for the next one, as on a GPU."""
     model_runner(llm).speculator.late.in_step = True

@@ -1,4 +1,7 @@
-"""Cost tables for V2 engines, in place of what interpreted kernels take; functions run in the engine's process."""
+"""Made-up cost tables for V2 engines, because interpreted kernels' durations are not realistic.
+
+These functions run in the engine's process.
+"""
 
 import numpy as np
 from engine_process import model_runner
@@ -11,18 +14,18 @@ def cost_rows(llm) -> dict[str, list]:
 
 
 def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20, last_level_ms: float = 0.0) -> None:
-    """Plan as if the target's forward took 10 ms and so much for each row.
+    """Make the planner assume that the target's forward takes 10 ms plus ``row_ms`` for each further row.
 
     Args:
-        row_ms: None to verify every node again.
-        probe_after: steps until the next probe.
-        last_level_ms: of the last draft level; all others take no time.
+        row_ms: cost of a row, or None to verify every node again.
+        probe_after: number of steps until the next probe.
+        last_level_ms: cost of the last draft level; all others cost nothing.
     """
     from vllm_gsd.planner.costs import Costs
 
     planner = model_runner(llm).speculation.planner
     planner.forget()
-    planner.overhead.observe_step = planner.overhead.observe_drafts = lambda *_: None  # the clock tells otherwise
+    planner.overhead.observe_step = planner.overhead.observe_drafts = lambda *_: None  # ignore measured durations
     planner.next_probe = planner.steps + probe_after
     rows, draft = np.array([1, 2, 256]), np.zeros((len(planner.levels), 3))
     draft[-1] = last_level_ms
@@ -30,7 +33,7 @@ def plant_costs(llm, row_ms: float | None, probe_after: int = 1 << 20, last_leve
 
 
 def watch_levels(llm) -> None:
-    """Record how many levels the planner chooses for each draft phase, for :func:`levels_seen`."""
+    """Start to record how many levels the planner chooses for each draft phase; see ``levels_seen``."""
     planner = model_runner(llm).speculation.planner
     choose, planner.levels_seen = type(planner).num_levels.__get__(planner), []
     planner.num_levels = lambda *args: planner.levels_seen.append(choose(*args)) or planner.levels_seen[-1]

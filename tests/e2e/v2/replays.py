@@ -1,10 +1,10 @@
-"""Which of an engine's full CUDA graphs were replayed; functions run in the engine's process."""
+"""Records which full CUDA graphs of an engine were replayed; functions run in the engine's process."""
 
 from engine_process import model_runner
 
 
 def record_replays(llm) -> None:
-    """Remember every replay from now on."""
+    """Start to record replays."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     runner, upstream = model_runner(llm), CudaGraphManager.run_fullgraph
@@ -23,7 +23,7 @@ def _key(manager, desc) -> tuple[str, int, int]:
 
 
 def not_replayed(llm) -> list[tuple[str, int, int]]:
-    """The graphs that were captured and not replayed: the part, requests, and levels or rows for each request."""
+    """Captured graphs that were not replayed: part, number of requests, and levels or rows per request."""
     runner = model_runner(llm)
     managers = runner.cudagraph_manager, runner.speculator.draft_graphs
     return sorted({_key(manager, desc) for manager in managers for desc in manager.graphs} - runner.replayed)

@@ -1,4 +1,4 @@
-"""Requests that end in every order, and what our tables still know then; functions run in the engine's process."""
+"""Ends requests in various ways, and reports the sizes of our tables; functions run in the engine's process."""
 
 from engine_process import Params, model_runner, scheduler
 
@@ -6,14 +6,14 @@ PARAMS = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
 
 
 def end_requests(llm, prompts, how: str) -> int:
-    """Run prompts with a cache salt to their end.
+    """Run prompts with a cache salt until all requests have ended.
 
     Args:
-        how: "finish"; "abort", all after a few steps; "preempt" (an engine short of blocks does), resume and finish;
-            "preempt and abort", those that wait after a step in which they were preempted.
+        how: "finish" lets them finish. "abort" aborts all after three steps. "preempt" also lets them finish, in an
+            engine with too few blocks, which preempts and resumes them. "preempt and abort" aborts preempted requests.
 
     Returns:
-        how many requests were seen preempted, after a step.
+        The number of requests that were preempted.
     """
     from vllm.v1.request import RequestStatus
 
@@ -29,7 +29,7 @@ def end_requests(llm, prompts, how: str) -> int:
         ended = preempted if how == "preempt and abort" else set(requests) if how == "abort" and steps == 3 else set()
         if ended:
             engine.abort_request([name.split("-")[0] for name in ended])
-    engine.step()  # the worker hears of those that ended last
+    engine.step()  # tells the worker which requests ended last
     return len(seen)
 
 

@@ -1,4 +1,4 @@
-"""What happens to an engine before its first request, and what is left of it; see ``interpreter.start_as_on_gpus``."""
+"""Records an engine's start, and the state it leaves before the first request; see ``interpreter.start_as_on_gpus``."""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -8,14 +8,14 @@ from request_tables import tables
 
 
 class Start:
-    """What was seen of a start."""
+    """Records the numbers of rows and calls during a start."""
 
     def __init__(self):
         self.seen: dict[str, int] = {}
 
     @contextmanager
     def watch_profile(self, runner):
-        """Most rows of the draft's forwards, of logits and of kept states of the target, while memory is profiled."""
+        """Record the most rows of draft forwards, logits, and stored target states while memory is profiled."""
         speculator = runner.speculator
         drafter = getattr(getattr(speculator, "speculation", None), "drafter", None)
         drafts = keeps = nullcontext(mock.Mock(call_args_list=[]))
@@ -31,7 +31,7 @@ class Start:
 
     @contextmanager
     def watch_warm_up(self, runner):
-        """Steps whose graphs were verified, and graphs that were proposed, of the requests that vLLM makes up."""
+        """Count the steps that verify and that draft graphs while vLLM warms up with dummy requests."""
         if runner.speculator is None:
             yield
             return
@@ -42,14 +42,14 @@ class Start:
 
 
 def remember_start(llm) -> None:
-    """Keep what there is before the first request."""
+    """Store the state before the first request."""
     start = llm.llm_engine.model_executor.driver_worker.worker.start
     if llm.llm_engine.vllm_config.speculative_config is not None:
         start.left = left(llm)
 
 
 def left(llm) -> dict[str, int]:
-    """What can be left of earlier requests: entries, learned factors, KV that counts as valid, texts, counters."""
+    """Sizes of all state that requests may leave: table entries, learned factors, valid KV, texts, counters."""
     from vllm_gsd.planner.calibration import Calibration
 
     speculator = model_runner(llm).speculator
@@ -67,6 +67,6 @@ def left(llm) -> dict[str, int]:
 
 
 def start_of(llm) -> tuple[dict[str, int], dict[str, int]]:
-    """What was seen of the start, and what was left of it."""
+    """The recorded numbers of the start, and the state that it left."""
     start = llm.llm_engine.model_executor.driver_worker.worker.start
     return start.seen, start.left

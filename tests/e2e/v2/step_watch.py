@@ -1,8 +1,8 @@
-"""Watches the decode steps of an interpreted engine: what they launch on the device, and what they ask of the host.
+"""Watches the decode steps of an interpreted engine: their launches on the device, and their waits and copies.
 
-In the interpreter a device tensor lies in the host's memory. ``HostTensors`` tells the two apart by where a tensor
-comes from: NumPy arrays and lists make tensors of the host, and so does everything that is computed from these alone.
-All other tensors belong to the device. Functions below that take ``llm`` run in the engine's process.
+In the interpreter, device tensors are in host memory. ``HostTensors`` therefore distinguishes tensors by their origin:
+tensors made from NumPy arrays and lists belong to the host, and so do results computed only from host tensors. All
+other tensors belong to the device. Functions with an argument ``llm`` run in the engine's process.
 """
 
 import functools
@@ -21,7 +21,7 @@ READS = {
     "bincount",
     "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
 }  # fmt: skip
-# Operators that launch nothing: memory without content, and other names for the same memory.
+# Operators that launch no kernel: they allocate memory without filling it, or make views.
 NO_LAUNCH = {
     "empty",
     "empty_like",
@@ -45,15 +45,15 @@ class ViolationError(AssertionError):
 
 
 class Watch:
-    """What is going on in an engine, and what was counted in its latest decode steps."""
+    """The current phase of an engine, and the operations counted in its decode steps."""
 
     def __init__(self, refuse: bool) -> None:
         self.refuse = refuse
-        self.allowed = 1  # > 0 where nothing is looked at
+        self.allowed = 1  # > 0 while nothing is watched
         self.host_only = 0  # > 0 while a function works on tensors of the host
         self.phases: list[str] = ["other"]
         self.steps: list[Counter] = []  # by (phase, whether in a graph)
-        self.levels: list[int] = []  # operations of the draft phase by level, its start and its end included
+        self.levels: list[int] = []  # operations of the draft phase by level, with its start and its end
         self.per_level = 0
         self.names: Counter = Counter()
 
@@ -70,17 +70,17 @@ class Watch:
                 self.levels.append(0)
 
     def begin_step(self) -> None:
-        """Count the operations of another step."""
+        """Start to count the operations of a new step."""
         self.steps.append(Counter())
         self.levels = [0]
 
     def end_step(self) -> None:
-        """Remember the level with the most operations; the first and the last entry are no level beside others."""
+        """Update the most operations per level. The first and last entries have other operations, too."""
         self.per_level = max(self.per_level, *self.levels[1:-1], 0)
 
     @contextmanager
     def phase(self, name: str):
-        """Count what happens within as this phase's."""
+        """Count operations in this context as part of a phase."""
         if name == "graph":
             self.count("replay")
             inner = self.phases[-1]
@@ -99,7 +99,7 @@ class Watch:
 
     @contextmanager
     def allow(self):
-        """Look at nothing within: a kernel's own work, or a copy that is staged."""
+        """Watch nothing in this context, such as the inside of a kernel or a staged copy."""
         self.allowed += 1
         try:
             yield
@@ -107,7 +107,7 @@ class Watch:
             self.allowed -= 1
 
     def wrap(self, owner, name: str, phase: str) -> None:
-        """Let ``owner.name`` run as a phase."""
+        """Count calls of ``owner.name`` as a phase."""
         upstream = getattr(owner, name)
 
         @functools.wraps(upstream)
@@ -118,12 +118,13 @@ class Watch:
         setattr(owner, name, wrapped)
 
     def stage(self, owner, name: str, operations: int, host: bool = False) -> None:
-        """Let ``owner.name`` copy between host and device, and count it as so many operations.
+        """Allow ``owner.name`` to copy between host and device.
 
         Args:
-            owner, name: a function that does not wait.
-            operations: what it launches on a GPU.
-            host: whether its result is the host's.
+            owner: object that has the function.
+            name: name of a function that does not wait.
+            operations: number of operations that it launches on a GPU.
+            host: whether its result belongs to the host.
         """
         upstream = getattr(owner, name)
 
@@ -135,19 +136,19 @@ class Watch:
                 result = upstream(*args, **kwargs)
             if host:
                 return mark(result)
-            # What a staged copy gives belongs to the device, even if it is the same memory here.
+            # The result of a staged copy belongs to the device, even though it is the same memory here.
             return result.clone() if is_host(result) and not self.allowed else result
 
         setattr(owner, name, wrapped)
 
 
 def is_host(value) -> bool:
-    """Whether a value is a tensor of the host."""
+    """Whether a value is a host tensor."""
     return isinstance(value, torch.Tensor) and getattr(value, "of_host", False)
 
 
 def mark(value):
-    """Call the tensors in a value the host's."""
+    """Mark all tensors in a value as host tensors."""
     for tensor in tree_leaves(value):
         if isinstance(tensor, torch.Tensor):
             tensor.of_host = True
@@ -155,7 +156,7 @@ def mark(value):
 
 
 class HostTensors(TorchFunctionMode):
-    """Tells tensors of the host from the device's, and refuses what makes one wait for the other."""
+    """Distinguishes host tensors from device tensors, and refuses operations that make the host wait."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class HostTensors(TorchFunctionMode):
 
     @staticmethod
     def check(name: str, args, tensors, device, target) -> None:
-        """Raise for a read of the device, or a copy that nothing stages."""
+        """Raise for reads from the device and for copies that are not staged."""
         if name in READS and device:
             raise ViolationError(f"{name} reads from the device")
         if name == "where" and len(args) == 1 and device:
@@ -190,7 +191,7 @@ class HostTensors(TorchFunctionMode):
             isinstance(index, torch.Tensor) and index.dtype == torch.bool and not is_host(index)
             for index in (args[1] if isinstance(args[1], tuple) else (args[1],))
         ):
-            raise ViolationError("an index of flags reads from the device")
+            raise ViolationError("a boolean index reads from the device")
         if name == "repeat_interleave" and any(not is_host(value) for value in tensors[1:]):
             raise ViolationError("repeat_interleave reads from the device")
         if name in ("tensor", "as_tensor") and target is not None:
@@ -198,7 +199,7 @@ class HostTensors(TorchFunctionMode):
         mixed = device and any(is_host(tensor) and tensor.dim() for tensor in tensors)
         moved = name in ("to", "cuda") and tensors and is_host(tensors[0]) and target is not None
         if mixed or moved:
-            raise ViolationError(f"{name} copies between host and device, and nothing stages it")
+            raise ViolationError(f"{name} copies between host and device without staging")
 
 
 class Operations(TorchDispatchMode):
@@ -213,14 +214,14 @@ class Operations(TorchDispatchMode):
         name, watch = function.__name__.split(".")[0], self.watch
         if watch.allowed or watch.host_only or function.is_view or name in NO_LAUNCH:
             return result
-        # Operators of vLLM's own write into their arguments.
+        # vLLM's own operators return nothing: they write into their arguments.
         if result is None or any(v.numel() for v in tree_leaves(result) if isinstance(v, torch.Tensor)):
             watch.count(name)
         return result
 
 
 def watch_steps(llm, refuse: bool) -> None:
-    """Watch all decode steps from now on.
+    """Start to watch decode steps.
 
     Args:
         llm: the engine.
@@ -247,17 +248,17 @@ def start_again(llm) -> None:
 
 
 def synchronized(watch: Watch, upstream, *args, **kwargs):
-    """A synchronization of the whole device."""
+    """Replaces a synchronization of the whole device."""
     if watch.refuse and not watch.allowed:
         raise ViolationError("the host waits for the device")
     return None if not watch.allowed else upstream(*args, **kwargs)
 
 
 def use_kernels(replace) -> None:
-    """Run what a GPU runs: no compiled operators of CPUs.
+    """Run the kernels that GPUs run instead of compiled CPU operators.
 
     Args:
-        replace: called with an object, a name and the new attribute.
+        replace: sets an attribute, given the object, its name and the new value.
     """
     from vllm_gsd import ops
 
@@ -268,7 +269,7 @@ def use_kernels(replace) -> None:
 
 
 def count_launches(watch: Watch, replace) -> None:
-    """Count every launch of a Triton kernel as one operation; ``replace`` as for ``use_kernels``."""
+    """Count every launch of a Triton kernel as one operation. See ``use_kernels`` for ``replace``."""
     from triton.runtime.interpreter import InterpretedFunction
 
     upstream = InterpretedFunction.run
@@ -282,27 +283,27 @@ def count_launches(watch: Watch, replace) -> None:
 
 
 def staged(watch: Watch) -> None:
-    """The ways between host and device that do not wait: vLLM's staging, which ours uses, and late copies."""
+    """Allow the copies between host and device that do not wait: vLLM's staging, which we use, and late copies."""
     from vllm.utils import torch_utils
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
 
     from vllm_gsd.engine.v2 import late_copies
 
-    # vLLM's CPU worker has replaced this function after some modules had taken it.
+    # vLLM's CPU worker replaced this function after some modules had imported it.
     watch.stage(torch_utils, "async_tensor_h2d", 1)
     for module in list(sys.modules.values()):
         if "async_tensor_h2d" in vars(module):
             module.async_tensor_h2d = torch_utils.async_tensor_h2d
     watch.stage(UvaBufferPool, "copy_to_uva", 0)  # kernels read the host's pinned memory
     watch.stage(UvaBufferPool, "copy_to_gpu", 1)
-    watch.stage(AsyncOutput, "__init__", 2)  # the tokens, and how many they are
+    watch.stage(AsyncOutput, "__init__", 2)  # the tokens and their numbers
     watch.stage(late_copies.LateCopies, "send", 2)
     watch.stage(late_copies._Copy, "values", 0, host=True)
 
 
 def phases(watch: Watch, runner) -> None:
-    """Name the parts of a step."""
+    """Count the functions of a step as phases."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     speculator = runner.speculator
@@ -327,7 +328,7 @@ def phases(watch: Watch, runner) -> None:
 
 
 def layers(watch: Watch, model) -> None:
-    """Name what belongs to a draft's own layers: its forward, its heads, and the selector of a DFlash2 draft."""
+    """Count a draft's own layers as a phase: its forward, its heads, and the selector of a DFlash2 draft."""
     inner = getattr(model.model, "model", None)
     for owner, name in (
         (model, "run_rows"),
@@ -340,7 +341,7 @@ def layers(watch: Watch, model) -> None:
 
 
 def verified_rows():
-    """The module, which only V2 engines can import."""
+    """Import this module only here, because only V2 engines can import it."""
     from vllm_gsd.engine.v2 import verified_rows as module
 
     return module
@@ -379,15 +380,15 @@ def step(watch: Watch, runner) -> None:
 
 
 def report(llm) -> dict:
-    """What the decode step with the most operations launched, and the most that any did in each phase.
+    """Operations of the decode step that has the most of them, and each phase's maximum over all steps.
 
-    See ``scripts/count_launches``. A step whose plan verifies nothing has no walk, and may be the largest.
+    See ``scripts/count_launches``. The largest step may lack a phase: a step that verifies nothing has no walk.
     """
     watch = model_runner(llm).watch
-    largest = max(watch.steps, key=lambda of: of.total())
+    largest = max(watch.steps, key=lambda counts: counts.total())
     by_phase, most = _by_phase(largest), Counter()
-    for of in watch.steps:
-        most |= _by_phase(of)
+    for counts in watch.steps:
+        most |= _by_phase(counts)
     outside = {phase: count for (phase, in_graph), count in largest.items() if not in_graph}
     drafting = sum(outside.get(phase, 0) for phase in ("draft phase", "draft model"))
     return {
@@ -397,21 +398,21 @@ def report(llm) -> dict:
         "draft_phase_beside_model": by_phase["draft phase"],
         "per_level_beside_model": watch.per_level,
         "by_phase": dict(most.most_common()),
-        "names": {phase: dict(of) for phase, of in names_of(watch).items()},
+        "names": {phase: dict(names) for phase, names in names_of(watch).items()},
     }
 
 
 def _by_phase(step: Counter) -> Counter:
-    """Operations by phase, in CUDA graphs and outside."""
-    found: Counter = Counter()
+    """Operations by phase, inside and outside CUDA graphs."""
+    totals: Counter = Counter()
     for (phase, _), count in step.items():
-        found[phase] += count
-    return found
+        totals[phase] += count
+    return totals
 
 
 def names_of(watch: Watch) -> dict[str, Counter]:
     """The operations of all decode steps, by phase and name."""
-    found: dict[str, Counter] = {}
+    names: dict[str, Counter] = {}
     for (phase, name), count in watch.names.items():
-        found.setdefault(phase, Counter())[name] = count
-    return found
+        names.setdefault(phase, Counter())[name] = count
+    return names

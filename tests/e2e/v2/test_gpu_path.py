@@ -1,4 +1,4 @@
-"""What engines on GPUs run, under the interpreter: Triton's tree attention and KV moves, CUDA graphs' fixed buffers."""
+"""The code paths of GPUs in the interpreter: Triton kernels for tree attention and KV moves, and CUDA graphs."""
 
 import json
 
@@ -15,28 +15,28 @@ from v2_engine import OPTIONS
 GSD = {"num_speculative_tokens": 8, "max_depth": 2}
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 5}
-# Six blocks of 32 tokens; four requests need two each.
+# Four requests that need two blocks each share six usable blocks.
 SCARCE = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
 GRAPHS = {"gpu_attention": True, "cuda_graphs": True, "async_scheduling": True, **SCARCE}
 
 
 @pytest.fixture(scope="module")
-def asked(random_prompts):
-    """Prompts of four requests, and what they want: not all end together, so that batches shrink."""
+def requests(random_prompts):
+    """Prompts and parameters of four requests. They end at different times, so that batches shrink."""
     prompts = random_prompts(4, 5, 20, seed=4)
     return prompts, [GREEDY, SEEDED, {**GREEDY, "max_tokens": 5}, SEEDED]
 
 
 @pytest.fixture(scope="module")
-def expected(start_v2, asked):
-    return run(start_v2(None), *asked)
+def expected(start_v2, requests):
+    return run(start_v2(None), *requests)
 
 
 def test_a_start_as_on_gpus(start_v2):
-    """vLLM profiles the largest step, and warms up with requests of its own, of which nothing is left."""
+    """vLLM profiles the largest step and warms up with dummy requests, which leave no state behind."""
     engine = start_v2(GSD, gpu_attention=True, costs=True)
     seen, left = engine.call(start_of)
-    # Four requests, each with a root and eight nodes: all are verified, and drafted for after as many were accepted.
+    # Four requests, each with a root and eight nodes: all rows are verified, and the draft may have to read them all.
     assert seen["rows_sampled"] == seen["rows_drafted"] == 4 * 9
     assert seen["rows_kept"] == OPTIONS["max_num_batched_tokens"]
     assert seen["verified"] >= 7 and seen["_grow_on_device"] >= 7
@@ -46,15 +46,15 @@ def test_a_start_as_on_gpus(start_v2):
     assert [len(level) for level in costs["draft"]] == [2] * GSD["max_depth"]
 
 
-def test_kernels_of_gpus(start_v2, asked, expected):
+def test_kernels_of_gpus(start_v2, requests, expected):
     engine = start_v2(GSD, gpu_attention=True, costs=True)
     engine.call(plant_costs, None)
-    assert run(engine, *asked) == expected
+    assert run(engine, *requests) == expected
     metrics = engine.metrics()
     assert metrics["gsd_kv_rows_moved"] > 0
     assert metrics.get("gsd_cudagraph_hits", 0) == metrics.get("gsd_cudagraph_misses", 0) == 0
-    # Blocks of the prompt before are taken again, with the draft's KV in them.
-    again = [asked[0][0] + expected[0] + expected[1], asked[0][0] + expected[0] + expected[3]]
+    # Cached blocks of the first prompt are reused, with the draft's KV in them.
+    again = [requests[0][0] + expected[0] + expected[1], requests[0][0] + expected[0] + expected[3]]
     assert run(engine, again, GREEDY) == run(start_v2(None), again, GREEDY)
 
 
@@ -63,40 +63,40 @@ def graphs(start_v2):
     return start_v2(GSD, first=(record_launch_keys,), **GRAPHS)
 
 
-def test_cuda_graphs_and_async_scheduling(start_v2, graphs, asked, expected):
-    """With preemption, cached prompts and aborts; every kernel that they launch was compiled at the start."""
+def test_cuda_graphs_and_async_scheduling(start_v2, graphs, requests, expected):
+    """With preemption, cached prompts and aborts, every kernel launched was already compiled at the start."""
     compiled = json.loads(graphs.call(launch_keys))
     graphs.call(record_replays)
-    assert run(graphs, *asked) == expected
+    assert run(graphs, *requests) == expected
     metrics = graphs.metrics()
     assert metrics["num_preemptions"] > 0
-    # Of the target for batches of 1, 2 and 4 requests with 9 rows each, of 1, 2 and 3 with 3, of 2 and 4 with a single
-    # one; of the draft phase for 1, 2, 3 and 4 requests and 1 and 2 levels.
+    # Graphs of the target: 1, 2 and 4 requests with 9 rows each, 1, 2 and 3 requests with 3 rows, 2 and 4 with one row.
+    # Graphs of the draft phase: 1, 2, 3 and 4 requests, each with 1 and 2 levels.
     assert metrics["gsd_cudagraphs_captured"] == 3 + 3 + 2 + 4 * 2
     assert metrics["gsd_cudagraph_hits"] > metrics["gsd_target_steps"] / 4
-    long = [[token for prompt in asked[0] for token in prompt][:49]]
+    long = [[token for prompt in requests[0] for token in prompt][:49]]
     texts = run(start_v2(None), long, GREEDY)
     for cached in (0, 32):
         (answer,) = graphs.generate(long, GREEDY)
         assert [answer.tokens] == texts and answer.num_cached_tokens == cached
-    graphs.call(end_requests, [(2 * prompt)[:30] for prompt in asked[0]], "preempt and abort")
+    graphs.call(end_requests, [(2 * prompt)[:30] for prompt in requests[0]], "preempt and abort")
     assert not any(graphs.call(tables).values())
-    graphs.call(plant_costs, 0.8)  # fewer nodes, by graphs for as many
-    assert run(graphs, *asked) == expected
+    graphs.call(plant_costs, 0.8)  # plans cut nodes, and smaller graphs are replayed
+    assert run(graphs, *requests) == expected
     graphs.call(plant_costs, None)
     print(graphs.call(not_replayed))
     planned = graphs.metrics()
     assert planned["gsd_nodes_cut"] > 0
     for kernel, keys in json.loads(graphs.call(launch_keys)).items():
         later = set(keys) - set(compiled.get(kernel, []))
-        assert not later, f"{kernel} compiles while requests wait: {later}, beside {compiled.get(kernel)}"
+        assert not later, f"{kernel} compiles while requests wait: {later}; compiled before: {compiled.get(kernel)}"
 
 
 @pytest.fixture(scope="module")
 def watched(graphs, random_prompts):
-    """Decode steps, in which a copy that is not staged, a read of the device or a synchronization raises.
+    """A report on decode steps in which unstaged copies, reads from the device and synchronizations raise.
 
-    Of a request for which everything is verified, and of one for which a plan leaves nodes and levels out.
+    For the first request, all nodes are verified. For the second, a plan leaves out nodes and levels.
     """
     graphs.call(watch_steps, True)
     for row_ms in None, 0.8:
@@ -107,7 +107,7 @@ def watched(graphs, random_prompts):
 
 
 def test_launches_of_verification(watched):
-    """Inputs, slots, lay-out, walk, KV moves and late copies; see ``scripts/count_launches``."""
+    """Launches outside the draft phase are limited: inputs, slots, layout, walk, KV moves and late copies."""
     assert watched["decode_steps"] >= 2
     assert watched["outside_graphs_beside_draft_phase"] <= 45
     assert watched["by_phase"]["lay-out"] <= 2 and watched["by_phase"]["walk"] <= 8
@@ -121,13 +121,13 @@ def test_launches_of_drafting(watched):
 
 
 def test_launches_of_requests_that_opt_out(graphs, watched, random_prompts):
-    """Their steps are counted, and launch nothing of a graph's verification or drafting."""
+    """Steps of requests that opt out are counted, but launch nothing for verification or drafting."""
     graphs.call(start_again)
     params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "extra_args": {"gsd": False}}
     before = graphs.metrics()["gsd_target_steps"]
     run(graphs, random_prompts(2, 5, 20, seed=4), params)
     assert graphs.metrics()["gsd_target_steps"] == before + 16
-    found = graphs.call(report)
-    assert found["decode_steps"] >= 7
-    assert not found["by_phase"].keys() & {"lay-out", "walk", "KV moves", "late copies", "draft phase"}, found
-    assert found["outside_graphs"] <= 30
+    counts = graphs.call(report)
+    assert counts["decode_steps"] >= 7
+    assert not counts["by_phase"].keys() & {"lay-out", "walk", "KV moves", "late copies", "draft phase"}, counts
+    assert counts["outside_graphs"] <= 30

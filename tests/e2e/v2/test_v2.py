@@ -1,8 +1,7 @@
-"""Graphs on Model Runner V2: the texts of plain V2, and V1's graphs. Short, as every kernel is interpreted.
+"""Graphs on Model Runner V2: texts equal plain V2's, and graphs equal V1's.
 
-What requests can ask for is in ``test_v2_features``.
-
-``scripts/check_v2`` is the long form.
+The tests are short, because every kernel is interpreted; ``scripts/check_v2`` runs longer ones. ``test_v2_features``
+tests request features.
 """
 
 from itertools import chain
@@ -16,7 +15,7 @@ from no_reads import guarded_calls, learn_a_step_late, refuse_reads, refused
 from planted import levels_seen, plant_costs, watch_levels
 from request_tables import end_requests, tables
 
-# Few levels, so that a step has few of everything; two runners agree on any config.
+# Few levels keep steps short.
 GSD = {"num_speculative_tokens": 8, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
 SAMPLING = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.3, "top_p": 0.5}, {"min_p": 0.1}]
@@ -30,7 +29,7 @@ def four_prompts(random_prompts):
 
 @pytest.fixture(scope="module")
 def expected(start_v2, four_prompts):
-    """What plain V2 answers, by workload."""
+    """Parameters (or prompts) and plain V2's tokens by workload."""
     plain = start_v2(None)
     greedy = run(plain, four_prompts, GREEDY)
     long = [list(chain(*four_prompts))[:49]]
@@ -49,41 +48,42 @@ def counts_of(engine) -> dict[str, float]:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_both_runners_accept_the_same(start_engine, start_v2, four_prompts, expected, v2_options, batch):
-    """First of all, as engines learn from what was accepted: these two have learned the same.
+    """Both runners verify, accept and move the same numbers of nodes.
 
-    Greedily, because the two runners of vLLM draw other tokens with the same seed.
+    This test comes first: engines learn from accepted nodes, and these two must have learned the same. Requests are
+    greedy, because vLLM's two runners sample different tokens with the same seed.
     """
     engines = start_engine(GSD, **v2_options), start_v2(GSD)
-    found = []
+    changes = []
     for engine in engines:
         before = counts_of(engine)
         assert run(engine, four_prompts[:batch], GREEDY) == expected["greedy"][1][:batch]
-        found.append({name: value - before[name] for name, value in counts_of(engine).items()})
-    assert found[0] == found[1]
-    assert found[0]["gsd_nodes_verified"] > 0
-    assert found[0]["gsd_kv_rows_moved"] > 0 or batch == 1
+        changes.append({name: value - before[name] for name, value in counts_of(engine).items()})
+    assert changes[0] == changes[1]
+    assert changes[0]["gsd_nodes_verified"] > 0
+    assert changes[0]["gsd_kv_rows_moved"] > 0 or batch == 1
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_draft_that_reads_hidden_states(
     start_engine, start_v2, tiny_eagle, tiny_eagle3, four_prompts, expected, v2_options, kind
 ):
-    """The same graphs on both runners, grown on the device."""
+    """V2 grows graphs on the device, with the same numbers of nodes as V1."""
     draft = tiny_eagle if kind == "eagle" else tiny_eagle3 / "llama"
     config = {**GSD, "model": str(draft), "sources": ["draft"]}
     engines = start_engine(config, **v2_options), start_v2(config)
-    found = []
+    changes = []
     for engine in engines:
         before = counts_of(engine)
         assert run(engine, four_prompts[:2], GREEDY) == expected["greedy"][1][:2]
-        found.append({name: value - before[name] for name, value in counts_of(engine).items()})
-    assert found[0] == found[1]
-    assert found[0]["gsd_nodes_accepted_native"] > 0
+        changes.append({name: value - before[name] for name, value in counts_of(engine).items()})
+    assert changes[0] == changes[1]
+    assert changes[0]["gsd_nodes_accepted_native"] > 0
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["by shape", "by layer"])
 def test_layers_in_several_attention_groups(start_v2, unlike_pair, four_prompts, expected, split):
-    """A draft whose heads have another size than the target's, and target layers that do not share their metadata."""
+    """The draft's heads differ in size from the target's, and layers may each have their own attention metadata."""
     engine = start_v2({**GSD, "model": str(unlike_pair.draft), "sources": ["draft"]}, split_groups=split)
     assert [len(names) for names in engine.call(attention_groups)] == ([1] * 4 if split else [2, 2])
     assert run(engine, four_prompts, GREEDY) == expected["greedy"][1]
@@ -102,7 +102,7 @@ def test_reads_are_refused(read):
 
 
 def test_drafting_reads_nothing_from_the_device(start_v2, four_prompts, expected):
-    """Not what was accepted, not what was drafted: neither half of a step waits for the other."""
+    """The host reads neither accepted nor drafted tokens, so it never waits for the device."""
     params, texts = expected["greedy"]
     engine = start_v2({**GSD, "num_speculative_tokens": 6})
     engine.call(refuse_reads)
@@ -112,7 +112,7 @@ def test_drafting_reads_nothing_from_the_device(start_v2, four_prompts, expected
 
 
 def test_completions_ends_and_prompts_in_chunks(start_v2, random_prompts):
-    """Several completions of a prompt, stop tokens, both limits of length, and prompts of more tokens than a step."""
+    """Several completions of a prompt, stop tokens, both length limits, and prompts longer than a step."""
     prompts = random_prompts(3, 150, 151, seed=6)
     (last,) = random_prompts(1, 250, 250, seed=7)
     params = [
@@ -122,7 +122,7 @@ def test_completions_ends_and_prompts_in_chunks(start_v2, random_prompts):
         {**GREEDY, "max_tokens": 14},
     ]
     answers = [start_v2(config).generate([*prompts, last], params) for config in (None, GSD)]
-    theirs, ours = ([answer.completions for answer in of] for of in answers)
+    theirs, ours = ([answer.completions for answer in engine_answers] for engine_answers in answers)
     assert ours == theirs
     assert len(ours[0]) == 2 and ours[0][0].tokens != ours[0][1].tokens
     assert ours[2][0].finish_reason == "stop"
@@ -140,7 +140,7 @@ def test_requests_that_stay_off_the_graph_are_counted(start_v2, four_prompts, ex
 
 
 def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prompts, expected):
-    """Six blocks of 32 tokens: four requests need two each; one block of a long prompt is cached the second time."""
+    """Four requests that need two blocks each share six. One block of a long prompt is cached the second time."""
     scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
     engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
     for workload in ("greedy", "seeded"):
@@ -166,7 +166,7 @@ def test_async_scheduling_with_preemption_and_prefix_caching(start_v2, four_prom
     ],
 )
 def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms, last_level_ms, probe_after, nodes):
-    """By planted costs, with asynchronous scheduling, preemption and prefix caching. A probe reads what was missed."""
+    """Verified nodes and drafted levels follow the planted costs; a probe makes the draft catch up on the text."""
     scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
     engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
     before = engine.metrics()
@@ -185,7 +185,7 @@ def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms
     per_step = counts["nodes_verified"] / counts["target_steps"]
     levels = engine.call(levels_seen)
     if nodes.startswith("all"):
-        # Few steps draft nothing, one of them to learn what plain steps take.
+        # One or two steps draft nothing. One of them measures a plain step.
         assert per_step > 1 and counts["nodes_cut"] == 0 and 1 <= counts["drafts_skipped"] <= 2
         assert len(levels) >= counts["target_steps"] - counts["drafts_skipped"]
         assert max(levels) == (3 if last_level_ms == 0.0 else 2)
@@ -213,7 +213,7 @@ def test_shared_suffixes(start_v2, four_prompts, expected):
 
 
 def test_tables_are_empty_once_requests_have_ended(start_v2, four_prompts):
-    """In every order. Of six blocks four requests need two each, so that some are preempted."""
+    """Tables are empty however requests end. Four requests that need two of six blocks each are preempted."""
     pytest.importorskip(
         "arctic_inference", reason="arctic-inference, an optional package, was not built by scripts/setup"
     )

@@ -1,4 +1,4 @@
-"""Other engines on Model Runner V2: several in a process, without our kernels, without a graph, for long prompts."""
+"""Various engines on Model Runner V2: several in a process, without our kernels, without graphs, with long prompts."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ ONLY = {"model": None, "sources": []}
 
 
 @pytest.fixture(scope="module")
-def asked(random_prompts):
+def two_prompts(random_prompts):
     return random_prompts(2, 5, 20, seed=3)
 
 
@@ -25,48 +25,48 @@ def plain(start_v2):
     return start_v2(None)
 
 
-def test_engines_in_turn(tiny_pair, asked, plain):
-    """Plain, with a graph, plain: each attends its own way."""
+def test_engines_in_turn(tiny_pair, two_prompts, plain):
+    """Engines without, with and again without gsd in one process: each uses its own attention."""
     config = {**GSD, "method": "gsd", "model": str(tiny_pair.draft)}
-    expected = run(plain, asked, GREEDY)
+    expected = run(plain, two_prompts, GREEDY)
     with contextlib.closing(V2Engine(tiny_pair.target)) as engine:
-        told = engine.call(in_turn, tiny_pair.target, [None, config, None], asked, GREEDY, OPTIONS)
-    for ours, (tokens, attention, (_, accepted)) in zip([False, True, False], told, strict=True):
+        results = engine.call(in_turn, tiny_pair.target, [None, config, None], two_prompts, GREEDY, OPTIONS)
+    for ours, (tokens, attention, (_, accepted)) in zip([False, True, False], results, strict=True):
         assert attention == {"TreeCPUAttentionImpl" if ours else "CPUAttentionBackendImpl"}
         assert tokens == expected
         assert not ours or accepted > 0
 
 
-def test_without_our_cpu_kernels(start_v2, asked):
-    """vLLM's own multiply, and attend where no row branches: without a graph, answers are plain V2's bit for bit."""
+def test_without_our_cpu_kernels(start_v2, two_prompts):
+    """vLLM's own kernels are used where rows do not branch. Without graphs, answers equal plain V2's bit for bit."""
     engine, plain = start_v2({**GSD, "cpu_kernels": "off"}, **BFLOAT16), start_v2(None, **BFLOAT16)
     engine.call(count_rows)
     without = [{**keys, "extra_args": {"gsd": False}} for keys in PARAMS]
-    assert engine.generate(asked, without) == plain.generate(asked, PARAMS)
+    assert engine.generate(two_prompts, without) == plain.generate(two_prompts, PARAMS)
     assert engine.call(rows_of)["ours"] == 0
-    engine.generate(asked, PARAMS)
+    engine.generate(two_prompts, PARAMS)
     rows = engine.call(rows_of)
-    assert rows["ours"] > 0 and rows["ours without a branch"] == 0 and rows["upstream"] > sum(map(len, asked))
+    assert rows["ours"] > 0 and rows["ours without a branch"] == 0 and rows["upstream"] > sum(map(len, two_prompts))
 
 
-def test_our_cpu_kernels_only(start_v2, asked, plain):
-    """They attend in bfloat16 where they are faster; in float32 nothing differs from plain V2. There is no graph."""
+def test_our_cpu_kernels_only(start_v2, two_prompts, plain):
+    """With our kernels but without speculation, float32 answers equal plain V2's."""
     engine = start_v2(ONLY)
-    assert engine.generate(asked, PARAMS) == plain.generate(asked, PARAMS)
+    assert engine.generate(two_prompts, PARAMS) == plain.generate(two_prompts, PARAMS)
     assert not [name for name in engine.metrics() if "gsd" in name or "spec_decode" in name]
 
 
 @ours_are_faster
-def test_our_cpu_kernels_only_in_bfloat16(start_v2, asked):
+def test_our_cpu_kernels_only_in_bfloat16(start_v2, two_prompts):
     engine = start_v2(ONLY, **BFLOAT16)
     engine.call(count_rows)
-    engine.generate(asked, PARAMS)
+    engine.generate(two_prompts, PARAMS)
     rows = engine.call(rows_of)
     assert rows["ours"] > rows["upstream"]
 
 
 def test_long_prompts(tmp_path, random_prompts):
-    """A prompt of many chunks, and then one that begins with it and ends as it goes on near its beginning."""
+    """A prompt of several chunks, then one that repeats it and appends a copy from near its start."""
     pair, length = build(tmp_path), 8192
     (text,) = random_prompts(1, length, length)
     options = {"max_model_len": length + 256, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 1 << 26}

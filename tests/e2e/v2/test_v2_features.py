@@ -1,6 +1,6 @@
-"""Every request feature on Model Runner V2, interpreted, with async scheduling: equal to plain V2 and on a graph.
+"""Every request feature on Model Runner V2 with async scheduling: it runs on graphs and equals plain V2.
 
-The list is that of V1's ``test_every_feature``; texts are shorter here. One engine serves all tests.
+V1's ``test_every_feature`` tests the same list with longer texts. One engine serves all tests.
 """
 
 import numpy as np
@@ -11,15 +11,15 @@ from request_features import FEATURES, MODES, asked, asked_with_mode, assert_on_
 from v2_engine import V2Engine
 
 LENGTH = 8
-ALONE = 5  # the length of texts that are asked for one by one: every step takes long
-WITHIN = 1e-3  # how far logprobs may lie apart
+ALONE = 5  # length of texts that are generated one by one, which takes many slow steps
+WITHIN = 1e-3  # allowed difference of logprobs
 GREEDY = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 ENGINE = {
     "logits_processors": ["custom_v2_processor:AutomatonProcessor"],
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     "scheduling_policy": "priority",
     "skip_tokenizer_init": False,
-    # Six blocks of 32 tokens: four requests with prompts of 30 tokens need two each.
+    # Four requests with prompts of 30 tokens need two blocks each and share six.
     "block_size": 32,
     "num_gpu_blocks_override": 7,
     "max_model_len": 96,
@@ -45,7 +45,7 @@ def four_prompts(random_prompts):
 
 @pytest.fixture(scope="module")
 def every(plain, four_prompts):
-    """``every(seed, length)``: prompts, requests for every feature, greedy without a seed, and plain V2's answers."""
+    """``every(seed, length)`` gives prompts, parameters for every feature (greedy without a seed) and plain answers."""
     free = [answer.completions[0] for answer in plain.generate(four_prompts, GREEDY)]
     prompts = [four_prompts[index % 4] for index in range(len(NAMES))]
 
@@ -75,7 +75,7 @@ def test_equal_alone(gsd, every, seed):
 
 
 def set_logprobs_mode(llm, mode: str) -> None:
-    """As if the engine had been started with it."""
+    """Set the mode as if the engine had been started with it."""
     runner = model_runner(llm)
     runner.sampler.logprobs_mode = runner.prompt_logprobs_worker.logprobs_mode = mode
 
@@ -91,13 +91,13 @@ def test_modes_of_logprobs(plain, gsd, four_prompts, mode):
 
 
 def test_late_and_urgent_requests(plain, gsd, random_prompts):
-    """They are done first, by preempting others."""
+    """An urgent request preempts others and finishes first, although it arrives last."""
     prompts = random_prompts(5, 28, 30, seed=41)
     params = [Params({**GREEDY, "max_tokens": 14, "temperature": float(i % 2), "seed": i}) for i in range(5)]
-    asked = prompts, params, [5, 9, 7, 5, 0], 1
-    expected, _ = plain.call(generate_by_priority, *asked)
+    arguments = prompts, params, [5, 9, 7, 5, 0], 1
+    expected, _ = plain.call(generate_by_priority, *arguments)
     before = gsd.metrics()
-    answers, done = gsd.call(generate_by_priority, *asked)
+    answers, done = gsd.call(generate_by_priority, *arguments)
     after = gsd.metrics()
     assert_same(answers, expected, WITHIN)
     assert after["num_preemptions"] > before.get("num_preemptions", 0)
@@ -106,7 +106,7 @@ def test_late_and_urgent_requests(plain, gsd, random_prompts):
 
 
 def test_unseeded_texts_have_the_distribution_of_the_target(plain, gsd, four_prompts):
-    """A chi-square test of the four texts of two tokens that top-k leaves, against the target's own probabilities."""
+    """Top-k 2 allows four texts of two tokens. A chi-square test compares them with the target's probabilities."""
     prompt = four_prompts[0]
 
     def best_two(text) -> dict[int, float]:
@@ -125,5 +125,5 @@ def test_unseeded_texts_have_the_distribution_of_the_target(plain, gsd, four_pro
     texts = [tuple(one.tokens) for answer in answers for one in answer.completions]
     assert set(texts) <= chances.keys()
     expected = len(texts) * np.array([*chances.values()])
-    found = np.array([texts.count(text) for text in chances])
-    assert ((found - expected) ** 2 / expected).sum() < 16.27  # by chance once in a thousand: three degrees of freedom
+    counts = np.array([texts.count(text) for text in chances])
+    assert ((counts - expected) ** 2 / expected).sum() < 16.27  # p = 0.001 with three degrees of freedom

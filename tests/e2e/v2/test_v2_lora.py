@@ -1,4 +1,4 @@
-"""LoRA adapters on Model Runner V2: the texts of plain V2 with the same adapters."""
+"""LoRA adapters on Model Runner V2: texts equal plain V2's with the same adapters."""
 
 import pytest
 from adapters import RANK, build_adapter, generate_adapted
@@ -9,12 +9,12 @@ GSD = {"num_speculative_tokens": 6, "max_depth": 3}
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 5}
 PARAMS = [GREEDY, GREEDY, SEEDED, GREEDY]
-# A slot more than adapters; see ``test_lora``.
+# One adapter slot stays free; see ``test_lora``.
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "block_size": 32}
 
 
 def note_adapters_of_timed_runs() -> None:
-    """Count the adapters that are added while the target's forward is timed."""
+    """Count the dummy adapters that are added during each timed forward of the target."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     from vllm_gsd.engine.observe import measure_phases
@@ -39,7 +39,7 @@ def added_in_timed_runs(llm) -> list[int]:
 
 @pytest.fixture(scope="module")
 def adapters(tiny_pair, tmp_path_factory):
-    """Two of them, and none; the second changes the LM head too."""
+    """Two adapters, of which the second also changes the LM head, and None."""
     folder = tmp_path_factory.mktemp("adapters")
     return [*(build_adapter(folder / f"adapter{index}", tiny_pair.target, index) for index in range(2)), None]
 
@@ -51,7 +51,7 @@ def plain(start_v2):
 
 @pytest.fixture(scope="module")
 def engine(start_v2):
-    """It measures costs, and drafts and verifies everything unless a test plants other costs."""
+    """An engine that measured costs at start, but drafts and verifies everything unless a test plants costs."""
     engine = start_v2(GSD, **LORA, async_scheduling=True, costs=True, first=(note_adapters_of_timed_runs,))
     engine.call(plant_costs, None)
     return engine
@@ -59,7 +59,7 @@ def engine(start_v2):
 
 @pytest.fixture(scope="module")
 def prompts(random_prompts):
-    """Two equal ones, which fill a block, and two short ones."""
+    """Two equal prompts that fill a block, and two short ones."""
     (long,) = random_prompts(1, 40, 41, seed=31)
     return [long, long, *random_prompts(2, 5, 20, seed=32)]
 
@@ -69,12 +69,12 @@ def ask(engine, prompts, adapters):
 
 
 def test_equals_plain_v2(plain, engine, prompts, adapters):
-    """Greedy and seeded, with and without adapters in one batch; then each prompt with another adapter."""
+    """One batch mixes greedy and seeded requests, with and without adapters. Then each prompt gets another adapter."""
     first = [adapters[0], None, adapters[1], adapters[0]]
     for chosen, cached in ((first, 0), ([adapters[1], adapters[0], None, adapters[1]], 32)):
         answers, expected = ask(engine, prompts, chosen), ask(plain, prompts, chosen)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
-        # The long prompt has been read with the first adapter and with none, so the second shares nothing.
+        # The long prompt was read with the first adapter and without one, so the second adapter finds no cached block.
         assert [answer.num_cached_tokens for answer in answers[:2]] == [0, cached]
     metrics = engine.metrics()
     assert metrics["gsd_nodes_accepted_native"] > 0 and metrics["gsd_kv_rows_moved"] > 0
@@ -82,7 +82,7 @@ def test_equals_plain_v2(plain, engine, prompts, adapters):
 
 
 def test_plans_cut_rows_of_mixed_batches(plain, engine, prompts, adapters):
-    """Where rows have a price, requests with different adapters and none verify different numbers of nodes."""
+    """When rows have a cost, plans cut nodes in batches with different adapters and none."""
     chosen, before = [adapters[1], None, adapters[1], adapters[0]], engine.metrics()
     engine.call(plant_costs, 0.6)
     try:

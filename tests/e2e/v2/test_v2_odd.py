@@ -1,4 +1,4 @@
-"""Odd requests and odd graphs on Model Runner V2, with adapters and beside aborted requests: plain V2's answers."""
+"""Unusual requests and graphs on Model Runner V2, with adapters and after aborts: answers equal plain V2's."""
 
 import pytest
 from adapters import RANK, build_adapter, generate_adapted
@@ -24,7 +24,7 @@ GRAPHS = {
     "one node": {"num_speculative_tokens": 1, "max_depth": 3, "top_k": 4},
     "deep": {"num_speculative_tokens": 20, "max_depth": 12, "top_k": 7, **UNPRUNED},
 }
-# Lengths of prompts, whether an adapter changes the target, and what is asked for.
+# Length of the prompt, whether the request has an adapter, and its sampling parameters.
 ODD = [
     (1, False, GREEDY),
     (1, True, {**SEEDED, "logprobs": 2}),
@@ -41,30 +41,30 @@ ODD = [
 
 
 @pytest.fixture(scope="module")
-def asked(text_pair, random_prompts, tmp_path_factory):
-    """Prompts, parameters and adapters; and five prompts of which some will be aborted."""
+def requests(text_pair, random_prompts, tmp_path_factory):
+    """Prompts, parameters and adapters, and five more prompts, of which some are aborted."""
     adapter = build_adapter(tmp_path_factory.mktemp("odd") / "adapter1", text_pair.target, 1)
     prompts = [random_prompts(1, length, length, seed=index)[0] for index, (length, _, _) in enumerate(ODD)]
     adapters = [adapter if adapted else None for _, adapted, _ in ODD]
     return prompts, [Params(keys) for _, _, keys in ODD], adapters, random_prompts(5, 5, 20, seed=3)
 
 
-def answer(engine, asked):
-    prompts, params, adapters, others = asked
+def answer(engine, requests):
+    prompts, params, adapters, others = requests
     left = engine.call(generate_and_abort, others, {**SEEDED, "max_tokens": 12}, [1, 3], 2)
     return engine.call(generate_adapted, prompts, params, adapters) + [one for one in left if one is not None]
 
 
 @pytest.fixture(scope="module")
-def expected(engine_pool, text_pair, asked):
-    return answer(engine_pool.engine("plain", lambda: V2Engine(text_pair.target, None, **ENGINE)), asked)
+def expected(engine_pool, text_pair, requests):
+    return answer(engine_pool.engine("plain", lambda: V2Engine(text_pair.target, None, **ENGINE)), requests)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_equals_plain_v2(engine_pool, text_pair, asked, expected, graph):
+def test_equals_plain_v2(engine_pool, text_pair, requests, expected, graph):
     config = {"method": "gsd", "model": str(text_pair.draft), **GRAPHS[graph]}
     engine = engine_pool.engine(graph, lambda: V2Engine(text_pair.target, config, async_scheduling=True, **ENGINE))
-    answers = answer(engine, asked)
+    answers = answer(engine, requests)
     assert len(answers) == len(ODD) + 3
     assert_same(answers, expected, 1e-3)
     counts = engine.metrics()

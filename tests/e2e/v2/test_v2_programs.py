@@ -1,6 +1,6 @@
-"""Programs that start engines, on Model Runner V2: ``vllm serve`` with two engines, ``vllm run-batch``, a killed rank.
+"""Programs that start engines on Model Runner V2: ``vllm serve`` with two engines, ``vllm run-batch``, a killed rank.
 
-Greedy answers are those of plain vLLM on V1, which is much faster here.
+Greedy answers are compared with those of plain vLLM on V1, which is much faster here.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from v2_engine import variables_of_programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SECONDS)]
 COMMAND = (sys.executable, str(Path(__file__).with_name("forking_v2.py")))
-V2 = "Using V2 Model Runner"  # vLLM's log says so
+V2 = "Using V2 Model Runner"  # a message in vLLM's log
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
 SMALL = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 24}
 PARSERS = {
@@ -31,27 +31,27 @@ PARSERS = {
     "reasoning_parser": "deepseek_v3",
     "structured_outputs_config": '{"backend": "xgrammar", "disable_any_whitespace": true}',
 }
-# What is asked for, and whether the answer is streamed.
-ASKED = [
+# Names of REQUESTS, and whether the answer is streamed.
+SENT = [
     ("chat", True), ("logprobs", False), ("stop", True), ("tool required", True), ("thoughts and json", False),
     ("echo", False), ("choice", True),
 ]  # fmt: skip
 
 
 def ask(server, **more) -> list[list[dict]]:
-    """All answers, asked for at once; those without a grammar are short."""
+    """Send all requests at once and return the answers. Those without a grammar are short."""
 
     def answer(name: str, stream: bool) -> list[dict]:
         endpoint, keys = REQUESTS[name]
         short = {} if "tool" in name or "json" in name else {"max_tokens": 16}
         return choices(post(server, endpoint, {**keys, **short, "stream": stream}))
 
-    with ThreadPoolExecutor(len(ASKED)) as pool:
-        return list(pool.map(answer, *zip(*ASKED, strict=True)))
+    with ThreadPoolExecutor(len(SENT)) as pool:
+        return list(pool.map(answer, *zip(*SENT, strict=True)))
 
 
 def test_served_by_two_engines(text_pair, preforked, tmp_path):
-    """Chats, tool calls, reasoning and echo: plain vLLM's answers, and both engines take part."""
+    """Chats, tool calls, reasoning and echo equal plain vLLM's, and both engines serve requests."""
     for name in ("plain", "gsd", "metrics"):
         (tmp_path / name).mkdir()
     (tmp_path / "gsd.json").write_text(json.dumps({**GSD, "model": str(text_pair.draft)}))
@@ -70,7 +70,7 @@ def test_served_by_two_engines(text_pair, preforked, tmp_path):
         assert V2 in server.log.read_text()
         lines = server.get("/metrics").splitlines()
     assert_same(answers, expected)
-    (call,) = answers[[name for name, _ in ASKED].index("tool required")][0]["message"]["tool_calls"]
+    (call,) = answers[[name for name, _ in SENT].index("tool required")][0]["message"]["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
     for engine in "01":
         counted = [line for line in lines if "spec_decode_num_accepted_tokens_total{" in line]
@@ -81,12 +81,12 @@ def test_served_by_two_engines(text_pair, preforked, tmp_path):
 
 def test_run_batch(text_pair, tmp_path):
     """Two greedy questions, one of them with a grammar."""
-    asked = (0, 1)
+    numbers = (0, 1)
     with contextlib.closing(Engine(text_pair.target)) as engine:
-        plain = engine.generate([QUESTIONS[index] for index in asked], [keys_of(index) for index in asked])
+        plain = engine.generate([QUESTIONS[index] for index in numbers], [keys_of(index) for index in numbers])
     with mock.patch.dict(os.environ, variables_of_programs()):
-        answers = run_batch(text_pair, (*COMMAND, VLLM), asked, tmp_path, said=V2, **SMALL)
-    for index, answer in zip(asked, plain, strict=True):
+        answers = run_batch(text_pair, (*COMMAND, VLLM), numbers, tmp_path, logged=V2, **SMALL)
+    for index, answer in zip(numbers, plain, strict=True):
         assert answers[index] == [(one.text, one.finish_reason) for one in answer.completions]
 
 
@@ -94,6 +94,6 @@ def test_killed_rank(tiny_pair, tmp_path):
     config = {**GSD, "model": str(tiny_pair.draft)}
     engine = {**SMALL, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     job = {"target": str(tiny_pair.target), "config": config, "engine": engine}
-    # There is no driver that a rank could compile for.
+    # Ranks cannot compile, because the interpreter has no driver.
     variables = {**variables_of_programs(), "TORCHDYNAMO_DISABLE": "1"}
     check_killed(job, 1, tmp_path, variables, command=COMMAND)

@@ -1,4 +1,4 @@
-"""Targets and drafts of other shapes, and quantised ones, on Model Runner V2: plain V2's tokens."""
+"""Targets and drafts of other architectures, and quantised ones, on Model Runner V2: tokens equal plain V2's."""
 
 import contextlib
 
@@ -15,25 +15,25 @@ SEEDED = {**GREEDY, "temperature": 0.8, "seed": 5}
 
 
 def build_quantised(folder, form):
-    """The tiny pair, both models quantised."""
+    """The tiny pair with both models quantised."""
     pair = build_tiny_pair(folder / "whole")
-    return [quantised(of, folder / name, form) for name, of in (("target", pair.target), ("draft", pair.draft))]
+    return [quantised(source, folder / name, form) for name, source in (("target", pair.target), ("draft", pair.draft))]
 
 
-# Layers that read the KV cache of earlier ones, a mixture of experts, attention within chunks, and 8-bit matrices.
+# Layers that read the KV cache of earlier layers, a mixture of experts, attention within chunks, and 8-bit matrices.
 BUILD = {"Gemma4": test_shared_kv.build, "Mixtral": test_experts.build, "Llama4": test_experts.build}
 BUILD["int8"] = build_quantised
 
 
 @pytest.mark.parametrize("family", BUILD)
 def test_equals_plain_v2(tmp_path, random_prompts, family):
-    """Greedy and seeded, alone and four in one batch."""
+    """Requests are greedy or seeded, alone or in a batch of four."""
     target, draft = BUILD[family](tmp_path, family)
     prompts, params = random_prompts(5, 20, 80), [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]
-    found = []
+    results = []
     for gsd in (None, {"method": "gsd", "model": str(draft), "num_speculative_tokens": 6, "max_depth": 3}):
         with contextlib.closing(V2Engine(target, gsd)) as engine:
-            found.append([run(engine, prompts[:1], params[:1]), run(engine, prompts[1:], params[1:])])
+            results.append([run(engine, prompts[:1], params[:1]), run(engine, prompts[1:], params[1:])])
             counts = engine.metrics()
-    assert found[1] == found[0]
+    assert results[1] == results[0]
     assert counts["gsd_nodes_accepted_native"] > 0 and counts["gsd_kv_rows_moved"] > 0

@@ -1,4 +1,4 @@
-"""Grammars along graphs on Model Runner V2, also with a scheduler that is a step ahead of what is drafted."""
+"""Grammars on graphs with Model Runner V2, also with asynchronous scheduling, which is a step ahead of the drafts."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from vllm_gsd.tools.inspect.trace import read_traces
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 CHOICE = ["certainly yes", "certainly not", "maybe"]
 TRACED = {"extra_args": {"gsd_trace": True}}
-REPEATED = "(abc){5}"  # n-grams guess it
+REPEATED = "(abc){5}"  # n-grams predict it
 RECORD = {
     "type": "object",
     "properties": {"name": {"enum": ["Ada", "Grace"]}, "born": {"enum": [1815, 1906]}, "alive": {"type": "boolean"}},
@@ -48,7 +48,7 @@ GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "top_k": 8,
 
 @pytest.fixture(scope="module")
 def requests(text_pair, random_prompts, v2_options):
-    """Prompts, and what plain vLLM answers them with on V1, which is much faster here; and V1's steps with gsd."""
+    """Prompts, parameters, plain vLLM's answers on V1, which is much faster here, and V1's target steps with gsd."""
     prompts, params = random_prompts(COUNT, 5, 20, seed=5), [PARAMS[index % len(PARAMS)] for index in range(COUNT)]
     options = {**v2_options, **OPTIONS}
     plain = Engine(text_pair.target, None, **options)
@@ -62,7 +62,7 @@ def requests(text_pair, random_prompts, v2_options):
 
 
 def note_who_grows(llm) -> None:
-    """Note in every step how many graphs the device grows, and how many the host."""
+    """Record how many graphs the device and the host grow in every step."""
     speculator = model_runner(llm).speculator
     speculator.grown = []
 
@@ -84,7 +84,7 @@ def who_grew(llm) -> list[tuple[str, int, int]]:
 
 
 def planned_anew(engine, prompts, params) -> tuple[list, int]:
-    """The answers where rows have a price, and how many nodes were left out for it."""
+    """The answers when rows have a cost, and how many nodes the plans then left out."""
     before = engine.metrics()
     engine.call(plant_costs, 0.6)
     answers = engine.generate(prompts, params)
@@ -97,13 +97,15 @@ def planned_anew(engine, prompts, params) -> tuple[list, int]:
     ("async_scheduling", "head"), [(True, None), (False, None), (True, "qwen3")], ids=["async", "sync", "eagle3"]
 )
 def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, head, tmp_path):
-    """Beside a request without a grammar; and steps are recorded as asked for, without a grammar too."""
+    """Requests with grammars share batches with one without. Traces work with and without a grammar."""
     prompts, params, expected, expected_free, v1_steps = requests
     trace = tmp_path / "trace.jsonl"
     config = {**GSD, "model": str(tiny_eagle3 / head if head else text_pair.draft), "trace": str(trace)}
     engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, **OPTIONS)
     engine.call(note_who_grows)
-    beside, *answers = engine.generate([prompts[0], *prompts], [FREE, *({**keys, **TRACED} for keys in params)])
+    without_grammar, *answers = engine.generate(
+        [prompts[0], *prompts], [FREE, *({**keys, **TRACED} for keys in params)]
+    )
     grown = engine.call(who_grew)
     counts = engine.metrics()
     (free,) = engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8, **TRACED})
@@ -116,8 +118,8 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     engine.close()
     assert [answer.tokens for answer in planned] == [answer.tokens for answer in expected[:few]] and cut > 0
     assert stopped.completions[0].text == whole[: whole.index(stop)] and stopped.completions[0].stop_reason == stop
-    assert beside.tokens == expected_free.tokens
-    # The request without a grammar drafts on the device, also beside those that wait for the host.
+    assert without_grammar.tokens == expected_free.tokens
+    # The request without a grammar drafts on the device, also in batches with requests that wait for the host.
     assert {count for kind, count, _ in grown if kind == "device"} == {1}
     assert any(kind == "device" and batch == 4 for kind, _, batch in grown)
     assert any(kind == "host" and batch == 4 and count == 3 for kind, count, batch in grown)
@@ -130,10 +132,10 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     for index, answer in enumerate(answers):
         assert VALID[index % len(PARAMS)](answer.completions[0].text)
-    # Grammars choose among the nodes and add some on both runners, so that they accept as much.
+    # On both runners, grammars remove nodes and add others, so that V2 accepts as many as V1.
     assert counts["gsd_nodes_accepted_grammar"] > 0
     if head is None:
-        unneeded = len(answers) + 1 if async_scheduling else 0  # of requests that have just ended
+        unneeded = len(answers) + 1 if async_scheduling else 0  # steps of requests that have just ended
         assert counts["gsd_target_steps"] <= 1.1 * v1_steps + unneeded
     assert counts["spec_decode_num_accepted_tokens"] > 5
     assert not any(name.startswith("gsd_fallbacks") for name in counts)

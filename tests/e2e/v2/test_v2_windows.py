@@ -1,4 +1,4 @@
-"""Layers with sliding windows, capped scores or attention sinks on Model Runner V2."""
+"""Layers with sliding windows, capped scores or attention sinks on Model Runner V2: tokens equal plain V2's."""
 
 import pytest
 from adapters import RANK, build_adapter, generate_adapted
@@ -20,9 +20,9 @@ def ask(engine, prompts, params, adapters):
     [("every other layer, capped", True, LORA), ("every other layer, with sinks", False, {})],
 )
 def test_equals_plain_v2(engine_pool, tmp_path_factory, random_prompts, family, gpu_attention, lora):
-    """Prompts are longer than the window; one request is greedy, the other seeded. Then half of them is cached.
+    """Prompts are longer than the window, first uncached, then with half of them cached.
 
-    The seeded one has an adapter where the engine may.
+    One request is greedy. The other is seeded and has an adapter if the engine supports LoRA.
     """
     folder = tmp_path_factory.mktemp("windowed")
     target, draft = build(folder, *FAMILIES[family])

@@ -11,7 +11,7 @@ import interpreter
 import start_probes
 from engine_process import Engine
 
-# Interpreted kernels take time by what they could hold.
+# Small limits, because the time of interpreted kernels grows with the size of their buffers.
 OPTIONS = {
     "max_model_len": 256,
     "max_num_seqs": 4,
@@ -19,31 +19,32 @@ OPTIONS = {
     "kv_cache_memory_bytes": 1 << 24,
     "skip_tokenizer_init": True,
 }
-# Where scripts/setup puts Triton, out of the sight of vLLM for the CPU.
+# scripts/setup puts Triton here, where vLLM for the CPU does not find it.
 TRITON = Path(sys.prefix) / "triton"
 HAVE_TRITON = find_spec("triton") is not None or TRITON.is_dir()
-WITHOUT_TRITON = "Triton is not installed, and Model Runner V2 needs it; scripts/setup does it"
+WITHOUT_TRITON = "Model Runner V2 needs Triton, which scripts/setup installs"
 
 
 def variables_of_programs() -> dict[str, str]:
-    """The environment of programs that ``forking_v2`` runs."""
+    """Environment variables of programs that ``forking_v2`` runs."""
     here = Path(__file__).parent
     path = (here, here.parent, here.parents[1], TRITON, os.environ.get("PYTHONPATH"))
     return {**interpreter.SETTINGS, "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
 
 
 class V2Engine(Engine):
-    """An ``LLM`` with Model Runner V2 in a process of its own.
+    """An ``LLM`` with Model Runner V2 in its own process.
 
     Args:
-        model, speculative_config: as for ``Engine``.
-        async_scheduling: on as on GPUs; off is what vLLM's CPU platform wants.
-        gpu_attention: the Triton kernels of GPUs (vLLM's and ours) and their KV layout, and the start of a worker on a
-            GPU; else those of CPUs.
-        cuda_graphs: emulated ones, with ``gpu_attention``.
-        split_groups: every layer in an attention group of its own.
-        costs: whether they are measured; else every level is drafted and every node verified.
-        first: functions called before anything else.
+        model: as for ``Engine``.
+        speculative_config: as for ``Engine``.
+        async_scheduling: whether to schedule asynchronously, as on GPUs; vLLM's CPU platform turns it off.
+        gpu_attention: whether to use the Triton attention kernels, KV layout and worker start of GPUs.
+        cuda_graphs: whether to emulate CUDA graphs; needs ``gpu_attention``.
+        split_groups: whether every layer has its own attention group.
+        costs: whether to measure costs. Otherwise, every level is drafted and every node verified.
+        first: functions that the engine's process calls before vLLM is configured.
+        options: more arguments for ``LLM``.
     """
 
     server = forkserver.ForkServer()
@@ -73,5 +74,5 @@ class V2Engine(Engine):
 
 
 def uses_v2(llm) -> None:
-    """Fail where the engine has the other runner, or the other scheduling."""
+    """Check that the engine uses Model Runner V2."""
     assert llm.llm_engine.vllm_config.use_v2_model_runner

@@ -15,9 +15,7 @@ class GraphStats:
 
     counts: Counter = field(default_factory=Counter)  # by the names of ``metrics.COUNTERS``
     fallbacks: Counter = field(default_factory=Counter)  # requests decoded without a graph, by reason
-    accepted_lengths: Counter = field(default_factory=Counter)  # walks, by the number of nodes they accepted
-    # By request id, the depth of the graph verified, and how many nodes it had.
-    drafted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    verified: Counter = field(default_factory=Counter)  # graphs, by (depth, nodes, accepted nodes)
 
     def timed(self, name: str) -> "_Timed":
         """A context manager that adds the wall time of its body, in seconds, to the counter ``name``."""

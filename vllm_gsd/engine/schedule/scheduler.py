@@ -40,8 +40,12 @@ class GraphScheduling(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # V2's runner, not a schedule by batch size, chooses how many of the scheduled nodes are verified.
-        self.dynamic_sd_lookup: list[int] | None = None
+        # V2's runner, not a schedule by batch size, chooses how many of the scheduled nodes are verified. Without a
+        # schedule, upstream adds placeholders to a request that starts with one token, so that full CUDA graphs serve
+        # the batch. V1 on CPUs has none, and the request would never start where the placeholders do not fit a step.
+        pads = self.use_v2_model_runner and self.num_spec_tokens < self.max_num_scheduled_tokens
+        whole = [self.num_spec_tokens] * (1 + self.scheduler_config.max_num_seqs)
+        self.dynamic_sd_lookup: list[int] | None = None if pads else whole
         self.graph_stats: dict[str, Any] | None = None  # statistics of this step
         self.unreported: dict[str, Counter] = {name: Counter() for name in COUNTED}
         self.reported_at = 0.0
@@ -137,37 +141,42 @@ class GraphScheduling(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: SpecDecodingStats | None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
     ) -> SpecDecodingStats | None:
-        """Count acceptance by depth, and nodes as draft tokens.
-
-        Upstream counts by index in the list, which is right for chains only, and all rows that were scheduled.
-        """
-        if not self.log_stats or not num_draft_tokens:
-            return spec_decoding_stats
-        depth, nodes = (self.graph_stats or {}).get("drafted", {}).get(request_id, (0, 0))
-        if depth == 0:
-            return spec_decoding_stats  # placeholders instead of a tree: nothing was drafted
-        if spec_decoding_stats is None:
-            spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
-        spec_decoding_stats.observe_draft(depth, num_accepted_tokens)
-        count_draft_tokens(spec_decoding_stats, nodes - depth)
+        """Count nothing here; see ``_acceptance``."""
         return spec_decoding_stats
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+    def _acceptance(self, verified: dict[tuple[int, int, int], int]) -> SpecDecodingStats | None:
+        """Count acceptance by depth, and nodes as draft tokens.
+
+        Upstream counts by index in the list of draft tokens, which is right for chains only, and all rows that were
+        scheduled. It also counts at once, but on a GPU the worker learns a graph's size only after the step.
+
+        Args:
+            verified: numbers of graphs by (depth, nodes, accepted nodes).
+        """
+        if not verified:
+            return None
+        stats = SpecDecodingStats.new(self.num_spec_tokens)
+        for (depth, nodes, accepted), times in verified.items():
+            for _ in range(times):
+                stats.observe_draft(depth, accepted)
+            count_draft_tokens(stats, times * (nodes - depth))
+        return stats
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
         """Add graph statistics to upstream's every REPORT_EVERY seconds, and when no step may follow."""
-        stats = super().make_stats(*args, **kwargs)
         news, self.graph_stats = self.graph_stats, None
+        stats = super().make_stats(self._acceptance(news["verified"]) if news else None, *args, **kwargs)
         if stats is None:
             return stats
         if news is not None:
-            for name, counter in self.unreported.items():
-                counter.update(news[name])
+            for name in ("counts", "fallbacks"):
+                self.unreported[name].update(news[name])
+            for (_, _, accepted), times in news["verified"].items():
+                self.unreported["accepted_lengths"][accepted] += times
             tracked = max(news["state"]["tracked_requests"], len(self.kept))
             self.state = {**news["state"], "tracked_requests": tracked}
         now = time.monotonic()
@@ -188,6 +197,14 @@ class GraphScheduling(Scheduler):
 class GraphScheduler(GraphScheduling):
     """Schedules a step after the previous one has finished."""
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule as ``GraphScheduling`` does, but let no request wait for the nodes of others."""
+        more = bool(self.waiting) and len(self.running) < self.max_num_running_reqs
+        drafts = [request.spec_token_ids for request in self.running]
+        for request, tokens in zip(self.running, cut_to_fit(drafts, self.max_num_scheduled_tokens, more), strict=True):
+            structured.set_drafts(request, tokens)
+        return super().schedule(*args, **kwargs)
+
 
 class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
     """Schedules a step while the previous one runs."""
@@ -197,6 +214,22 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
         options, most = wire.options_of(self.vllm_config), self.scheduler_config.max_num_seqs
         if options is not None and options.budget == "auto":
             self.dynamic_sd_lookup = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
+
+
+def cut_to_fit(drafts: list[list[int]], num_tokens: int, more: bool) -> list[list[int]]:
+    """The first nodes of each running request, so few that all requests have room in a step.
+
+    Upstream would give the first requests all their nodes, and let the others wait until these have finished.
+
+    Args:
+        drafts: the nodes of each running request.
+        num_tokens: the most tokens of a step.
+        more: whether another request may start in the step.
+    """
+    if sum(map(len, drafts)) + len(drafts) + more <= num_tokens:
+        return drafts
+    share = max(0, num_tokens // (len(drafts) + more) - 1)
+    return [nodes[:share] for nodes in drafts]
 
 
 def nodes_that_fit(num_nodes: int, num_tokens: int, num_requests: int) -> list[int] | None:

@@ -130,9 +130,6 @@ class GraphModelRunner(CPUModelRunner):
         if listed is not None:  # text after images advances by one in every dimension
             moved = self.positions - listed
             self.mrope_positions.gpu[:, : len(moved)].add_(moved)
-        if self.step.has_placeholders:
-            # Upstream schedules placeholders of -1 where it pads a request to a uniform length.
-            self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
         return result
 
     def _calc_spec_decode_metadata(

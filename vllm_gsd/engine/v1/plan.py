@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, proposed: dict[str, FlatTree]) -> VerifyStep:
     """Match the scheduled draft tokens with the proposed trees, and lay the trees out.
 
-    The scheduler may cut a tree's list of tokens. It may also schedule placeholders, for example for a request that
-    resumes. If the scheduled tokens are not a prefix of the request's tree, only its root is sampled.
+    The scheduler may cut a tree's list of tokens. If the scheduled tokens are not a prefix of the request's tree, only
+    its root is sampled.
     """
     scheduled = scheduler_output.scheduled_spec_decode_tokens
     kept = wire.kept_of(scheduler_output)
@@ -28,7 +28,6 @@ def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, propo
     num_requests = len(request_ids)
     sizes = np.ones(num_requests, np.int64)
     matched: list[FlatTree | None] = [None] * num_requests
-    has_placeholders = False
     for index, request_id in enumerate(request_ids):
         tokens = scheduled.get(request_id)
         if not tokens:
@@ -39,11 +38,8 @@ def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, propo
             tree = tree.select(kept[request_id])
         if tree is not None and tree.drafts[: len(tokens)] == tokens:
             matched[index] = tree
-        else:
-            has_placeholders = has_placeholders or min(tokens) < 0
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
-    step.has_placeholders = has_placeholders
     if runner.masks_chains:  # lone rows too: another kernel would give them other bits
         step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
     return step

@@ -34,7 +34,6 @@ class VerifyStep:
     first_rows: np.ndarray  # int64 [num_requests], each root's row of the batch
     chains: np.ndarray  # bool [num_requests], whether the tree is a chain
     tree_requests: np.ndarray  # int64 [num_tree_requests], requests whose rows use the tree mask
-    has_placeholders: bool = False  # whether scheduled tokens include placeholders
     # Set by ``mask_all`` if all rows of the batch use the mask: int32 [num_requests + 1], first batch row per request.
     batch_starts: np.ndarray | None = None
     # Set by ``set_positions``: make the TreeRows of all requests, or of the tree requests, from their block table.

@@ -30,7 +30,7 @@ MEMORY = 0.9
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def machine_of(name: str, target: Shapes, draft: Shapes | None, workload: Workload) -> Machine:
+def machine_of(name: str, target: Shapes, draft: Shapes, workload: Workload) -> Machine:
     """One GPU with a target and a draft in bfloat16.
 
     Raises:
@@ -41,13 +41,11 @@ def machine_of(name: str, target: Shapes, draft: Shapes | None, workload: Worklo
     tflops, bandwidth, memory = GPUS[name]
     by_second, compute = bandwidth * 1e9 * BANDWIDTH, tflops * 1e12 * ARITHMETIC
 
-    def forwards(shapes: Shapes | None) -> np.ndarray:
-        if shapes is None:
-            return np.zeros(len(ROWS))
+    def forwards(shapes: Shapes) -> np.ndarray:
         return 1e3 * np.array([shapes.parameters * max(2 / by_second, 2 * rows / compute) for rows in ROWS])
 
-    free = memory * 1e9 * MEMORY - 2 * (target.parameters + (draft.parameters if draft else 0.0))
-    each = (workload.prompt + workload.answer) * (target.kv_bytes + (draft.kv_bytes if draft else 0.0))
+    free = memory * 1e9 * MEMORY - 2 * (target.parameters + draft.parameters)
+    each = (workload.prompt + workload.answer) * (target.kv_bytes + draft.kv_bytes)
     if free < each:
         raise PlanError(f"The models leave no memory for a request of {workload.prompt + workload.answer:.0f} tokens.")
     # Keys and values are read once per request, however many rows attend to them.
@@ -55,7 +53,7 @@ def machine_of(name: str, target: Shapes, draft: Shapes | None, workload: Worklo
     costs = Costs(np.array(ROWS, np.int64), forwards(target), forwards(draft), attention=0.0)
     off = [(float(rows), STEP_MS + ms + rows * context_ms) for rows, ms in zip(ROWS, costs.target, strict=True)]
     prompts = 2e3 * workload.prompt * target.parameters / compute
-    drafted = prompts + (2e3 * workload.prompt * draft.parameters / compute if draft else 0.0)
+    drafted = prompts + 2e3 * workload.prompt * draft.parameters / compute
     return Machine(
         costs=costs,
         plain=curve(off),

@@ -26,7 +26,9 @@ class Options:
         str, Option(help='"report" for the machine that was measured, or a GPU: a10, l4, l40s, a100, h100, h200, b200.')
     ] = "report"
     target: Annotated[Path | None, Option(help="Folder (no hub id) with the target's config.json, for a GPU.")] = None
-    draft: Annotated[Path | None, Option(help="Folder (no hub id) with the draft's config.json, for a GPU.")] = None
+    draft: Annotated[
+        Path | None, Option(help="Folder (no hub id) with the draft's config.json, for a GPU; by default the report's.")
+    ] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of a prompt, if not the report's.")] = None
     answer_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of an answer, if not the report's.")] = None
     rate: Annotated[float | None, Option(min=0, help="Requests per second of a fleet, to count its replicas.")] = None

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.config.draft_check import kind_of_model
+from vllm_gsd.config.draft_kind import BLOCK_KINDS
 from vllm_gsd.config.source import with_underscores
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted
@@ -27,7 +29,7 @@ class Report:
         batches: the batch sizes to learn from; all of the report's by default.
 
     Raises:
-        PlanError: the file is no report, or lacks a method or a batch size.
+        PlanError: the file is no report, or lacks a method or a batch size, or its draft predicts whole blocks.
     """
 
     def __init__(self, path: Path, batches: list[int] | None = None):
@@ -35,8 +37,10 @@ class Report:
             report: dict[str, Any] = json.loads(path.read_text())
             self.all: dict[int, dict[str, Any]] = {int(batch): rows for batch, rows in report["batches"].items()}
             self.settings: dict[str, Any] = report["settings"]
+            self.draft: str = self.settings["draft"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} cannot be read as the bench.json of vllm-gsd bench ({error!r}).") from error
+        check_draft(self.draft)
         self.batches = sorted(batches or self.all)
         for batch in self.batches:
             rows = self.all.get(batch, {})
@@ -54,14 +58,21 @@ class Report:
             raise PlanError(f"In {path}, gsd did not draft at batch size {first}, so its gain cannot be estimated.")
 
     @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of gsd.json that were given to the benchmark, beside ``"model"``."""
+        try:
+            return with_underscores(json.loads(self.settings["gsd"]), "the report")
+        except (ValueError, KeyError) as error:
+            raise PlanError(f"The report's settings have no usable keys of gsd ({error}).") from None
+
+    @property
     def form(self) -> Form:
         """The limits of the graphs that were measured."""
         limits = ("top_k", "max_depth", "num_speculative_tokens")
+        given = {name: self.keys[name] for name in (*limits, "preset") if name in self.keys}
         try:
-            keys = with_underscores(json.loads(self.settings["gsd"]), "the report")
-            given = {name: keys[name] for name in (*limits, "preset") if name in keys}
             config = GSDConfig.load({"method": "gsd", "model": None, **given}, "the report")
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise PlanError(f"The report's settings have no usable keys of gsd ({error}).") from None
         return Form(*(getattr(config, name) for name in limits))
 
@@ -114,3 +125,11 @@ class Report:
             whole = 1e3 * tokens / row["tokens_per_second"]["median"]
             points.append((self.running(batch), max(0.0, whole - tokens / rate)))
         return curve([*points, (1e9, points[-1][1])])
+
+
+def check_draft(draft: str) -> None:
+    """Refuse a draft whose forward pass gives more than one level of the graph."""
+    if (kind := kind_of_model(draft)) in BLOCK_KINDS:
+        raise PlanError(
+            f"{draft} is of kind {kind}, but plans are for drafts that run once for each level of the graph."
+        )

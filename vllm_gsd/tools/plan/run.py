@@ -13,7 +13,7 @@ from vllm_gsd.tools.plan.gpus import machine_of
 from vllm_gsd.tools.plan.machine import PlanError
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.options import Options
-from vllm_gsd.tools.plan.report import Report
+from vllm_gsd.tools.plan.report import Report, check_draft
 from vllm_gsd.tools.plan.shapes import read_shapes
 from vllm_gsd.tools.plan.trace import observed
 
@@ -35,6 +35,8 @@ def plan(options: Options) -> dict[str, Any]:
     import matplotlib  # noqa: F401  # if it is missing, this fails before anything is written
 
     report = Report(options.report)
+    draft = report.draft if options.draft is None else str(options.draft)
+    check_draft(draft)
     make_folder(options.out, "--out")
     workload = report.workload()
     workload = Workload(options.prompt_tokens or workload.prompt, options.answer_tokens or workload.answer)
@@ -43,8 +45,7 @@ def plan(options: Options) -> dict[str, Any]:
     else:
         if options.target is None:
             raise PlanError("--machine with a GPU needs --target, a folder with the target's config.json.")
-        draft = read_shapes(options.draft) if options.draft else None
-        machine = machine_of(options.machine, read_shapes(options.target), draft, workload)
+        machine = machine_of(options.machine, read_shapes(options.target), read_shapes(Path(draft)), workload)
     traced = observed(options.trace) if options.trace else None
     model, limits = Model(machine, report.acceptance(traced), workload), report.form
     most = min(BATCHES[-1], machine.most or BATCHES[-1])
@@ -65,7 +66,8 @@ def plan(options: Options) -> dict[str, Any]:
         "most_requests": most,
         "gsd_json": {
             "method": "gsd",
-            "model": str(options.draft) if options.draft else report.settings["draft"],
+            "model": draft,
+            **report.keys,
             **asdict(best),
         },
         "for_requests_at_once": usual,

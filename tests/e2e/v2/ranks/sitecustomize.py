@@ -1,4 +1,4 @@
-"""For processes that have this folder on their path: ranks, which vLLM starts afresh, are interpreted too."""
+"""Enables the interpreter in every Python process that has this folder on its path, such as new ranks of vLLM."""
 
 import interpreter
 

@@ -1,0 +1,74 @@
+"""A source that misleads is switched off for a request, and tried again later, also if there is no other source."""
+
+import numpy as np
+import torch
+
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.copies import Copies
+from vllm_gsd.engine.observe.stats import GraphStats
+from vllm_gsd.engine.speculation import Speculation
+from vllm_gsd.engine.verify.draft_tree import Paths
+from vllm_gsd.engine.verify.step import lay_out
+from vllm_gsd.host import follow
+from vllm_gsd.method.constants import NGRAM, OFF_BELOW
+from vllm_gsd.method.graph import new_graphs
+from vllm_gsd.planner.calibration import SourceTrust
+from vllm_gsd.planner.planner import Planner
+
+NODES = 8
+CONFIG = GSDConfig(method="gsd", model=None, num_speculative_tokens=NODES)
+
+
+def new_speculation() -> Speculation:
+    speculation = Speculation.__new__(Speculation)
+    speculation.config, speculation.stats, speculation.trust = CONFIG, GraphStats(), SourceTrust()
+    speculation.planner = Planner(CONFIG.top_k, CONFIG.max_depth, NODES)
+    speculation.copies, speculation.num_nodes, speculation.max_model_len = Copies(CONFIG, NODES), NODES, 10**6
+    speculation.graphs, speculation.first_graphs = new_graphs(1, 200), {}
+    speculation.trees, speculation.grammar_trees = {}, {}
+    speculation.known = {"a": (True, False, 10**6)}
+    speculation.drafter = speculation.draft_kv = speculation.recorder = None
+    return speculation
+
+
+def step(speculation: Speculation, text: np.ndarray, length: int) -> int:
+    """Propose for the first ``length`` tokens of a text and verify that it goes on as it does; returns the new length.
+
+    Args:
+        text: int32 [n].
+        length: number of committed tokens.
+    """
+    one = np.ones(1, np.int64)
+    batch = DraftBatch(
+        request_ids=["a"],
+        requests=[None],
+        num_outputs=one,
+        sampled=np.ones(1, np.bool_),
+        length=one * length,
+        token_ids=text[None],
+        token_rows=0 * one,
+        block_table=torch.zeros((1, 1), dtype=torch.int32),
+        num_blocks=one,
+        block_size=16,
+    )
+    (tree,) = speculation.propose(batch)
+    verified = lay_out([tree if tree.num_nodes else None], 1 + one * tree.num_nodes, 1 + one * tree.num_nodes)
+    places, path = np.zeros(1, np.int32), np.full((1, 1 + tree.num_nodes), -1, np.int32)
+    # Rows off the text's own path are not visited.
+    count = follow(*verified.trees, text[length + tree.depth].astype(np.int64), places, path)
+    speculation.observe(["a"], verified, Paths(path, np.array([count]), places))
+    return length + count
+
+
+def test_n_grams_that_misled_are_tried_again():
+    passage = np.random.default_rng(0).permutation(np.arange(1000, 1200))
+    text = np.concatenate([passage, [1], passage, np.full(NODES, 2)]).astype(np.int32)
+    speculation, nothing = new_speculation(), np.zeros(1, np.int64)
+    for _ in range(20):  # text before, in which n-grams were always wrong
+        speculation.trust.observe(["a"], nothing, nothing + NGRAM, np.full(1, 0.9), np.zeros(1, np.bool_))
+    assert speculation.trust.of(["a"])[0, NGRAM] < OFF_BELOW
+    length, steps = len(passage) + 3, 0
+    while length < 2 * len(passage):
+        length, steps = step(speculation, text, length), steps + 1
+    assert steps < len(passage) / 2
