@@ -130,7 +130,10 @@ def test_advances_in_pieces(block_size):
 
 
 def test_removing_an_unknown_request():
-    tracker_with().remove("nobody")
+    tracker = tracker_with()
+    before = dict(tracker.length), dict(tracker.blocks)
+    tracker.remove("nobody")
+    assert (tracker.length, tracker.blocks) == before
 
 
 # --- the scheduler's output -------------------------------------------------------------------------
