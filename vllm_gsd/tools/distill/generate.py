@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Most answers are greedy. The rest are sampled, so that the draft also learns less likely paths.
 GREEDY_SHARE = 0.65
-SHARD = 256
+# Answers of a file. A killed run generates those of an unfinished file again, and a slow CPU takes minutes for them.
+SHARD = 64
 # Requests that the target makes up: maximum tokens and minimum characters of one; the maximum number of shards to
 # generate, and the share that must be new to continue.
 OWN_TOKENS, SHORTEST_REQUEST = 96, 9
@@ -36,13 +37,15 @@ def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) ->
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    from vllm_gsd.tools.distill.hardware import found_hardware
+
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         # An engine in its own process polls, which takes a core from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return LLM(
         target,
-        dtype="bfloat16",
+        dtype=found_hardware().dtype,
         max_model_len=max_model_len,
         max_num_seqs=batch,
         # A GPU has no other work meanwhile: vLLM measures what the model leaves and takes it.
