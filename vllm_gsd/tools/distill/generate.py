@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 GREEDY_SHARE = 0.65
 # Answers of a file. A killed run generates those of an unfinished file again, and a slow CPU takes minutes for them.
 SHARD = 64
-# Requests that the target makes up: maximum tokens and minimum characters of one; the maximum number of shards to
-# generate, and the share that must be new to continue.
+# Requests that the target makes up: maximum tokens and minimum characters of one; at least how many it makes up at a
+# time, and at most how many times; and the share that must be new to continue.
 OWN_TOKENS, SHORTEST_REQUEST = 96, 9
-MOST_TURNS, LEAST_SHARE = 64, 0.1
+LEAST_AT_ONCE, MOST_TURNS, LEAST_SHARE = 256, 64, 0.1
 # The size of the target's KV cache in a CPU's memory.
 CPU_CACHE_GIB = 3
 
@@ -82,7 +82,7 @@ def own_requests(llm: Any, count: int, file: Path, batch: int = SHARD) -> list[C
     tokenizer = llm.get_tokenizer()
     begin, end = user_turn(tokenizer)
     found: dict[str, None] = {}
-    at_once = max(SHARD, min(batch, count))
+    at_once = max(LEAST_AT_ONCE, min(batch, count))
     for turn in range(MOST_TURNS if begin else 0):
         params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
         asked = llm.generate([{"prompt_token_ids": begin}] * at_once, params, use_tqdm=False)
