@@ -16,6 +16,7 @@ from patience import SECONDS
 from tiny_pair import build_tiny_pair
 
 from vllm_gsd.tools.distill.data import load_answers
+from vllm_gsd.tools.distill.hardware import found_hardware
 from vllm_gsd.tools.distill.states import StoredStates, write_missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -75,7 +76,7 @@ def head(command, target, tmp_path_factory):
     kept = {file: time_ns for file, time_ns in written.items() if ".partial" not in file.name}
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert {file.suffix for file in kept} == {".parquet", ".safetensors"}
-    write_missing(target, answers, folder / "again")
+    write_missing(target, answers, folder / "again", dtype=found_hardware().dtype)
     data = load_answers(answers, 640)
     for states in (folder / "with answers", work / "states"):
         for stored, expected in zip(StoredStates(states)(data), StoredStates(folder / "again")(data), strict=True):
