@@ -94,8 +94,9 @@ def test_notebook(server, monkeypatch):
 
 
 def test_offline(preforked):
-    told = run(EXAMPLES / "offline.py", "--eager", "--max-tokens", "16", python=preforked)
-    assert float(re.search(r"([\d.]+) per request and step\n$", told).group(1)) > 1.1
+    # With a budget, the number of tokens per step does not depend on how busy this machine is.
+    told = run(EXAMPLES / "offline.py", "--eager", "--max-tokens", "16", "--budget", "16", python=preforked)
+    assert float(re.search(r"([\d.]+) per request and step\n$", told).group(1)) > 1.5
 
 
 def test_metrics_of_the_dashboard_exist(server, client):
@@ -124,7 +125,11 @@ def test_prometheus_answers_every_panel(server, client, tmp_path):
                 assert samples, f"{title}: {expression} has no samples"
         (sample,) = query("gsd:tokens_per_step")
         assert 1 < float(sample["value"][1]) < 17
-        assert query("ALERTS") == []
+        # A scrape between the last step and the one that forgets its requests makes a rule pending until the next.
+        until = time.monotonic() + SECONDS
+        while query("ALERTS"):
+            assert time.monotonic() < until, query("ALERTS")
+            time.sleep(1)
 
 
 def test_dashboard_is_one_that_grafana_reads():
