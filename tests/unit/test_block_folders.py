@@ -7,7 +7,10 @@ import torch
 from damaged_folders import cut_off, keys, refusal, tensors, write_target
 from safetensors.torch import load_file, save_file
 
+from vllm_gsd.config import GSDConfig
 from vllm_gsd.config.draft_check import check_draft
+from vllm_gsd.tools.check.model_files import DTYPE_BYTES
+from vllm_gsd.tools.check.pair import check_pair
 
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "model_type": "qwen3"}
@@ -71,6 +74,14 @@ def write(tmp_path):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_whole_folders(write, target, kind):
     check_draft(str(write(kind)), 96, target)
+
+
+def test_memory(write, target):
+    """Nothing is kept of the target's hidden states: its steps write the draft's keys and values."""
+    findings, memory = check_pair(target, GSDConfig.load({"method": "gsd", "model": str(write("dspark"))}))
+    assert memory["kv_bytes_per_token"] == 2 * 16 * DTYPE_BYTES[memory["dtype"]]
+    assert memory["feature_bytes_per_token"] == 0
+    assert "features of the draft" not in {finding.topic for finding in findings}
 
 
 DAMAGE = {

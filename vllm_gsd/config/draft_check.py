@@ -14,6 +14,7 @@ from vllm_gsd.config.draft_kind import (
     BLOCK_KINDS,
     EAGLE,
     EAGLE3,
+    EAGLE_KINDS,
     LANGUAGE_MODEL,
     kind_of,
     kind_of_config,
@@ -25,7 +26,7 @@ from vllm_gsd.config.source import fail, shown
 from vllm_gsd.config.speculators_folder import is_speculators, speculators_problem
 
 # The kinds of drafts that gsd runs.
-KINDS = (LANGUAGE_MODEL, EAGLE, EAGLE3, *BLOCK_KINDS)
+KINDS = (LANGUAGE_MODEL, *EAGLE_KINDS, *BLOCK_KINDS)
 _ALLOWED = "a language model, an EAGLE or EAGLE-3 head, or a DFlash, DFlash2 or DSpark draft"
 # Kinds of the speculators package beside AUX_KINDS.
 _REFUSED_KINDS = ("peagle", "mtp")
@@ -91,11 +92,6 @@ def kind_of_model(model: str) -> str:
     """The kind of a draft, by path or hub id; a language model if it is not on this machine."""
     folder = local_folder(model)
     return LANGUAGE_MODEL if folder is None else kind_of(folder)
-
-
-def reads_features(model: str) -> bool:
-    """Whether a draft, by path or hub id, reads the target's hidden states."""
-    return kind_of_model(model) in (EAGLE, *AUX_KINDS)
 
 
 def _speculators_problem(kind: str, config: dict, name: str | None, target: dict) -> str | None:

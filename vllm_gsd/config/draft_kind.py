@@ -7,6 +7,8 @@ from typing import Any
 from vllm_gsd.config.speculators_folder import is_speculators
 
 LANGUAGE_MODEL, EAGLE, EAGLE3 = "language model", "eagle", "eagle3"
+# Heads that run once per level, and for which hidden states of the target are stored.
+EAGLE_KINDS = (EAGLE, EAGLE3)
 # Drafts of a whole block in one forward pass.
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 # Kinds that read hidden states of the target's inner layers.

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.config import draft_vocab
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
-from vllm_gsd.config.draft_kind import AUX_KINDS, BLOCK_KINDS, EAGLE, EAGLE3, LANGUAGE_MODEL, kind_of_config
+from vllm_gsd.config.draft_kind import AUX_KINDS, EAGLE3, EAGLE_KINDS, LANGUAGE_MODEL, kind_of_config
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.engine.draft.aux_states import aux_layers, uses_aux_states
@@ -69,7 +69,7 @@ class DraftModel:
         hf_config = self.model_config.hf_config
         self.kind = kind_of_config(hf_config.to_dict())
         # EAGLE drafts read the target's hidden states and may share its embedding and LM head.
-        self.reads_features = self.kind in (EAGLE, EAGLE3)
+        self.reads_features = self.kind in EAGLE_KINDS
         # Whether the target must also return hidden states of inner layers, and of which; None for its own choice.
         self.reads_aux = self.kind in AUX_KINDS and uses_aux_states(hf_config)
         self.aux_layers = aux_layers(hf_config) if self.reads_aux else None
@@ -124,7 +124,7 @@ class DraftModel:
             model_config=self.model_config,
             parallel_config=replace(parallel, rank=target.rank),
         )
-        is_head = self.kind in (EAGLE, EAGLE3, *BLOCK_KINDS)  # not a language model of its own
+        is_head = self.kind != LANGUAGE_MODEL
         if is_head:
             drafts.with_draft_config(config, self.model_config, self.block_depth)
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
@@ -395,7 +395,7 @@ def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfi
     architecture of a language model.
     """
     kind = kind_of_config(config.to_dict())
-    if kind in (EAGLE, EAGLE3, *BLOCK_KINDS):
+    if kind != LANGUAGE_MODEL:
         SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
     if kind == EAGLE3:
         config.update({"architectures": [n if "eagle3" in n.lower() else f"Eagle3{n}" for n in config.architectures]})

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.config.draft_check import kind_of_model, reads_features
+from vllm_gsd.config.draft_check import kind_of_model
+from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
 from vllm_gsd.tools.errors import ToolError
 
 METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
@@ -41,7 +42,7 @@ class Drafts:
         """The drafts for each method. vLLM's draft_model uses ``language_model`` if ``own`` is not one."""
         if own is None:
             return cls(None, language_model, None)
-        if not reads_features(own):
+        if kind_of_model(own) == LANGUAGE_MODEL:
             return cls(own, own, None)
         return cls(own, language_model, own)
 
