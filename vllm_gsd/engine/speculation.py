@@ -443,7 +443,7 @@ class Speculation:
             self.stats.fallbacks[reason] += 1
         if self.recorder is not None:
             self.recorder.admit(request_id, request)
-        most = None if request.sampling_params is None else request.sampling_params.max_tokens
+        most = request.sampling_params.max_tokens
         grammar = reason is None and has_grammar(request)
         self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
         return known

@@ -149,10 +149,9 @@ def allow_traces(vllm_config: VllmConfig, config: GSDConfig) -> None:
         setattr(vllm_config.speculative_config, _TRACES, True)
 
 
-def asks_for_trace(sampling_params: SamplingParams | None) -> bool:
+def asks_for_trace(sampling_params: SamplingParams) -> bool:
     """Whether a request asks to be traced: ``SamplingParams(extra_args={"gsd_trace": True})``."""
-    args = (sampling_params.extra_args if sampling_params is not None else None) or {}
-    return args.get(_TRACE_KEY) == 1  # over HTTP, vLLM converts true to 1
+    return (sampling_params.extra_args or {}).get(_TRACE_KEY) == 1  # over HTTP, vLLM converts true to 1
 
 
 def check_request(sampling_params: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:

@@ -11,13 +11,8 @@ def fallback_reason(request: Any) -> str | None:
     Args:
         request: the runner's request record, such as V1's ``CachedRequestState``.
     """
-    params = request.sampling_params
-    if params is None:
-        return "no_sampling_params"
-    if wire.opts_out(params):
+    if wire.opts_out(request.sampling_params):
         return "opt_out"
-    if request.prompt_embeds is not None:
-        return "prompt_embeds"
-    if getattr(params, "thinking_token_budget", None) is not None:
+    if request.sampling_params.thinking_token_budget is not None:
         return "thinking_token_budget"
     return None

@@ -146,8 +146,7 @@ class GraphSpeculator(BaseSpeculator):
         self.proposals.drop(slot)
         self.plan.admit(slot)
         self.plain[slot] = not (self.speculation.uses_graph(request) or self._grows_on_host(request))
-        params = request.sampling_params
-        limit = None if params is None else params.max_tokens
+        limit = request.sampling_params.max_tokens
         self.ends[slot] = self.texts.tokens.shape[1] if limit is None else request.prompt_len + limit
         self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
