@@ -31,7 +31,7 @@ def batch_of(rows, before, trees):
     """A step in which request r has ``rows[r]`` rows after ``before[r]`` keys, ending with a graph or a root."""
     ends = np.cumsum(rows)
     step = lay_out(trees, np.array([1 if tree is None else 1 + NODES for tree in trees]), ends)
-    step.mask_all(np.concatenate([[0], ends]).astype(np.int32))
+    step.batch_starts = np.concatenate([[0], ends]).astype(np.int32)
     positions = torch.cat([start + torch.arange(count) for start, count in zip(before, rows, strict=True)])
     return step, positions
 
@@ -46,7 +46,7 @@ def attended(tree, request):
 def test_each_row_sees_what_lies_before_it():
     step, positions = batch_of([20, 3, 1, 1 + NODES], [40, 0, 9, 70], [branching(), None, None, branching()])
     step.set_positions(positions)
-    tree = step.batch(block_table=torch.zeros(4, 8, dtype=torch.int32))
+    tree = step.tree_rows(block_table=torch.zeros(4, 8, dtype=torch.int32))
     text = 20 - 1 - NODES
     for request, start, first in (0, 40, text), (3, 70, 0):
         root = start + first
@@ -65,7 +65,7 @@ def test_memory_of_a_chunk(trees):
     table = torch.zeros(2, 8, dtype=torch.int32)
     tracemalloc.start()
     step.set_positions(positions)
-    tree = step.batch(block_table=table)
+    tree = step.tree_rows(block_table=table)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert tree.mask.nbytes <= 8 * len(positions)

@@ -25,7 +25,7 @@ def new_speculation() -> Speculation:
     speculation.config, speculation.stats, speculation.trust = CONFIG, GraphStats(), SourceTrust()
     speculation.planner = Planner(CONFIG.top_k, CONFIG.max_depth, NODES)
     speculation.copies, speculation.num_nodes, speculation.max_model_len = Copies(CONFIG, NODES), NODES, 10**6
-    speculation.graphs, speculation.first_graphs = new_graphs(1, 200), {}
+    speculation.graphs = new_graphs(1, 200)
     speculation.trees, speculation.grammar_trees = {}, {}
     speculation.known = {"a": (True, False, 10**6)}
     speculation.drafter = speculation.draft_kv = speculation.recorder = None

@@ -88,7 +88,7 @@ def test_a_whole_batch_can_attend_by_the_mask():
     trees = [None, None, tree_of([0, 0]), tree_of([0, 1])]
     step = lay_out(trees, np.array([1, 1, 4, 3]), np.array([3, 4, 8, 13]))
     assert step.tree_requests.tolist() == [2] and step.chains.tolist() == [False, False, False, True]
-    step.mask_all(np.array([0, 3, 4, 8, 13], np.int32))
+    step.batch_starts = np.array([0, 3, 4, 8, 13], np.int32)
     positions = torch.tensor([10, 11, 12, 7, 40, 41, 42, 43, 5, 6, 7, 8, 9])
     step.set_positions(positions)
     # The third request's last row has no node.

@@ -73,7 +73,6 @@ class Speculation:
         nodes = self.config.num_speculative_tokens
         capacity = 1 + min(2048, nodes * self.config.top_k * (self.config.max_depth + 1))
         self.graphs = new_graphs(vllm_config.scheduler_config.max_num_seqs, capacity)
-        self.first_graphs: dict[int, GraphBatch] = {}  # views of the first n graphs, by n
         self.planner = Planner(self.config.top_k, self.config.max_depth, self.num_nodes)
         self.trust = SourceTrust()
         self.copies = Copies(self.config, self.num_nodes)
@@ -388,8 +387,7 @@ class Speculation:
             the flattened trees; None if ``drafted`` is None and no source added a node.
         """
         count = len(requests.length)
-        if (graphs := self.first_graphs.get(count)) is None:
-            graphs = self.first_graphs[count] = GraphBatch(*[array[:count] for array in self.graphs])
+        graphs = GraphBatch(*(array[:count] for array in self.graphs))
         batch = requests.batch
         reset_all(graphs, batch.token_ids, batch.token_rows[requests.index], requests.length)
         if self.recorder is not None:

@@ -185,9 +185,7 @@ class BlockDrafter:
             self.config.theta_sib,
             self.config.theta_prob,
         )
-        self.stats.counts["nodes_added"] += added
-        self.stats.counts["nodes_merged"] += merged
-        self.stats.counts["nodes_pruned"] += pruned
+        self.stats.counts.update(nodes_added=added, nodes_merged=merged, nodes_pruned=pruned)
 
     def candidates(self, hidden: torch.Tensor, roots: torch.Tensor) -> Sequence[torch.Tensor]:
         """``block_candidates`` on the device, the same on every tensor-parallel rank."""

@@ -242,9 +242,7 @@ class Drafter:
         )
         if self.recorder is not None:
             self.recorder.level(frontier, frontier_len, tokens, probs)
-        self.stats.counts["nodes_added"] += added
-        self.stats.counts["nodes_merged"] += merged
-        self.stats.counts["nodes_pruned"] += pruned
+        self.stats.counts.update(nodes_added=added, nodes_merged=merged, nodes_pruned=pruned)
 
     def _trim_frontier(
         self, graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, trust: np.ndarray

@@ -14,7 +14,7 @@ def draft_kv_slots(config: GSDConfig) -> int:
     The draft runs on more nodes than are verified, because a level can push earlier nodes out of the N best. Twice N
     is nearly always enough; otherwise growth stops early.
     """
-    return 2 * config.num_speculative_tokens if config.model is not None else 0
+    return 2 * config.num_speculative_tokens
 
 
 def num_lookahead_tokens(config: GSDConfig) -> int:

@@ -154,7 +154,7 @@ class GraphModelRunner(CPUModelRunner):
         self, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], CommonAttentionMetadata | None]:
         # Upstream's metadata is not built if our kernel serves all rows.
-        with no_rows_left(self.step is not None and self.step.batch is not None):
+        with no_rows_left(self.step is not None and self.step.batch_starts is not None):
             attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
             draft_layers = set(self.speculation.layer_names)

@@ -41,5 +41,5 @@ def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, propo
     batch_ends = runner.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
     step = lay_out(matched, sizes, batch_ends)
     if runner.masks_chains:  # lone rows too: another kernel would give them other bits
-        step.mask_all(runner.query_start_loc.np[: num_requests + 1].astype(np.int32))
+        step.batch_starts = runner.query_start_loc.np[: num_requests + 1].astype(np.int32)
     return step

@@ -1,4 +1,4 @@
-"""The one way by which a step's host values reach the device."""
+"""Copies a step's host values to the device."""
 
 import numpy as np
 import torch

@@ -34,24 +34,15 @@ class VerifyStep:
     first_rows: np.ndarray  # int64 [num_requests], each root's row of the batch
     chains: np.ndarray  # bool [num_requests], whether the tree is a chain
     tree_requests: np.ndarray  # int64 [num_tree_requests], requests whose rows use the tree mask
-    # Set by ``mask_all`` if all rows of the batch use the mask: int32 [num_requests + 1], first batch row per request.
+    # Set if our kernel attends all rows of the batch, prompts too: int32 [num_requests + 1], first row of each request.
     batch_starts: np.ndarray | None = None
-    # Set by ``set_positions``: make the TreeRows of all requests, or of the tree requests, from their block table.
-    batch: Callable[..., TreeRows] | None = None
-    part: Callable[..., TreeRows] | None = None
+    # Set by ``set_positions``: makes the TreeRows of all requests, or of the tree requests, from their block table.
+    tree_rows: Callable[..., TreeRows] | None = None
 
     @property
     def masked(self) -> bool:
         """Whether any row of the batch uses the tree mask, as it does for all requests whose tree is not a chain."""
         return self.batch_starts is not None or len(self.tree_requests) > 0
-
-    def mask_all(self, batch_starts: np.ndarray) -> None:
-        """Use our kernel for all rows of the batch. Prompt rows attend causally.
-
-        Args:
-            batch_starts: int32 [num_requests + 1], first batch row of each request.
-        """
-        self.batch_starts = batch_starts
 
     def set_positions(self, positions: torch.Tensor) -> None:
         """Change the positions of tree rows from list order to depth, in place. KV slots keep list order.
@@ -60,9 +51,9 @@ class VerifyStep:
             positions: int64 [>= number of batch rows], in list order, on the host.
         """
         if self.batch_starts is not None:
-            self.batch = self._whole_batch(self.batch_starts, positions)
+            self.tree_rows = self._whole_batch(self.batch_starts, positions)
         elif self.masked:
-            self.part = self._tree_requests(positions)
+            self.tree_rows = self._tree_requests(positions)
 
     def attach_tree_rows(
         self,
@@ -79,12 +70,12 @@ class VerifyStep:
             attn_metadata: attention metadata by layer name.
             common: vLLM's metadata of the batch.
         """
-        if self.batch is not None:
-            tree_rows = self.batch(block_table=common.block_table_tensor[: len(self.has_tree)])
+        assert self.tree_rows is not None
+        if self.batch_starts is not None:
+            tree_rows = self.tree_rows(block_table=common.block_table_tensor[: len(self.has_tree)])
             attach_to(tree_rows, groups, draft_layers, attn_metadata)
             return
-        assert self.part is not None
-        tree_rows = self.part(block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)])
+        tree_rows = self.tree_rows(block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)])
         assert tree_rows.rows is not None
         rows = tree_rows.rows.numpy()
         attach_part(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
