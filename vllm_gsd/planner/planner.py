@@ -48,12 +48,12 @@ class Planner:
 
     def __init__(self, top_k: int, max_depth: int, num_nodes: int, costs: Costs | None = None):
         self.costs = costs
-        self.shape = top_k, max_depth, num_nodes
+        self.limits = top_k, max_depth, num_nodes
         self.forget()
 
     def forget(self) -> None:
         """Forget everything learned; the measured costs stay."""
-        top_k, max_depth, num_nodes = self.shape
+        top_k, max_depth, num_nodes = self.limits
         self.overhead = Overhead()
         self.calibration = Calibration()
         # Average probability of the best, second best... child of a drafted node.

@@ -117,13 +117,13 @@ class BlockDrafter:
         return np.zeros(len(length), np.int64)
 
     def catch_up(
-        self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
+        self, batch: DraftBatch, tracker: DraftKVTracker, needed: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
         """Draft a block for each wanted request that has room for it.
 
         Args:
             batch: the batch; the draft has KV for all committed tokens but the last of each request.
-            tracker, known: unused; there is nothing to catch up on.
+            tracker, needed: unused; there is nothing to catch up on.
             wanted: bool [num_requests], requests to draft for.
 
         Returns:

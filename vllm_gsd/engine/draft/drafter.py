@@ -106,13 +106,13 @@ class Drafter:
         return length - tracker.lengths(request_ids)
 
     def catch_up(
-        self, batch: DraftBatch, tracker: DraftKVTracker, known: np.ndarray, wanted: np.ndarray
+        self, batch: DraftBatch, tracker: DraftKVTracker, needed: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
         """Run the draft over committed text for which it has no KV yet.
 
         Args:
             tracker: the valid draft KV; it is updated.
-            known: int64 [num_requests], leading tokens of each request that need draft KV; 0 for none.
+            needed: int64 [num_requests], leading tokens of each request that need draft KV; 0 for none.
             wanted: bool [num_requests], requests to draft for.
 
         Returns:
@@ -121,12 +121,12 @@ class Drafter:
         """
         # The batch as the draft sees it: an EAGLE-3 head's row j holds token j + 1 (see ``DraftModel.shift``).
         batch = replace(batch, token_ids=batch.token_ids[:, self.model.shift :])
-        known = np.maximum(known - self.model.shift, 0)
+        needed = np.maximum(needed - self.model.shift, 0)
         room = np.minimum(batch.capacity, self.max_positions)
-        done = np.array([tracker.length[request_id] for request_id in batch.request_ids], np.int64)
+        done = tracker.lengths(batch.request_ids)
         # A request whose draft KV is already complete runs no row, so it has no hidden state to draft from.
-        drafted = wanted & (known <= room) & (known > done)
-        due = np.minimum(known, room)
+        drafted = wanted & (needed <= room) & (needed > done)
+        due = np.minimum(needed, room)
         counts = np.empty_like(done)
         (chosen,) = drafted.nonzero()
         last_hidden = None

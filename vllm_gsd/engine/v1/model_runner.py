@@ -23,7 +23,7 @@ from vllm_gsd.engine.attention.layers import check_kv_groups, without_windows
 from vllm_gsd.engine.attention.tree_rows import serves_chains
 from vllm_gsd.engine.observe.measure import idle_tokens
 from vllm_gsd.engine.speculation import Speculation
-from vllm_gsd.engine.v1.plan import plan_step
+from vllm_gsd.engine.v1.match import match_step
 from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
 from vllm_gsd.engine.verify.draft_tree import Paths
@@ -124,7 +124,7 @@ class GraphModelRunner(CPUModelRunner):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None]:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.step = plan_step(self, scheduler_output, self.speculation.trees)
+        self.step = match_step(self, scheduler_output)
         listed = self.positions.clone() if self.uses_mrope else None
         self.step.set_positions(self.positions)
         if listed is not None:  # text after images advances by one in every dimension

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 
 
-def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, proposed: dict[str, FlatTree]) -> VerifyStep:
+def match_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput) -> VerifyStep:
     """Match the scheduled draft tokens with the proposed trees, and lay the trees out.
 
     The scheduler may cut a tree's list of tokens. If the scheduled tokens are not a prefix of the request's tree, only
@@ -33,7 +33,7 @@ def plan_step(runner: GraphModelRunner, scheduler_output: SchedulerOutput, propo
         if not tokens:
             continue
         sizes[index] += len(tokens)
-        tree = proposed.get(request_id)
+        tree = runner.speculation.trees.get(request_id)
         if tree is not None and request_id in kept:
             tree = tree.select(kept[request_id])
         if tree is not None and tree.drafts[: len(tokens)] == tokens:
