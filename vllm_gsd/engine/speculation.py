@@ -67,7 +67,7 @@ class Speculation:
         self.draft_kv: DraftKVTracker | None = None
         self.trees: dict[str, FlatTree] = {}  # proposed, not yet verified
         self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not yet sent to the scheduler
-        self.known: dict[str, tuple[bool, bool, int]] = {}  # results of ``_inspect`` by request
+        self.known: dict[str, tuple[bool, bool, int]] = {}  # results of ``_admit`` by request
         self.max_model_len = vllm_config.model_config.max_model_len
         self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         nodes = self.config.num_speculative_tokens
@@ -190,7 +190,7 @@ class Speculation:
         if self.recorder is not None:
             self.recorder.forget(request_ids)
 
-    def inspect_again(self, request_id: str) -> None:
+    def admit_again(self, request_id: str) -> None:
         """Forget what was constant for a request whose parameters change: a chunk of a streaming-input session."""
         self.known.pop(request_id, None)
 
@@ -414,7 +414,7 @@ class Speculation:
 
     def uses_graph(self, request: Any) -> bool:
         """Whether a request, given as its runner's record, uses graph speculation. Counts a new one that does not."""
-        return (self.known.get(request.req_id) or self._inspect(request.req_id, request))[0]
+        return (self.known.get(request.req_id) or self._admit(request.req_id, request))[0]
 
     def _request_limits(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The limits of each request's graph.
@@ -425,7 +425,7 @@ class Speculation:
             leaves room for the bonus token.
         """
         requests = zip(batch.request_ids, batch.requests, strict=True)
-        rows = [self.known.get(i) or self._inspect(i, request) for i, request in requests]
+        rows = [self.known.get(i) or self._admit(i, request) for i, request in requests]
         speculates, grammar, limits = np.array(rows, np.int64).reshape(-1, 3).T
         max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
         return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
@@ -434,8 +434,12 @@ class Speculation:
         """Whether the steps of a request, given as its runner's record, are recorded. All ranks agree."""
         return self.config.trace is not None and wire.asks_for_trace(request.sampling_params)
 
-    def _inspect(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
-        """Store and return what is constant for a request: uses graphs, has a grammar, maximum output tokens."""
+    def _admit(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
+        """Count a request that uses no graph, record one that asks for it, and keep what is constant for a request.
+
+        Returns:
+            whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
+        """
         reason = fallback_reason(request)
         if reason is not None:
             self.stats.fallbacks[reason] += 1

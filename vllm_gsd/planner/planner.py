@@ -209,7 +209,7 @@ class Planner:
         self.caught_up_rows += rows
 
     def drafted(self, probs: np.ndarray) -> None:
-        """Record a drafted level by its candidates' probabilities, float [rows, top_k], best first."""
+        """Record a drafted level and learn from its candidates' probabilities, float [rows, top_k], best first."""
         rows = len(probs)
         self.learn_children(probs)
         if not self.rows:
@@ -267,7 +267,7 @@ class Planner:
     # --- after drafting ---------------------------------------------------------------------------
 
     def choose(self, values: np.ndarray, size: np.ndarray, context: np.ndarray, pure: np.ndarray) -> np.ndarray:
-        """Choose how many nodes of each flattened graph to verify.
+        """Learn what the flattened graphs are worth, and choose how many nodes of each to verify.
 
         Args:
             values: float32 [num_graphs, max_nodes], calibrated probabilities, descending along a row.

@@ -117,7 +117,7 @@ class GraphModelRunner(CPUModelRunner):
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
-        self.speculation.inspect_again(req_id)
+        self.speculation.admit_again(req_id)
         return super()._update_streaming_request(req_id, new_req_data)
 
     def _prepare_inputs(
