@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_gsd.tools.distill import generate, prompts
 from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.stages import logger
 
 # The average time of a shard relative to the first one: its requests are made up, or quote long passages. Those of a
 # file are alike.
@@ -25,7 +26,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         minutes: the time limit, from which the number of answers is planned; None for no limit.
 
     Raises:
-        DistillError: no request leaves room for an answer.
+        DistillError: no request leaves room for an answer, or the target does not start.
         PromptsError: the file of requests cannot be used.
     """
     most, max_tokens, batch = (options.answering(name) for name in ("answers", "max_tokens", "batch"))
@@ -52,7 +53,14 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         return planned_answers(options, work, minutes, asked, llm, lambda chats: answer(chats, name, options.seed))
 
     if options.prompts is not None:
-        asked = generate.fitting(options.target, prompts.from_file(Path(options.prompts)), options.longest)[:most]
+        given = prompts.from_file(Path(options.prompts))
+        asked = generate.fitting(options.target, given, options.longest)
+        if len(asked) < len(given):
+            logger.warning(
+                "%d of %d requests are left out, because they leave no room for an answer within --longest %d",
+                len(given) - len(asked), len(given), options.longest,
+            )  # fmt: skip
+        asked = asked[:most]
         answer(asked[: planned(asked, "file")], "file", options.seed)
         return
     asked = prompts.first_round(min(most, generate.wave(batch) * generate.SHARD), options.seed)
