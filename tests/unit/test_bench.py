@@ -12,7 +12,7 @@ from made_up_report import report as made_up_report
 from typer.testing import CliRunner
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.tools.bench import analyses, contexts, forms, run, turns
+from vllm_gsd.tools.bench import analyses, contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
@@ -175,6 +175,18 @@ def test_all_our_methods_have_the_kernels_that_were_asked_for():
 def test_a_language_model_serves_without_a_draft_of_ours():
     assert Drafts.of(None, "small") == Drafts(None, "small", None)
     assert Drafts.of(None) == Drafts(None, None, None)
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("dspark", False), ("dflash2", False), ("dflash", True), ("eagle3", True)])
+def test_vllms_own_method_for_a_draft_runs_where_it_can(monkeypatch, kind, runs):
+    """vLLM knows DFlash2 drafts as "dflash", and refuses some kinds on a CPU, which would end the comparison."""
+    monkeypatch.setattr(methods, "kind_of_model", lambda model: kind)
+    for on_gpu in (True, False):
+        monkeypatch.setattr("torch.cuda.is_available", lambda found=on_gpu: found)
+        reason = methods.missing_for("eagle", Drafts(None, None, "draft"))
+        assert reason == (None if on_gpu or runs else f"needs a GPU for drafts of kind {kind}")
+    (setting,) = settings_of("eagle", drafts=Drafts(None, None, "draft"), gsd={}, lengths=[2], modes=["eager"])
+    assert setting.speculative == {"method": kind.rstrip("2"), "model": "draft", "num_speculative_tokens": 2}
 
 
 @pytest.fixture
