@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
-from vllm_gsd.config.draft_check import kind_of_model, local_folder, reads_features
-from vllm_gsd.config.draft_kind import EAGLE
+from vllm_gsd.config.draft_check import kind_of_model, local_folder
+from vllm_gsd.config.draft_kind import EAGLE, EAGLE3
 from vllm_gsd.tools.check.findings import Finding
 from vllm_gsd.tools.check.model_files import (
     DTYPE_BYTES,
@@ -41,8 +41,8 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
         check_draft_model(config, vocab_size, target)
     except GSDConfigError as error:
         return [*found, Finding("draft", "failed", str(error))], {}
-    features = reads_features(config.model)
     kind = kind_of_model(config.model)
+    features = kind in (EAGLE, EAGLE3)
     kind = "one layer on the target's hidden states, as EAGLE's" if kind == EAGLE else f"a draft of the kind {kind}"
     found.append(Finding("draft", "ok", f"{config.model}, {kind}; the vocabularies are the same"))
     draft = local_folder(config.model)
@@ -60,7 +60,7 @@ def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
 
     Args:
         dtype: the target's data type, which keys, values and features have.
-        features: whether the draft reads the target's hidden states, which are then stored.
+        features: whether the target's hidden states are stored for the draft.
 
     Raises:
         ModelFileError: the draft's files do not tell its sizes.
