@@ -414,6 +414,19 @@ def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
     assert "to templates and its own requests |" in cards[1] and "| tokens of its chain" in cards[1]
 
 
+def test_a_draft_is_made_where_a_link_points(target, work, tmp_path, monkeypatch):
+    """The draft has been trained before; only the folder is made here."""
+    monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
+    for folder in ("work/trained", "disk"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "draft").symlink_to(tmp_path / "disk")
+    results = {"top_1": [0.2], "top_4": [0.5], "chain": 0.2, "steps": 9, "batch": 8, "trained": 7, "vocab_size": 256}
+    (tmp_path / "work" / "results.json").write_text(json.dumps(results))
+    options = Options(target=str(target), data=str(work), engine=False)
+    assert run.distill(options, tmp_path / "draft", tmp_path / "work") == results
+    assert (tmp_path / "draft").is_symlink() and (tmp_path / "draft" / "README.md").is_file()
+
+
 @pytest.mark.parametrize("noted", [True, False])
 def test_answers_of_another_target(target, work, tmp_path, noted):
     """Another target's answers are recognised by that run's options, or else by the shape of its states."""

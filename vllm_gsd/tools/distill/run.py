@@ -45,6 +45,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     Raises:
         BenchError, DistillError, OutputError, PromptsError: the message is one sentence.
     """
+    out = out.resolve()  # a link to an empty folder cannot be replaced by one
     _check(options, out, work)
     # Before the target answers for hours: the packages that training needs.
     import vllm_gsd.tools.distill.speculators_students  # noqa: F401
