@@ -427,6 +427,17 @@ def test_a_draft_is_made_where_a_link_points(target, work, tmp_path, monkeypatch
     assert (tmp_path / "draft").is_symlink() and (tmp_path / "draft" / "README.md").is_file()
 
 
+def test_a_draft_for_another_target_is_not_continued(target, tmp_path):
+    (tmp_path / "draft").mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 400}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    options = Options(target=str(target), kind="lm", init=str(tmp_path / "draft"))
+    with pytest.raises(
+        DistillError, match=r"--init is .* has 400 tokens in its vocabulary, but must have the target's 300"
+    ):
+        run._check(options, tmp_path / "out", tmp_path / "work")
+
+
 @pytest.mark.parametrize("noted", [True, False])
 def test_answers_of_another_target(target, work, tmp_path, noted):
     """Another target's answers are recognised by that run's options, or else by the shape of its states."""

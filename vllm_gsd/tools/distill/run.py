@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
@@ -105,11 +107,7 @@ def _check(options: Options, out: Path, work: Path) -> None:
         what = "not empty" if out.is_dir() else "no folder"
         raise DistillError(f"--out {str(out)!r} is {what}; give a new folder.")
     if options.init is not None:
-        if not (Path(options.init) / "config.json").is_file():
-            raise DistillError(f"--init {options.init!r} is no folder with a config.json; give the folder of a draft.")
-        kind = kind_of(Path(options.init))
-        if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
-            raise DistillError(f"--init {options.init!r} is of kind {kind}, but --kind is {options.kind}.")
+        _check_init(options.init, options, config)
     if options.prompts is not None:
         prompts.from_file(Path(options.prompts))
     if options.data is not None:
@@ -124,6 +122,19 @@ def _check(options: Options, out: Path, work: Path) -> None:
     kept = _kept(work / "options.json", lambda: given)
     if {**kept, **dict.fromkeys(OF_ENGINES)} != {**given, **dict.fromkeys(OF_ENGINES)}:
         raise DistillError(f"{str(work)!r} holds a run with other options; give another --work or delete it.")
+
+
+def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
+    """Refuse a draft of another kind or for another target."""
+    if not (Path(init) / "config.json").is_file():
+        raise DistillError(f"--init {init!r} is no folder with a config.json; give the folder of a draft.")
+    kind = kind_of(Path(init))
+    if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
+        raise DistillError(f"--init {init!r} is of kind {kind}, but --kind is {options.kind}.")
+    try:
+        check_draft(init, config["vocab_size"], options.target)
+    except GSDConfigError as error:
+        raise DistillError(str(error).replace('"model"', "--init", 1)) from None
 
 
 def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
