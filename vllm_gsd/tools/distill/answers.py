@@ -66,7 +66,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     asked = prompts.first_round(min(most, generate.wave(batch) * generate.SHARD), options.seed)
     generate.fitting(options.target, asked, options.longest)
     count = planned(asked, "first")
-    own, second = later_rounds(count)
+    own, second = later_rounds(count, 1 if minutes is None else generate.wave(batch))
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
@@ -78,14 +78,14 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
 
 
-def later_rounds(count: int) -> tuple[int, int]:
+def later_rounds(count: int, first: int = 1) -> tuple[int, int]:
     """The numbers of answers, of ``count``, to the target's own requests and in the second round, in whole shards.
 
-    At least one shard belongs to the first round. It is timed to plan the others.
+    At least ``first`` shards belong to the first round: those that were timed to plan the others are there already.
     """
     shards = count // generate.SHARD
-    own = max(0, min(round(OWN * shards), shards - 1))
-    second = max(0, min(round(SECOND_ROUND * shards), shards - 1 - own))
+    own = max(0, min(round(OWN * shards), shards - first))
+    second = max(0, min(round(SECOND_ROUND * shards), shards - first - own))
     return own * generate.SHARD, second * generate.SHARD
 
 
