@@ -12,10 +12,12 @@ from made_up_report import report as made_up_report
 from typer.testing import CliRunner
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.tools.bench import analyses, contexts, forms, run, turns
+from vllm_gsd.tools.bench import analyses, contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
+from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
 from vllm_gsd.tools.bench.page import bench_page
+from vllm_gsd.tools.bench.report import _decode, tokens_per_step
 from vllm_gsd.tools.cli.main import app
 from vllm_gsd.tools.prompt_file import Request
 
@@ -106,6 +108,61 @@ def test_forms_are_compared_prompt_by_prompt():
         assert rows["gsd-chain"]["mean"] == pytest.approx(2)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_forms_share_one_engine_and_analyses_are_compiled_if_anything_is(tmp_path, monkeypatch, apart):
+    """With ``--apart`` other engines end after each turn. The order of ``--modes`` has no meaning."""
+    started = []
+
+    @contextmanager
+    def engine(setting, work):
+        started.append(setting)
+        yield SimpleNamespace(run=lambda job: {"requests": [{"tokens": 8}], "seconds": 1.0})
+
+    monkeypatch.setattr(turns, "running", engine)
+    monkeypatch.setattr(run, "choose", lambda *_: {"gsd": {1: {"setting": GRAPH}}})
+    monkeypatch.setattr(run, "take_turns", lambda *_: None)
+    monkeypatch.setattr(run, "make_report", lambda *_: {})
+    monkeypatch.setattr(run, "bench_page", lambda report: "")
+    monkeypatch.setattr(run, "analyse", lambda draft, gsd, compiled, work, tick: compiled)
+    work = turns.Work(requests(2), [1], 1, 9, {}, tmp_path, apart)
+    plan = run.Plan(["gsd"], ["compiled", "eager"], [1], Drafts.of("draft"), {}, [], forms=True, analyses=True)
+    assert run.bench(plan, work, {}, tmp_path)["analyses"] is True
+    assert started == [GRAPH]
+
+
+def test_forms_of_another_model_runner_are_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="--forms needs Model Runner V1"):
+        forms.FormSwitch(SimpleNamespace(speculation=None))
+
+
+class CutEngine:
+    """Answers every request with 3, 6 and 8 tokens; vLLM counts accepted tokens behind the last one, too."""
+
+    def __init__(self):
+        self.llm_engine, self.tokens = self, {}
+
+    def add_request(self, name, prompt, params):
+        self.tokens[name] = iter([3, 6, 8])
+
+    def step(self):
+        counts = {name: next(left) for name, left in self.tokens.items()}
+        self.tokens = {name: left for name, left in self.tokens.items() if counts[name] < 8}
+        return [
+            SimpleNamespace(request_id=name, finished=n == 8, outputs=[SimpleNamespace(token_ids=[0] * n)])
+            for name, n in counts.items()
+        ]
+
+
+def test_steps_are_counted_where_counters_go_beyond_the_end():
+    timed = TimedRun(CutEngine(), None, None, None)
+    timed.answer([[1]] * 4, 2)
+    counters = {"vllm:spec_decode_num_accepted_tokens": 4 * 7.0, "vllm:spec_decode_num_drafts": 4 * 2.0}
+    result = {"requests": timed.requests, "counters": counters, "decode": timed.decode}
+    assert tokens_per_step(result) == pytest.approx(8 / 3)
+    usual = _decode([result])
+    assert usual["requests"] == 2 and usual["drafted"] == pytest.approx(2 * 2 / 3)
+
+
 def test_all_our_methods_have_the_kernels_that_were_asked_for():
     off, graph, tree = (
         settings_of(name, drafts=Drafts.of(None), gsd={"cpu_kernels": "off"}, lengths=[1], modes=["eager"])[0]
@@ -118,6 +175,18 @@ def test_all_our_methods_have_the_kernels_that_were_asked_for():
 def test_a_language_model_serves_without_a_draft_of_ours():
     assert Drafts.of(None, "small") == Drafts(None, "small", None)
     assert Drafts.of(None) == Drafts(None, None, None)
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("dspark", False), ("dflash2", False), ("dflash", True), ("eagle3", True)])
+def test_vllms_own_method_for_a_draft_runs_where_it_can(monkeypatch, kind, runs):
+    """vLLM knows DFlash2 drafts as "dflash", and refuses some kinds on a CPU, which would end the comparison."""
+    monkeypatch.setattr(methods, "kind_of_model", lambda model: kind)
+    for on_gpu in (True, False):
+        monkeypatch.setattr("torch.cuda.is_available", lambda found=on_gpu: found)
+        reason = methods.missing_for("eagle", Drafts(None, None, "draft"))
+        assert reason == (None if on_gpu or runs else f"needs a GPU for drafts of kind {kind}")
+    (setting,) = settings_of("eagle", drafts=Drafts(None, None, "draft"), gsd={}, lengths=[2], modes=["eager"])
+    assert setting.speculative == {"method": kind.rstrip("2"), "model": "draft", "num_speculative_tokens": 2}
 
 
 @pytest.fixture
@@ -148,6 +217,7 @@ def command(tmp_path, monkeypatch):
         (["--contexts", "8,2000"], "--contexts has 2000, but"),
         (["--contexts", "8", "--limit", "1"], "--contexts needs two prompts"),
         (["--engine-args", '{"max_num_seqs": 3}'], '--engine-args has "max_num_seqs"'),
+        (["--draft-model", "other"], '--draft-model is given, but "draft" is a language model'),
         (["--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a folder'),
     ],
 )
@@ -226,7 +296,7 @@ def fake_result(config, blocks):
         "vllm:gsd_nodes_merged": 50 if config["merge_ngram"] else 0,
         "vllm:gsd_nodes_accepted_merged": 20 if config["merge_ngram"] else 0,
     }
-    return {"counters": counters, "requests": [{"tokens": 100, "latency": 1.0}]}
+    return {"counters": counters, "requests": [{"tokens": 100, "steps": steps, "latency": 1.0}]}
 
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["a block", "levels"])

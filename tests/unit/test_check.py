@@ -79,6 +79,13 @@ def test_draft_that_reads_hidden_states(model):
     assert memory["kv_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
 
 
+def test_no_hidden_states_are_stored_for_blocks(model, monkeypatch):
+    """Each step of the target writes their keys and values instead."""
+    monkeypatch.setattr("vllm_gsd.tools.check.pair.check_draft_model", lambda *_: None)
+    findings, memory = pair(model("target"), model("draft", architectures=["Qwen3DSparkModel"]))
+    assert memory["feature_bytes_per_token"] == 0 and "features of the draft" not in statuses(findings)
+
+
 def test_no_draft(model):
     findings, memory = pair(model("target"), None)
     assert statuses(findings)["draft"] == "note" and memory == {}

@@ -70,6 +70,13 @@ def test_cache_that_cannot_be_written_is_one_sentence(tmp_path):
     assert "--cache-dir" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "option"), [("model", "--target"), ("speculative_config", "--gsd")])
+def test_check_refuses_engine_args_that_it_would_replace(name, option):
+    done = run("check", "--engine-args", json.dumps({name: "other"}))
+    assert done.returncode == 1 and f'--engine-args has "{name}", which {option} gives' in done.stderr
+    assert not done.stdout
+
+
 def test_help_names_the_subcommands():
     done = run("--help")
     assert done.returncode == 0

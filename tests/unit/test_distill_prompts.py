@@ -64,6 +64,14 @@ def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second)
     assert answers.later_rounds(int(shards * size)) == (own * size, second * size)
 
 
+def test_answers_that_were_timed_count():
+    """With 512 requests at once, eight shards are timed, so that no more than planned are answered in all."""
+    size = generate.SHARD
+    assert answers.later_rounds(8 * size, 8) == (0, 0)
+    assert answers.later_rounds(12 * size, 8) == (4 * size, 0)
+    assert answers.later_rounds(100 * size, 8) == answers.later_rounds(100 * size) == (50 * size, 30 * size)
+
+
 @pytest.mark.parametrize(("given", "name", "later"), [({}, "first", 1.5), ({"prompts": "file"}, "file", 1.0)])
 def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch, given, name, later):
     now = [0.0]

@@ -307,6 +307,13 @@ def test_the_graphs_of_a_report_are_those_that_ran(tmp_path, gsd, form):
     assert "no usable keys of gsd" in run(str(path), "--out", str(tmp_path / "out")).stderr
 
 
+def test_a_report_without_a_draft_is_refused(tmp_path):
+    path = Path(report(tmp_path))
+    path.write_text(path.read_text().replace('"small"', "null"))
+    done = run(str(path), "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1 and "was measured without a draft model" in " ".join(done.stderr.split())
+
+
 def test_a_missing_matplotlib_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run(report(tmp_path), "--out", str(tmp_path / "out"))

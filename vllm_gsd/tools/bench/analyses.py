@@ -15,7 +15,7 @@ import numpy as np
 from vllm_gsd.config.draft_check import kind_of_model
 from vllm_gsd.config.draft_kind import BLOCK_KINDS
 from vllm_gsd.tools.bench.methods import FORMS, Setting
-from vllm_gsd.tools.bench.report import ACCEPTED, tokens_per_step
+from vllm_gsd.tools.bench.report import tokens_per_step
 from vllm_gsd.tools.bench.turns import Work, running, tokens_per_second
 
 # The values to try of each key, with the other keys as given. The paper calls them k, depth, t + 1, theta_prob and
@@ -28,6 +28,7 @@ ABLATIONS: dict[str, list[Any]] = {
     "theta_sib": [0.0, 0.05, 0.1, 0.3, 0.5],
 }
 BASE = {"top_k": 4, "merge_ngram": 2, "theta_prob": 0.05, "theta_sib": 0.1}
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 # The numbers of verified nodes at which the forms of the graph are compared.
 NODES = [8, 16, 32]
 
@@ -94,13 +95,13 @@ def _row(result: dict[str, Any]) -> dict[str, float]:
         through a merged edge.
     """
     counters = result["counters"]
-    generated, accepted = sum(request["tokens"] for request in result["requests"]), counters[ACCEPTED]
-    rows = counters["vllm:gsd_draft_rows"]
+    generated, steps = (sum(request[name] for request in result["requests"]) for name in ("tokens", "steps"))
+    accepted, rows = counters[ACCEPTED], counters["vllm:gsd_draft_rows"]
     return {
         "tokens_per_step": tokens_per_step(result),
         "tokens_per_second": tokens_per_second(result),
         "tokens_per_draft_forward": generated / max(1.0, counters["vllm:gsd_draft_forwards"]),
-        "draft_rows_per_step": rows / max(1.0, generated - accepted),
+        "draft_rows_per_step": rows / steps,
         "drafted_per_accepted": rows / max(1.0, accepted),
         "merged_share": counters["vllm:gsd_nodes_merged"] / max(1.0, counters["vllm:gsd_nodes_added"]),
         "accepted_merged_share": counters["vllm:gsd_nodes_accepted_merged"] / max(1.0, accepted),

@@ -68,11 +68,11 @@ def run(
         behind: chats that fill the context before a shorter chat.
 
     Returns:
-        ``seconds``; ``requests``, per chat ``prompt`` and ``tokens`` (their numbers), ``latency`` and ``ttft``
-        (seconds), and, with parts at concurrency 1, its own ``counters``; ``counters`` of vLLM's metrics; ``decode``:
-        the ``steps`` without a prefill, their ``seconds``, the ``running`` requests summed over them and, with parts,
-        ``parts`` (seconds by part) and ``draft_levels`` (our draft's forward passes); ``planner``, see ``planner_of``;
-        ``peak_mb`` and ``cudagraphs_captured`` so far.
+        ``seconds``; ``requests``, per chat ``prompt`` and ``tokens`` (their numbers), the ``steps`` that gave tokens,
+        ``latency`` and ``ttft`` (seconds), and, with parts at concurrency 1, its own ``counters``; ``counters`` of
+        vLLM's metrics; ``decode``: the ``steps`` without a prefill, their ``seconds``, the ``running`` requests summed
+        over them and, with parts, ``parts`` (seconds by part) and ``draft_levels`` (our draft's forward passes);
+        ``planner``, see ``planner_of``; ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
     from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
@@ -119,7 +119,7 @@ class TimedRun:
 
     def answer(self, prompts: list[list[int]], concurrency: int) -> None:
         """Run all prompts (token ids), at most ``concurrency`` at a time."""
-        self.requests = [{"prompt": len(ids), "tokens": 0, "latency": 0.0, "ttft": 0.0} for ids in prompts]
+        self.requests = [{"prompt": len(ids), "tokens": 0, "steps": 0, "latency": 0.0, "ttft": 0.0} for ids in prompts]
         if self.clock is not None:
             self.clock.restart()
         waiting = deque(enumerate(prompts))
@@ -151,6 +151,7 @@ class TimedRun:
         row = self.requests[int(output.request_id)]
         waited = now - self.begun[output.request_id]
         row["tokens"] = len(output.outputs[0].token_ids)
+        row["steps"] += 1
         row["ttft"] = row["ttft"] or waited
         if output.finished:
             row["latency"] = waited

@@ -61,6 +61,8 @@ class FormSwitch:
     def __init__(self, runner: Any):
         if runner is None:
             raise ValueError("--forms needs the engine's worker in the engine's process (one rank)")
+        if not hasattr(runner, "drafter"):
+            raise ValueError("--forms needs Model Runner V1, whose graphs grow on the host")
         self.speculation, self.clock = runner.speculation, runner.drafter.clock
         self.config = self.speculation.config
         self.planners: dict[str, Any] = {}

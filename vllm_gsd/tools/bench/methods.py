@@ -23,6 +23,8 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 # Lengths of the suffix that vLLM's ngram method looks up.
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+# Methods of vLLM's with other names than the kinds of their drafts, and kinds that only its runner for GPUs takes.
+NAMES, ON_GPUS = {"dflash2": "dflash"}, ("dspark", "dflash2")
 
 
 class BenchError(ToolError):
@@ -35,7 +37,7 @@ class Drafts:
 
     own: str | None  # the graph's
     chain: str | None  # a language model, for vLLM's draft_model
-    eagle: str | None  # one that reads the target's hidden states, for vLLM's eagle or eagle3
+    eagle: str | None  # one that reads the target's hidden states, for vLLM's eagle, eagle3, dspark or dflash
 
     @classmethod
     def of(cls, own: str | None, language_model: str | None = None) -> Drafts:
@@ -85,9 +87,10 @@ def settings_of(
     if method not in METHODS:
         raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
     configs: dict[str, dict[str, Any] | None] = {"": None}
+    kind = drafts.eagle and kind_of_model(drafts.eagle)
     chains: dict[str, dict[str, Any]] = {
         "draft_model": {"model": drafts.chain},
-        "eagle": {"model": drafts.eagle, "method": drafts.eagle and kind_of_model(drafts.eagle)},
+        "eagle": {"model": drafts.eagle, "method": kind and NAMES.get(kind, kind)},
         "ngram": NGRAM,
     }
     if (more := chains.get(method)) is not None:
@@ -120,6 +123,11 @@ def missing_for(method: str, drafts: Drafts) -> str | None:
         return "needs a draft that is a language model"
     if method == "eagle" and drafts.eagle is None:
         return "needs a draft of EAGLE's kind"
+    if method == "eagle" and drafts.eagle is not None and (kind := kind_of_model(drafts.eagle)) in ON_GPUS:
+        import torch
+
+        if not torch.cuda.is_available():
+            return f"needs a GPU for drafts of kind {kind}"
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         return "needs the package arctic-inference"
     return None

@@ -10,7 +10,6 @@ from vllm_gsd.tools.bench.methods import FORMS, OFF
 from vllm_gsd.tools.bench.parts import PARTS
 from vllm_gsd.tools.bench.turns import Runs, Work, tokens_per_second
 
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 DRAFTS = "vllm:spec_decode_num_drafts"
 BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
@@ -94,7 +93,7 @@ def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
         decode, counters = result["decode"], result["counters"]
         steps = max(1, decode["steps"])
         drafts = counters.get(DRAFTS, 0.0)
-        drafted = drafts / max(1.0, counters.get("vllm:gsd_target_steps", 0.0))
+        drafted = drafts / sum(request["steps"] for request in result["requests"])
         nodes = counters.get("vllm:gsd_nodes_verified", 0.0) / max(1.0, drafts)
         rows.append((1e3 * decode["seconds"] / steps, decode["running"] / steps, drafted, nodes))
     step_ms, requests, share, nodes = (median(values) for values in zip(*rows, strict=True))
@@ -131,9 +130,12 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def tokens_per_step(result: dict[str, Any]) -> float:
-    """Tokens per target step of a request. Each is an accepted draft token or the one sampled at the end of a step."""
-    generated = sum(request["tokens"] for request in result["requests"])
-    return generated / (generated - result["counters"].get(ACCEPTED, 0.0))
+    """Tokens per target step of a request.
+
+    The steps are counted, as vLLM's drafters also count accepted tokens that lie behind the end of an answer.
+    """
+    tokens, steps = (sum(request[name] for request in result["requests"]) for name in ("tokens", "steps"))
+    return tokens / steps
 
 
 def _tpot_ms(result: dict[str, Any]) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,13 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
             report["contexts"] = contexts.measure(best, engines, plan.contexts, tick)
             _write(report, out)
         if plan.forms:
-            report["forms_in_turns"] = forms.measure(best["gsd"], engines, tick)
+            # All forms share one engine, also where the methods' engines do not stay alive.
+            with Engines(replace(work, apart=False)) if work.apart else nullcontext(engines) as one:
+                report["forms_in_turns"] = forms.measure(best["gsd"], one, tick)
             _write(report, out)
         if plan.analyses:
             assert plan.drafts.own is not None
-            report["analyses"] = analyse(plan.drafts.own, plan.gsd, plan.modes[-1] == "compiled", work, tick)
+            report["analyses"] = analyse(plan.drafts.own, plan.gsd, "compiled" in plan.modes, work, tick)
             _write(report, out)
     return report
 

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from vllm_gsd.tools.cli.console import json_object, out
+from vllm_gsd.tools.cli.console import fail, json_object, out
 
 COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"}
 
@@ -29,7 +29,11 @@ def check(
     """Check whether this installation and this pair of models can serve gsd. The exit code is 1 if not."""
     from vllm_gsd.tools.check.run import check as run
 
-    report = run(target, draft, gsd, json_object(engine_args, "--engine-args"), timeout)
+    arguments = json_object(engine_args, "--engine-args")
+    for name, option in (("model", "--target"), ("speculative_config", "--gsd")):
+        if name in arguments:
+            fail(f'--engine-args has "{name}", which {option} gives; leave it out.')
+    report = run(target, draft, gsd, arguments, timeout)
     if as_json:
         typer.echo(json.dumps(report))
     else:

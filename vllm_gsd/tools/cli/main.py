@@ -69,7 +69,8 @@ def distill(
     with one_sentence(f"Distilling needs the package {{}}; run: {INSTALL}"):
         from vllm_gsd.tools.distill.run import distill as run
 
-        results = run(Options(**given), out, work or out.with_name(out.name + ".work"))
+        folder = out.absolute()  # "." has no name
+        results = run(Options(**given), folder, work or folder.with_name(folder.name + ".work"))
     typer.echo(json.dumps({"draft": str(out), **results}))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_gsd.tools.distill import generate, prompts
 from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.stages import logger
 
 # The average time of a shard relative to the first one: its requests are made up, or quote long passages. Those of a
 # file are alike.
@@ -25,7 +26,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         minutes: the time limit, from which the number of answers is planned; None for no limit.
 
     Raises:
-        DistillError: no request leaves room for an answer.
+        DistillError: no request leaves room for an answer, or the target does not start.
         PromptsError: the file of requests cannot be used.
     """
     most, max_tokens, batch = (options.answering(name) for name in ("answers", "max_tokens", "batch"))
@@ -52,13 +53,20 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         return planned_answers(options, work, minutes, asked, llm, lambda chats: answer(chats, name, options.seed))
 
     if options.prompts is not None:
-        asked = generate.fitting(options.target, prompts.from_file(Path(options.prompts)), options.longest)[:most]
+        given = prompts.from_file(Path(options.prompts))
+        asked = generate.fitting(options.target, given, options.longest)
+        if len(asked) < len(given):
+            logger.warning(
+                "%d of %d requests are left out, because they leave no room for an answer within --longest %d",
+                len(given) - len(asked), len(given), options.longest,
+            )  # fmt: skip
+        asked = asked[:most]
         answer(asked[: planned(asked, "file")], "file", options.seed)
         return
     asked = prompts.first_round(min(most, generate.wave(batch) * generate.SHARD), options.seed)
     generate.fitting(options.target, asked, options.longest)
     count = planned(asked, "first")
-    own, second = later_rounds(count)
+    own, second = later_rounds(count, 1 if minutes is None else generate.wave(batch))
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
@@ -70,14 +78,14 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
 
 
-def later_rounds(count: int) -> tuple[int, int]:
+def later_rounds(count: int, first: int = 1) -> tuple[int, int]:
     """The numbers of answers, of ``count``, to the target's own requests and in the second round, in whole shards.
 
-    At least one shard belongs to the first round. It is timed to plan the others.
+    At least ``first`` shards belong to the first round: those that were timed to plan the others are there already.
     """
     shards = count // generate.SHARD
-    own = max(0, min(round(OWN * shards), shards - 1))
-    second = max(0, min(round(SECOND_ROUND * shards), shards - 1 - own))
+    own = max(0, min(round(OWN * shards), shards - first))
+    second = max(0, min(round(SECOND_ROUND * shards), shards - first - own))
     return own * generate.SHARD, second * generate.SHARD
 
 

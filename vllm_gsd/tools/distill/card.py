@@ -25,7 +25,6 @@ most frequent of the target's tokens.
 | trained parameters | {trained:,} |
 | trained on | {answers:,} answers of the target ({tokens:,} tokens), {prompts} |
 | steps | {steps:,} of {batch} answers |
-| training time | {minutes:.0f} minutes |
 {numbers}
 {agreement}
 Made with:
@@ -43,7 +42,10 @@ LABELS = {
 
 def write_card(folder: Path, facts: dict[str, Any], results: dict[str, Any]) -> None:
     """Write README.md. ``facts`` and ``results`` are the fields of ``CARD`` and of ``LABELS``."""
-    numbers = "".join(f"| {label} | {results[key]:.2f} |\n" for key, label in LABELS.items() if key in results)
+    # Of a language model the first token is measured, which tells nothing of chains.
+    left_out = "chain" if len(results["top_1"]) == 1 else ""
+    shown = [key for key in LABELS if key in results and key != left_out]
+    numbers = "".join(f"| {LABELS[key]} | {results[key]:.2f} |\n" for key in shown)
     depths = zip(results["top_1"], results["top_4"], strict=True)
     agreement = "Agreement on held-out text, where the text before is the target's own:\n\n"
     agreement += "| token | the target's best is the draft's best | is among its best four |\n|---|---|---|\n"

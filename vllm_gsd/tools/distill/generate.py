@@ -33,7 +33,11 @@ CPU_CACHE_GIB = 3
 
 
 def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) -> LLM:
-    """Start the target in vLLM, configured for throughput."""
+    """Start the target in vLLM, configured for throughput.
+
+    Raises:
+        DistillError: vLLM refuses the target or its options.
+    """
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -43,19 +47,26 @@ def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) ->
     if on_cpu:
         # An engine in its own process polls, which takes a core from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    return LLM(
-        target,
-        dtype=found_hardware().dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=batch,
-        # A GPU has no other work meanwhile: vLLM measures what the model leaves and takes it.
-        kv_cache_memory_bytes=CPU_CACHE_GIB << 30 if on_cpu else None,
-        # The states of inner layers cannot be recorded in compiled models. On a GPU they are not stored.
-        enforce_eager=eager or on_cpu,
-        disable_log_stats=True,
-        # With prefix caching, the hidden states of a shared prefix would be recorded for one answer only.
-        enable_prefix_caching=False,
-    )
+    try:
+        return LLM(
+            target,
+            dtype=found_hardware().dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=batch,
+            # A GPU has no other work meanwhile: vLLM measures what the model leaves and takes it.
+            kv_cache_memory_bytes=CPU_CACHE_GIB << 30 if on_cpu else None,
+            # The states of inner layers cannot be recorded in compiled models. On a GPU they are not stored.
+            enforce_eager=eager or on_cpu,
+            disable_log_stats=True,
+            # With prefix caching, the hidden states of a shared prefix would be recorded for one answer only.
+            enable_prefix_caching=False,
+        )
+    except Exception as error:  # vLLM raises many types
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DistillError(
+            f"The engine of {target!r} does not start for {max_model_len} tokens, which is --longest and --max-tokens "
+            f"({type(error).__name__}: {reason[:300]})."
+        ) from error
 
 
 def shard_path(folder: Path, name: str, number: int) -> Path:
@@ -124,11 +135,6 @@ def fitting(target: str, chats: list[Chat], longest: int) -> list[Chat]:
         raise DistillError(
             f"--longest is {longest}, but all {len(chats)} requests are too long for an answer within it; raise it."
         )
-    if len(found) < len(chats):
-        logger.warning(
-            "%d of %d requests are left out, because they leave no room for an answer within --longest %d",
-            len(chats) - len(found), len(chats), longest,
-        )  # fmt: skip
     return found
 
 

@@ -11,11 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab, write_draft_vocab
-from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.options import HEAD_SIZE, Options
 from vllm_gsd.tools.distill.students import Drafted, Student
 from vllm_gsd.tools.distill.target import Target
-
-HEAD_SIZE = 32
 
 
 class LanguageModel(Student):

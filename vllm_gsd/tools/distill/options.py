@@ -19,6 +19,8 @@ ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 96}
 
 # Without the requirements of speculators, which replace torch, torchvision and torchaudio.
 INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
+# Numbers in an attention head of a language model, whose width is a multiple of it.
+HEAD_SIZE = 32
 # vLLM reads the states of so many layers for EAGLE-3 heads in the speculators package's format.
 EAGLE3_LAYERS = 3
 
@@ -65,14 +67,17 @@ class Options:
         int | None, Option(min=1, help="Tokens that are predicted one after another (dspark, eagle3).")
     ] = None
     rank: Annotated[int | None, Option(min=1, help="Rank of the bias by the token before (dspark).")] = None
-    width: Annotated[int | None, Option(min=64, help="Hidden size (lm); by default a third of the target's.")] = None
+    width: Annotated[
+        int | None,
+        Option(min=64, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),
+    ] = None
     epochs: Annotated[float, Option(help="Passes over the answers.")] = 6.0
     learning_rate: float = 1e-3
     batch: Annotated[
         int | None,
         Option(min=1, help=f"Concurrent requests while the target answers; by default {ANSWERING['batch']}."),
     ] = None
-    seed: int = 0
+    seed: Annotated[int, Option(min=0, max=2**32 - 1)] = 0
     engine: Annotated[bool, Option(help="Measure the draft in the real engine at the end.")] = True
     eager: Annotated[
         bool, Option("--eager", help="Run engines without torch.compile. They start sooner and run slower.")
@@ -89,6 +94,7 @@ class Options:
                 raise DistillError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
             if self.init is not None:
                 raise DistillError(f"With --init the draft's own {flag(name)} holds; leave it out.")
+        self._check_numbers()
         if self.data is None:
             return
         if self.prompts is not None:
@@ -96,6 +102,18 @@ class Options:
         for name in ANSWERING:
             if getattr(self, name) is not None:
                 raise DistillError(f"With --data there are no new answers, so leave {flag(name)} out.")
+
+    def _check_numbers(self) -> None:
+        for name in ("minutes", "epochs", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise DistillError(f"{flag(name)} is {value:g}, but must be above 0.")
+        if self.width is not None and self.width % HEAD_SIZE:
+            raise DistillError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
+        if self.data is None and self.init is None and "depth" in KINDS[self.kind]:
+            depth, longest = self.of_kind("depth"), self.answering("max_tokens")
+            if depth > longest:
+                raise DistillError(f"--depth is {depth}, but --max-tokens allows answers of only {longest} tokens.")
 
     def of_kind(self, name: str) -> Any:
         """The value of an option that only some kinds have: what was given, or this kind's default."""

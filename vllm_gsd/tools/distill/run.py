@@ -8,12 +8,14 @@ import multiprocessing
 import shlex
 import shutil
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
@@ -22,6 +24,7 @@ from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
 from vllm_gsd.tools.distill.stages import logger, stage
 from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_missing
 from vllm_gsd.tools.distill.target import check_target
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.3
 # One answer in this many is held out, and this many held-out prompts are decoded in the real engine.
 HELD_OUT, ENGINE_PROMPTS = 40, 12
+# Options of engines, on which no stored result depends. A run resumes with others.
+OF_ENGINES = ("engine", "eager")
 
 
 def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
@@ -42,6 +47,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     Raises:
         BenchError, DistillError, OutputError, PromptsError: the message is one sentence.
     """
+    out = out.resolve()  # a link to an empty folder cannot be replaced by one
     _check(options, out, work)
     # Before the target answers for hours: the packages that training needs.
     import vllm_gsd.tools.distill.speculators_students  # noqa: F401
@@ -49,7 +55,12 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     answers = work if options.data is None else Path(options.data)
     if options.data is None:
         minutes = None if options.minutes is None else options.minutes * ANSWERS_SHARE
-        _in_own_process(make_answers, options, work, minutes)
+        try:
+            _in_own_process(make_answers, options, work, minutes)
+        except ToolError:
+            if not _files_of_answers(work):  # so that a mistake in the options can be corrected
+                (work / "options.json").unlink()
+            raise
     from vllm_gsd.tools.distill.data import load_answers
     from vllm_gsd.tools.distill.hardware import found_hardware
 
@@ -77,7 +88,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         texts = [answer.input_ids[: answer.prompt_len].tolist() for answer in held_out]
         chosen = texts[:: max(1, len(texts) // ENGINE_PROMPTS)][:ENGINE_PROMPTS]
         results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
-    _finish(options, work, out, training, results)
+    _finish(options, answers, work, out, training, results)
     return results
 
 
@@ -96,28 +107,41 @@ def _check(options: Options, out: Path, work: Path) -> None:
         what = "not empty" if out.is_dir() else "no folder"
         raise DistillError(f"--out {str(out)!r} is {what}; give a new folder.")
     if options.init is not None:
-        if not (Path(options.init) / "config.json").is_file():
-            raise DistillError(f"--init {options.init!r} is no folder with a config.json; give the folder of a draft.")
-        kind = kind_of(Path(options.init))
-        if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
-            raise DistillError(f"--init {options.init!r} is of kind {kind}, but --kind is {options.kind}.")
+        _check_init(options.init, options, config)
     if options.prompts is not None:
         prompts.from_file(Path(options.prompts))
     if options.data is not None:
         _check_data(Path(options.data), Path(options.target), config)
+    if out.resolve() in (work.resolve(), *work.resolve().parents):
+        raise DistillError(
+            f"--work {str(work)!r} is in --out {str(out)!r}, which is made at the end; give another folder."
+        )
     make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
     make_folder(work, "--work")
     given = json.loads(json.dumps({**asdict(options), "target": str(Path(options.target).resolve())}))
-    if _kept(work / "options.json", lambda: given) != given:
+    kept = _kept(work / "options.json", lambda: given)
+    if {**kept, **dict.fromkeys(OF_ENGINES)} != {**given, **dict.fromkeys(OF_ENGINES)}:
         raise DistillError(f"{str(work)!r} holds a run with other options; give another --work or delete it.")
+
+
+def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
+    """Refuse a draft of another kind or for another target."""
+    if not (Path(init) / "config.json").is_file():
+        raise DistillError(f"--init {init!r} is no folder with a config.json; give the folder of a draft.")
+    kind = kind_of(Path(init))
+    if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
+        raise DistillError(f"--init {init!r} is of kind {kind}, but --kind is {options.kind}.")
+    try:
+        check_draft(init, config["vocab_size"], options.target)
+    except GSDConfigError as error:
+        raise DistillError(str(error).replace('"model"', "--init", 1)) from None
 
 
 def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
     """Refuse answers of another target: by the options of the run that made them, or by the shape of its states."""
     if not _files_of_answers(data):
         raise DistillError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
-    stored = data / "options.json"
-    made_by = json.loads(stored.read_text()).get("target") if stored.is_file() else None
+    made_by = _options_of(data).get("target")
     if made_by is not None and Path(made_by).resolve() != target.resolve():
         raise DistillError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")
     expected = len(state_layers(config["num_hidden_layers"])), config["hidden_size"]
@@ -127,6 +151,12 @@ def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
                 f"--data {str(data)!r} has states of {found[0]} layers of size {found[1]}, but --target "
                 f"{str(target)!r} has {expected[0]} of size {expected[1]}."
             )
+
+
+def _options_of(work: Path) -> dict[str, Any]:
+    """The options of the run in a work folder; empty if they are not known."""
+    stored = work / "options.json"
+    return json.loads(stored.read_text()) if stored.is_file() else {}
 
 
 def _files_of_answers(folder: Path) -> list[Path]:
@@ -146,7 +176,12 @@ def _in_own_process(function, *arguments):
     """Call the function in its own process, whose end frees the GPU memory that it takes. Engines need nearly all."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, _log, (logger.getEffectiveLevel(),)) as pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise DistillError(
+                "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
+            ) from None
 
 
 def _log(level: int) -> None:
@@ -173,7 +208,6 @@ def _train(
     from vllm_gsd.tools.distill.train import train
     from vllm_gsd.tools.distill.validate import agreement
 
-    begun = time.perf_counter()
     folder, (device, dtype, *_) = Path(options.target), found_hardware()
     with stage("loading the target and making the student"):
         target = Target(folder, device, dtype)
@@ -195,20 +229,22 @@ def _train(
         **found,
         "steps": steps,
         "batch": model.hardware.batch,
-        "minutes": (time.perf_counter() - begun) / 60,
         "trained": own,
         "vocab_size": len(model.token_ids),
     }
 
 
-def _finish(options: Options, work: Path, out: Path, training: list[Answer], results: dict[str, Any]) -> None:
+def _finish(
+    options: Options, answers: Path, work: Path, out: Path, training: list[Answer], results: dict[str, Any]
+) -> None:
+    asked = _options_of(answers).get("prompts")
     facts = {
         "target": Path(options.target).name,
         "name": out.name,
         "kind": options.kind,
         "answers": len(training),
         "tokens": sum(len(answer.input_ids) - answer.prompt_len for answer in training),
-        "prompts": f"to {Path(options.prompts).name}" if options.prompts else "to templates and its own requests",
+        "prompts": f"to {Path(asked).name}" if asked else "to templates and its own requests",
         "command": shlex.join(["vllm-gsd", *sys.argv[1:]]),
     }
     making = out.with_name(out.name + ".partial")

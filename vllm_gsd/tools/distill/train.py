@@ -36,7 +36,6 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         the number of steps.
     """
     from transformers import Trainer, TrainingArguments
-    from transformers.trainer_utils import get_last_checkpoint
 
     model.train()
     _try(model, data, packs)
@@ -63,11 +62,13 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         report_to="none",
         seed=options.seed,
     )
-    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
+    # A run that was killed while it saved left a folder without this file, which is written last.
+    saved = [file.parent for file in Path(arguments.output_dir).glob("checkpoint-*/trainer_state.json")]
+    last = max(saved, key=lambda folder: int(folder.name.split("-")[1]), default=None)
     trainer: Any = Trainer(model=model, args=arguments, train_dataset=data, data_collator=packs.collate)
     # A pack of an unusual size that does not compile is computed without.
     with stage(f"training in {steps} steps"), torch._dynamo.config.patch(suppress_errors=True):
-        trainer.train(resume_from_checkpoint=last)
+        trainer.train(resume_from_checkpoint=last and str(last))
     packs.multiple = 1
     return steps
 

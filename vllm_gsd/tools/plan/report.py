@@ -29,7 +29,8 @@ class Report:
         batches: the batch sizes to learn from; all of the report's by default.
 
     Raises:
-        PlanError: the file is no report, or lacks a method or a batch size, or its draft predicts whole blocks.
+        PlanError: the file is no report, or lacks a method, a batch size or a draft, or the draft predicts whole
+            blocks.
     """
 
     def __init__(self, path: Path, batches: list[int] | None = None):
@@ -37,10 +38,13 @@ class Report:
             report: dict[str, Any] = json.loads(path.read_text())
             self.all: dict[int, dict[str, Any]] = {int(batch): rows for batch, rows in report["batches"].items()}
             self.settings: dict[str, Any] = report["settings"]
-            self.draft: str = self.settings["draft"]
+            draft: str | None = self.settings["draft"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} cannot be read as the bench.json of vllm-gsd bench ({error!r}).") from error
-        check_draft(self.draft)
+        if draft is None:
+            raise PlanError(f"{path} was measured without a draft model, which plans need; give bench a --draft.")
+        self.draft = draft
+        check_draft(draft)
         self.batches = sorted(batches or self.all)
         for batch in self.batches:
             rows = self.all.get(batch, {})
