@@ -110,12 +110,13 @@ def _engine_args(text: str) -> dict[str, Any]:
 
 
 def _pair(options: Options) -> Pair:
-    from vllm_gsd.config.draft_check import reads_features
+    from vllm_gsd.config.draft_check import kind_of_model
+    from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
 
     target, draft, other = (
         None if path is None else str(path) for path in (options.target, options.draft, options.draft_model)
     )
-    if draft is not None and other is not None and not reads_features(draft):
+    if draft is not None and other is not None and kind_of_model(draft) == LANGUAGE_MODEL:
         fail(f'--draft-model is given, but "{draft}" is a language model or not on this machine; leave it out.')
     if target is not None:
         return target, draft, other
