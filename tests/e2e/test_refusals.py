@@ -133,6 +133,7 @@ def command_lines(tiny_pair, drafts, tmp_path_factory):
         ),
         "good twice": line_with_keys("good", {}, "--data-parallel-size", "2"),
         "good inline": line(json.dumps({"method": "gsd", "model": str(tiny_pair.draft)})),
+        "no config": line("null"),
         "directory": line(folder),
         **{name: line(folder / name) for name in FILES},
         **{name: line_with_keys(name, keys) for name, (keys, _) in KEYS.items()},
@@ -201,7 +202,7 @@ def test_refused(answers, case):
         assert part in text
 
 
-@pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA", "good over Ray", "good twice"])
+@pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA", "good over Ray", "good twice", "no config"])
 def test_accepted(answers, case):
     assert answers[case] == [0, ""]
 

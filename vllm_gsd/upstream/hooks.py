@@ -48,7 +48,7 @@ def with_option_type(upstream: Callable[..., Any], parse: Callable[[Callable[[st
 
 
 def _parse_option(upstream_type: Callable[[str], Any], value: str) -> Any:
-    if value in ("", "None"):
+    if value in ("", "None") or value.strip() == "null":
         return upstream_type(value)
     try:
         if is_gsd(value):
