@@ -78,6 +78,12 @@ ARGUMENTS = {
     ],
     "--data-parallel-size 2 --data-parallel-backend ray": ['--data-parallel-backend "ray"', 'leave it at "mp"'],
     "--kv-sharing-fast-prefill": ["fast prefill of layers that share KV", "leave --kv-sharing-fast-prefill off"],
+    "--async-scheduling": ["--async-scheduling with Model Runner V1", "leave it out"],
+    "--dtype float32 --kv-cache-dtype float16": [
+        "(float16) than the model's (torch.float32)",
+        '--kv-cache-dtype to "auto"',
+    ],
+    "--kv-offloading-size 1": ["KV connectors", "leave --kv-transfer-config and --kv-offloading-size out"],
     "--worker-cls x.Y": ['--worker-cls is "x.Y"', "leave it"],
     "--scheduler-cls x.Y": ["--scheduler-cls is x.Y", "leave it out"],
     "--spec-method ngram": ["--spec-method", "into the gsd config"],

@@ -64,6 +64,10 @@ USED = {
         *("V2", "GPU", {"cache.cache_dtype": "fp8_e5m2"}),
         '(fp8_e5m2) other than fp8 (e4m3); set --kv-cache-dtype to "auto" or "fp8".',
     ),
+    "KV caches of another floating-point type than the model's": (
+        *("V1", "CPU", {"cache.cache_dtype": "float16"}),
+        "(float16) than the model's (torch.bfloat16); set --kv-cache-dtype",
+    ),
     "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
@@ -170,6 +174,7 @@ def test_nothing_else_is_refused(runner, platform):
         ("V1", "CPU", {"model.attention_chunk_size": 8192}),
         ("V1", "CPU", {"vllm_config.watermark_config": 1}),
         ("V2", "GPU", {"cache.cache_dtype": "fp8"}),
+        ("V1", "CPU", {"cache.cache_dtype": "bfloat16"}),
         ("V2", "GPU", {"config.tree_attention": "xformers", "cache.block_size": 128}),
         ("V1", "CPU", {"parallel.data_parallel_size": 2}),
     ],

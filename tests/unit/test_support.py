@@ -15,7 +15,7 @@ CONFIG = GSDConfig.load({"method": "gsd", "model": None})
 @pytest.fixture
 def over_ray():
     """Default engine arguments, apart from the executor."""
-    nothing = dict.fromkeys(("scheduler_cls", "spec_method", "spec_model", "spec_tokens"))
+    nothing = dict.fromkeys(("scheduler_cls", "spec_method", "spec_model", "spec_tokens", "async_scheduling"))
     return SimpleNamespace(**nothing, worker_cls="auto", distributed_executor_backend="ray")
 
 
