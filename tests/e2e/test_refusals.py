@@ -78,6 +78,7 @@ ARGUMENTS = {
     ],
     "--data-parallel-size 2 --data-parallel-backend ray": ['--data-parallel-backend "ray"', 'leave it at "mp"'],
     "--kv-sharing-fast-prefill": ["fast prefill of layers that share KV", "leave --kv-sharing-fast-prefill off"],
+    '--watermark-config {"algorithm":"gumbel","key":"7"}': ["watermarking", "leave --watermark-config out"],
     "--async-scheduling": ["--async-scheduling with Model Runner V1", "leave it out"],
     "--dtype float32 --kv-cache-dtype float16": [
         "(float16) than the model's (torch.float32)",

@@ -252,12 +252,6 @@ REFUSALS = (
         "leave it out",
         name="--enable-return-routed-experts, which reads a step's rows in order, where accepted nodes need not be",
     ),
-    Refusal(
-        "watermarking",
-        lambda e: e.vllm_config.watermark_config is not None,
-        "leave --watermark-config out",
-        runners=("V2",),
-    ),
     Refusal("trace replay", lambda e: e.model.enable_trace_replay, "leave --enable-trace-replay off", runners=("V2",)),
     Refusal(
         "sampling masks", lambda e: e.model.return_sampling_mask, "leave --return-sampling-mask off", runners=("V2",)

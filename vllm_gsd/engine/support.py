@@ -34,6 +34,8 @@ def check_engine_args(args: EngineArgs, config: GSDConfig, v2: bool = False) -> 
         raise GSDConfigError(
             "--spec-method, --spec-model and --spec-tokens cannot be used with gsd; put the keys into the gsd config."
         )
+    if config.speculates and args.watermark_config is not None:
+        raise GSDConfigError("gsd does not support watermarking; leave --watermark-config out.")
     if config.speculates and args.async_scheduling and not v2:
         raise GSDConfigError("gsd does not support --async-scheduling with Model Runner V1; leave it out.")
     if args.distributed_executor_backend == "ray" and find_spec("ray") is None:
