@@ -205,6 +205,7 @@ def test_signature(function, expected):
         (LogprobsTensors, {"logprob_token_ids", "logprobs", "selected_token_ranks"}),
         (SchedulerStats, {"kv_connector_stats", "spec_decoding_stats"}),
         (EngineArgs, {"speculative_config", "additional_config", "worker_cls", "scheduler_cls"}),
+        (EngineArgs, {"async_scheduling", "watermark_config"}),
         (ModelConfig, {"hf_text_config", "max_model_len"}),
         (
             CommonAttentionMetadata,

@@ -239,7 +239,7 @@ def test_what_is_never_read_is_refused():
     for name, guard in NEVER_CALLED.items():
         calls = [read for read in reads() if not read.owner and read.name == name]
         assert calls and all(guard in call.guards for call in calls)
-    assert "vllm_config.watermark_config is not None" in (PLUGIN.parent / "refusals.py").read_text()
+    assert "args.watermark_config is not None" in (PLUGIN.parent / "support.py").read_text()
     assert "enable_adaptive_verification" not in ours("speculator")
     read = "getattr(self.speculator, 'enable_adaptive_verification', False)"
     assert read in ast.unparse(find(f"{GPU}/model_runner.py", "GPUModelRunner.initialize_kv_cache"))

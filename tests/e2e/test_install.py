@@ -57,8 +57,13 @@ def run(*command, **environment: str) -> None:
 
 
 def test_a_failed_build_is_told(clone, tmp_path):
-    """One sentence that says what to do, and no stamp that would pass the failure off as done."""
+    """One sentence that says what to do, and no stamp that would pass the failure off as done.
+
+    The environment lacks pip, as one whose making was interrupted does.
+    """
     make_environment(clone / ".venv", tmp_path / "others")
+    for installed in (clone / ".venv").glob("lib/python*/site-packages/pip*"):
+        shutil.rmtree(installed)
     environment = {**os.environ, "CXX": "/bin/false"}
     done = subprocess.run([clone / "scripts/setup"], env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and not done.stdout
@@ -66,6 +71,16 @@ def test_a_failed_build_is_told(clone, tmp_path):
     assert begun.startswith("setup: installing vLLM")
     assert told.startswith("setup: the kernels could not be built (") and "VLLM_GSD_NO_EXTENSION=1" in told
     assert not list((clone / ".venv").glob(".stamp-*"))
+
+
+def test_a_moved_environment_is_made_anew(clone, tmp_path):
+    """Its programs, such as pip, would look for their Python in the old folder."""
+    subprocess.run([sys.executable, "-m", "venv", clone / ".venv"], check=True)
+    (clone / ".venv/.stamp-requirements").touch()
+    (clone / "scripts/install").write_text("raise SystemExit(1)")
+    moved = clone.rename(tmp_path / "moved")
+    assert subprocess.run([moved / "scripts/setup"], capture_output=True).returncode != 0
+    run(moved / ".venv/bin/pip", "--version")
 
 
 def test_installs_and_serves(clone, tmp_path, tiny_pair):

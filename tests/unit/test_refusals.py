@@ -64,6 +64,10 @@ USED = {
         *("V2", "GPU", {"cache.cache_dtype": "fp8_e5m2"}),
         '(fp8_e5m2) other than fp8 (e4m3); set --kv-cache-dtype to "auto" or "fp8".',
     ),
+    "KV caches of another floating-point type than the model's": (
+        *("V1", "CPU", {"cache.cache_dtype": "float16"}),
+        "(float16) than the model's (torch.bfloat16); set --kv-cache-dtype",
+    ),
     "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
@@ -85,7 +89,6 @@ USED = {
         '"draft_tensor_parallel_size" 2; set it to 1 or to the target\'s size 1',
     ),
     "Model Runner V1 on GPUs": ("V1", "GPU", {}, "VLLM_USE_V2_MODEL_RUNNER unset"),
-    "watermarking": ("V2", "GPU", {"vllm_config.watermark_config": 1}, "--watermark-config"),
     "trace replay": ("V2", "GPU", {"model.enable_trace_replay": True}, "--enable-trace-replay"),
     "sampling masks": ("V2", "GPU", {"model.return_sampling_mask": True}, "--return-sampling-mask"),
     "batch-sharded sampling": ("V2", "GPU", {"parallel.enable_batch_sharded_sampling": True}, "leave --enable"),
@@ -113,7 +116,7 @@ def engine(runner: str, platform: str, **changes: dict) -> Engine:
         "use_ubatching": False,
         "enable_batch_sharded_sampling": False,
     }
-    configs = ("diffusion", "kv_transfer", "ec_transfer", "watermark", "lora")
+    configs = ("diffusion", "kv_transfer", "ec_transfer", "lora")
     vllm_config = {
         **{f"{name}_config": None for name in configs},
         "aux_output_config": SimpleNamespace(enabled=False),
@@ -168,8 +171,8 @@ def test_nothing_else_is_refused(runner, platform):
         ("V1", "CPU", {"model.is_mm_prefix_lm": True}),
         ("V1", "CPU", {"model.uses_mrope": True}),
         ("V1", "CPU", {"model.attention_chunk_size": 8192}),
-        ("V1", "CPU", {"vllm_config.watermark_config": 1}),
         ("V2", "GPU", {"cache.cache_dtype": "fp8"}),
+        ("V1", "CPU", {"cache.cache_dtype": "bfloat16"}),
         ("V2", "GPU", {"config.tree_attention": "xformers", "cache.block_size": 128}),
         ("V1", "CPU", {"parallel.data_parallel_size": 2}),
     ],

@@ -15,8 +15,8 @@ CONFIG = GSDConfig.load({"method": "gsd", "model": None})
 @pytest.fixture
 def over_ray():
     """Default engine arguments, apart from the executor."""
-    nothing = dict.fromkeys(("scheduler_cls", "spec_method", "spec_model", "spec_tokens"))
-    return SimpleNamespace(**nothing, worker_cls="auto", distributed_executor_backend="ray")
+    options = ("scheduler_cls", "spec_method", "spec_model", "spec_tokens", "watermark_config", "async_scheduling")
+    return SimpleNamespace(**dict.fromkeys(options), worker_cls="auto", distributed_executor_backend="ray")
 
 
 def test_ray_is_not_installed(over_ray, monkeypatch):

@@ -70,8 +70,11 @@ class Refusal(NamedTuple):
         return f"gsd does not support {(self.name or self.feature).format(e=engine)}; {self.instead.format(e=engine)}."
 
 
+_UNQUANTISED = ("bfloat16", "float16", "float32")
+
+
 def _quantised_cache(e: Engine, *served: str) -> bool:
-    return e.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *served)
+    return e.cache_dtype not in ("auto", *_UNQUANTISED, *served)
 
 
 def _prunes_video(model: ModelConfig) -> bool:
@@ -161,7 +164,11 @@ REFUSALS = (
         name='--data-parallel-backend "ray"',
     ),
     Refusal("micro-batching (DBO)", lambda e: e.parallel.use_ubatching, "leave --enable-dbo off"),
-    Refusal("KV connectors", lambda e: e.vllm_config.kv_transfer_config is not None, "leave --kv-transfer-config out"),
+    Refusal(
+        "KV connectors",
+        lambda e: e.vllm_config.kv_transfer_config is not None,
+        "leave --kv-transfer-config and --kv-offloading-size out",
+    ),
     Refusal(
         "encoder-cache connectors",
         lambda e: e.vllm_config.ec_transfer_config is not None,
@@ -180,6 +187,12 @@ REFUSALS = (
         'set --kv-cache-dtype to "auto" or "fp8"',
         name="a quantised KV cache ({e.cache_dtype}) other than fp8 (e4m3)",
         platforms=("GPU",),
+    ),
+    Refusal(
+        "KV caches of another floating-point type than the model's",
+        lambda e: e.cache_dtype in _UNQUANTISED and f"torch.{e.cache_dtype}" != str(e.model.dtype),
+        'set --kv-cache-dtype to "auto"',
+        name="a KV cache of another type ({e.cache_dtype}) than the model's ({e.model.dtype})",
     ),
     Refusal(
         "fast prefill of layers that share KV",
@@ -238,12 +251,6 @@ REFUSALS = (
         lambda e: e.config.speculates and e.vllm_config.aux_output_config.enabled,
         "leave it out",
         name="--enable-return-routed-experts, which reads a step's rows in order, where accepted nodes need not be",
-    ),
-    Refusal(
-        "watermarking",
-        lambda e: e.vllm_config.watermark_config is not None,
-        "leave --watermark-config out",
-        runners=("V2",),
     ),
     Refusal("trace replay", lambda e: e.model.enable_trace_replay, "leave --enable-trace-replay off", runners=("V2",)),
     Refusal(

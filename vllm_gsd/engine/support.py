@@ -13,8 +13,11 @@ from vllm_gsd.engine.refusals import REFUSALS, Engine
 from vllm_gsd.upstream import ray_ranks
 
 
-def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
+def check_engine_args(args: EngineArgs, config: GSDConfig, v2: bool = False) -> None:
     """Reject engine arguments that gsd cannot work with, before the target's configuration is read.
+
+    Args:
+        v2: whether gsd is configured for Model Runner V2.
 
     Raises:
         GSDConfigError: an engine argument conflicts with gsd.
@@ -31,6 +34,10 @@ def check_engine_args(args: EngineArgs, config: GSDConfig) -> None:
         raise GSDConfigError(
             "--spec-method, --spec-model and --spec-tokens cannot be used with gsd; put the keys into the gsd config."
         )
+    if config.speculates and args.watermark_config is not None:
+        raise GSDConfigError("gsd does not support watermarking; leave --watermark-config out.")
+    if config.speculates and args.async_scheduling and not v2:
+        raise GSDConfigError("gsd does not support --async-scheduling with Model Runner V1; leave it out.")
     if args.distributed_executor_backend == "ray" and find_spec("ray") is None:
         raise GSDConfigError(
             '--distributed-executor-backend is "ray", but Ray is not installed here; pip install "vllm-gsd[ray]" or '

@@ -48,7 +48,7 @@ def with_option_type(upstream: Callable[..., Any], parse: Callable[[Callable[[st
 
 
 def _parse_option(upstream_type: Callable[[str], Any], value: str) -> Any:
-    if value in ("", "None"):
+    if value in ("", "None") or value.strip() == "null":
         return upstream_type(value)
     try:
         if is_gsd(value):
@@ -93,8 +93,8 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         from vllm_gsd.engine.support import check_engine, check_engine_args
 
         config = GSDConfig.load(value)
-        check_engine_args(self, config)
         v2, cpu = takes_v2(), current_platform.is_cpu()
+        check_engine_args(self, config, v2)
         _check_symbols(v2, cpu, ray=self.distributed_executor_backend == "ray")
         ours = wire.engine_args(config, v2, cpu, self.additional_config, self.data_parallel_size > 1)
         # The arguments are restored afterwards, because some callers (such as Ray Data) build a configuration from the
