@@ -24,12 +24,13 @@ def report(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_to_machine_code_without_spills(report):
+def test_to_machine_code_without_spills_and_races(report):
     for capability in ARCHITECTURES:
         found = [entry for entry in report["compiled"] if entry["capability"] == capability]
         assert {entry["kernel"] for entry in found} == KERNELS
         for entry in found:
             assert entry["cubin"] > 0 and entry["shared"] <= 99 * 1024 and entry["spilled"] == 0, entry
+            assert not entry["races"], entry
         for kernel in ("tree_attention_kernel", "merge_kernel", "kv_move_kernel"):
             wide = [entry["wide_loads"] for entry in found if entry["kernel"] == kernel and entry["case"] == "default"]
             assert all(wide), f"{kernel} does not load 16 bytes at a time: {found}"

@@ -120,12 +120,29 @@ class Launches:
             })  # fmt: skip
 
 
+def races(ptx: str) -> list[str]:
+    """Stores and loads of one address without a barrier between them, so that warps may run them in either order.
+
+    They are found if they name the address alike, as those of a number that all threads of a program read do.
+    """
+    found, seen = [], {}
+    for line in ptx.splitlines():
+        if "bar.sync" in line:
+            seen = {}
+        elif access := re.search(r"\b(ld|st)\.global.*?(\[ *%rd\d+[^]]*\])", line):
+            kind, address = access.groups()
+            if seen.setdefault(address, kind) != kind:
+                found.append(line.strip())
+    return found
+
+
 def described(done, said: list[str]) -> dict:
-    """Registers, spilled bytes, shared memory and loads of 16 bytes; ``said`` is the assembler's report."""
+    """Registers, spilled bytes, shared memory, loads of 16 bytes and races; ``said`` is the assembler's report."""
     wide = re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10|ld\.global(?:\.\w+)*\.v4\.b32", done.asm["ptx"])
     return {
         "registers": int(said[said.index("registers") - 1]), "spilled": int(said[said.index("spill") - 2]),
         "shared": done.metadata.shared, "cubin": len(done.asm["cubin"]), "wide_loads": len(wide),
+        "races": races(done.asm["ptx"]) if done.metadata.num_warps > 1 else [],
     }  # fmt: skip
 
 

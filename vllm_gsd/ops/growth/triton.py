@@ -281,26 +281,30 @@ def _choose(
     depth = tl.load(nodes + DEPTH * capacity + new, mask=real, other=0)
     wanted = native & (value >= theta_prob) & (value >= floor) & (depth < tl.load(state + DEEPEST))
     place = _num_before(values, targets, first, end, value, new, True, CHUNK)
-    room = tl.maximum(tl.load(state + ROOM) - tl.load(state + USED), 0)
+    used = tl.load(state + USED)
+    room = tl.maximum(tl.load(state + ROOM) - used, 0)
     most = tl.minimum(tl.minimum(room, next_width), tl.sum(wanted.to(tl.int32), 0))
     tl.store(frontier + place, new, mask=wanted & (place < most))
     tl.store(state + FRONTIER, most)
     tl.atomic_add(counts + 3, most.to(tl.int64))
-    return most
+    return most, used
 
 
 @triton.jit
 def _node_rows(
-    token, position, slot, mask, prefix, source, nodes, slots, frontier, state, block_table, graph, size, width, before,
-    capacity, block_size, max_positions, WORDS, WIDTH,
+    token, position, slot, mask, prefix, source, nodes, slots, frontier, state, block_table, graph, size, used, width,
+    before, capacity, block_size, max_positions, WORDS, WIDTH,
 ):  # fmt: skip
-    """Give the frontier's ``size`` nodes draft KV slots, and write their rows."""
+    """Give the frontier's ``size`` nodes draft KV slots after the ``used`` ones, and write their rows.
+
+    The caller has read ``used`` before a barrier, since no warp may read it after another has stored the new number.
+    """
     place = tl.arange(0, WIDTH)
     inside, real = place < width, place < size
     row = graph * width + place
     node = tl.load(frontier + place, mask=real, other=0)
     parent = tl.maximum(tl.load(nodes + PARENT * capacity + node), 0)
-    used, base = tl.load(state + USED), tl.load(state + BASE)
+    base = tl.load(state + BASE)
     own = used + place
     depth = tl.load(nodes + DEPTH * capacity + node)
     tl.store(token + row, tl.where(real, tl.load(nodes + TOKEN * capacity + node), 0), mask=inside)
@@ -354,9 +358,9 @@ def grow_kernel(
         if tl.load(state + MERGES) != 0:
             _merge(nodes, grams, above, counts, first, end, capacity, lane, GRAM, GRAPH_WORDS, BLOCK, CHUNK)
     if WIDTH > 0:
-        size = _choose(nodes, chances, best, frontier, state, counts, theta_prob, first, end, num_nodes, next_width,
-                       capacity, lane, BEST, CHUNK)  # fmt: skip
+        size, used = _choose(nodes, chances, best, frontier, state, counts, theta_prob, first, end, num_nodes,
+                             next_width, capacity, lane, BEST, CHUNK)  # fmt: skip
         tl.debug_barrier()
         _node_rows(token, position, slot, mask, prefix, source, nodes, slots + graph * SLOT_WORDS * capacity, frontier,
-                   state, block_table + graph * block_row, graph, size, next_width, width, capacity, block_size,
+                   state, block_table + graph * block_row, graph, size, used, next_width, width, capacity, block_size,
                    max_positions, SLOT_WORDS, WIDTH)  # fmt: skip
