@@ -149,6 +149,15 @@ def test_tokens_of_answers_are_counted(work):
 
 
 class TestStudents:
+    def test_answers_shorter_than_a_chain_tell_no_agreement(self, target, work, tmp_path):
+        model, data = student("dspark", target), load_answers(files(work), 640)
+        short = data[0]._replace(input_ids=data[0].input_ids[: PROMPT + 2])
+        assert agreement(model, [short], model.packs(StoredStates(work / "states"))) == {}
+        (tmp_path / "trained").mkdir()
+        facts = {"steps": 9, "batch": 8, "trained": 7, "vocab_size": 256}
+        run._finish(Options(target=str(target)), work, tmp_path, tmp_path / "draft", data, facts)
+        assert "held-out" not in (tmp_path / "draft" / "README.md").read_text()
+
     def test_the_target_agrees_with_itself(self, target, work):
         """The target, as its own draft, agrees with itself, whether texts are packed or not."""
         model, data = student("lm", target, init=str(target)), load_answers(files(work), 640)

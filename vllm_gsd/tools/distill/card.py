@@ -42,13 +42,15 @@ LABELS = {
 
 def write_card(folder: Path, facts: dict[str, Any], results: dict[str, Any]) -> None:
     """Write README.md. ``facts`` and ``results`` are the fields of ``CARD`` and of ``LABELS``."""
+    depths = list(zip(results.get("top_1", ()), results.get("top_4", ()), strict=True))
     # Of a language model the first token is measured, which tells nothing of chains.
-    left_out = "chain" if len(results["top_1"]) == 1 else ""
+    left_out = "chain" if len(depths) == 1 else ""
     shown = [key for key in LABELS if key in results and key != left_out]
     numbers = "".join(f"| {LABELS[key]} | {results[key]:.2f} |\n" for key in shown)
-    depths = zip(results["top_1"], results["top_4"], strict=True)
-    agreement = "Agreement on held-out text, where the text before is the target's own:\n\n"
-    agreement += "| token | the target's best is the draft's best | is among its best four |\n|---|---|---|\n"
+    agreement = ""
+    if depths:
+        agreement = "Agreement on held-out text, where the text before is the target's own:\n\n"
+        agreement += "| token | the target's best is the draft's best | is among its best four |\n|---|---|---|\n"
     agreement += "".join(f"| {depth} | {best:.1%} | {four:.1%} |\n" for depth, (best, four) in enumerate(depths, 1))
     fields = {**facts, **results, "numbers": numbers, "agreement": agreement}
     (folder / "README.md").write_text(CARD.format(**fields), "utf-8")

@@ -42,7 +42,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     """Make the draft in ``out``, resuming an earlier run with the same options in ``work``.
 
     Returns:
-        the measurements ``top_1``, ``top_4`` and ``chain`` and, with ``engine``, ``tokens_per_step`` and ``speed_up``.
+        the measurements of ``agreement`` and, with ``engine``, ``tokens_per_step`` and ``speed_up``.
 
     Raises:
         BenchError, DistillError, OutputError, PromptsError: the message is one sentence.

@@ -16,6 +16,9 @@ def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, lis
     """How often the target's best token is the draft's best (``top_1``) or in its best four (``top_4``), by depth.
 
     The text before is always the true one. ``chain`` is the mean number of a chain's first tokens that agree.
+
+    Returns:
+        these three, or nothing if no answer is as long as a chain.
     """
     torch.manual_seed(0)
     model.eval()
@@ -28,6 +31,8 @@ def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, lis
         top = model.token_ids[drafted.logits.topk(WIDEST, 1).indices]
         found.append((top == best[:, None])[drafted.chains].cpu())
     hits = torch.cat(found).float()
+    if len(hits) == 0:
+        return {}
     return {
         "top_1": hits[..., 0].mean(0).tolist(),
         "top_4": hits.amax(2).mean(0).tolist(),
