@@ -1,0 +1,40 @@
+"""A target and a work folder with its answers, for the tests of ``vllm-gsd distill``."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_gsd.tools.distill import states
+
+CONFIG = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": None, "initializer_range": 0.12,
+}  # fmt: skip
+PROMPT = 3
+
+
+def write_target(folder: Path) -> Path:
+    """Write a target with random weights."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def write_answers(folder: Path, target: Path) -> Path:
+    """Write two files of answers and their states."""
+    (folder / "answers").mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("first-00000", "second-00000"):
+        texts = [rng.integers(0, 300, length).tolist() for length in rng.integers(12, 40, 12)]
+        rows = [{"input_ids": text, "prompt_len": PROMPT, "text": ""} for text in texts]
+        Dataset.from_list(rows).to_parquet(str(folder / "answers" / f"{name}.parquet"))
+    states.write_missing(target, files(folder), folder / "states", batch_tokens=64)
+    return folder
+
+
+def files(work: Path) -> list[Path]:
+    """The files of answers in a work folder."""
+    return sorted((work / "answers").glob("*.parquet"))

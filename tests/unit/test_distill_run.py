@@ -1,0 +1,203 @@
+"""A run of ``vllm-gsd distill``: what it refuses, where it resumes, and what it writes at the end."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from distill_world import PROMPT, files, write_answers, write_target
+from typer.testing import CliRunner
+
+from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.distill import generate, run, states
+from vllm_gsd.tools.distill.data import load_answers
+from vllm_gsd.tools.distill.options import DistillError, Options
+from vllm_gsd.tools.distill.target import check_target
+from vllm_gsd.tools.output import OutputError
+from vllm_gsd.tools.prompt_file import PromptsError
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def work(target, tmp_path_factory):
+    return write_answers(tmp_path_factory.mktemp("work"), target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "eagle"}, "must be one of dspark, eagle3, lm"),
+        ({"kind": "lm", "rank": 8}, "lm has no --rank"),
+        ({"kind": "eagle3", "vocab_size": 300, "init": "x"}, "draft's own --vocab-size"),
+        ({"prompts": "a", "data": "b"}, "exclude each other"),
+        ({"init": "TARGET"}, "language model, but --kind is dspark"),
+        ({"data": "nowhere"}, "has no answers"),
+        ({"data": "x", "answers": 8192}, "leave --answers out"),
+        ({"data": "x", "max_tokens": 256}, "leave --max-tokens out"),
+        ({"data": "x", "batch": 96}, "leave --batch out"),
+        ({"kind": "lm", "width": 128}, "--width is 128, but must be at most the target's hidden size, 64"),
+        ({"kind": "lm", "width": 100}, "--width is 100, but must be a multiple of 32"),
+        ({"depth": 9, "max_tokens": 8}, "--depth is 9, but --max-tokens allows answers of only 8 tokens"),
+        ({"epochs": 0.0}, "--epochs is 0, but must be above 0"),
+        ({"minutes": -5.0}, "--minutes is -5, but must be above 0"),
+        ({"learning_rate": float("nan")}, "--learning-rate is nan, but must be above 0"),
+        ({"kind": "lm", "init": "nowhere"}, "no folder with a config.json"),
+        ({"prompts": "nowhere"}, "cannot be read"),
+    ],
+)
+def test_what_does_not_go_together(target, tmp_path, options, message):
+    """Mistakes are refused before anything is written, so that the user can correct them."""
+    options = {key: str(target) if value == "TARGET" else value for key, value in options.items()}
+    with pytest.raises((DistillError, PromptsError), match=message):
+        run.distill(Options(target=str(target), **options), tmp_path / "out", tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("work", ["out", "out/work"])
+def test_results_are_not_kept_where_the_draft_goes(target, tmp_path, work):
+    with pytest.raises(DistillError, match="which is made at the end; give another folder"):
+        run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / work)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_in_which_the_command_runs_is_an_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["distill", "--target", "nowhere", "--out", "."])
+    assert done.exit_code == 1 and "give a folder, not a hub id" in done.stderr
+
+
+def test_options_can_be_corrected_until_there_are_answers(target, tmp_path, monkeypatch):
+    """The answers' own stage refuses options, too, when it has counted tokens or started the target."""
+
+    def refuse(options, work, minutes):
+        raise DistillError(f"--longest is {options.longest}")
+
+    monkeypatch.setattr(run, "make_answers", refuse)
+    monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
+    (tmp_path / "work" / "answers").mkdir(parents=True)
+    for longest in (16, 17):
+        with pytest.raises(DistillError, match=f"--longest is {longest}"):
+            run.distill(Options(target=str(target), longest=longest), tmp_path / "out", tmp_path / "work")
+    (tmp_path / "work" / "answers" / "first-00000.parquet").touch()
+    with pytest.raises(DistillError, match="--longest is 18"):
+        run.distill(Options(target=str(target), longest=18), tmp_path / "out", tmp_path / "work")
+    with pytest.raises(DistillError, match="holds a run with other options"):
+        run.distill(Options(target=str(target), longest=19), tmp_path / "out", tmp_path / "work")
+
+
+def test_a_run_whose_engine_fails_goes_on_without(target, tmp_path):
+    places = tmp_path / "out", tmp_path / "work"
+    run._check(Options(target=str(target)), *places)
+    run._check(Options(target=str(target), engine=False, eager=True), *places)
+    with pytest.raises(DistillError, match="holds a run with other options"):
+        run._check(Options(target=str(target), layers=2), *places)
+
+
+def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target, monkeypatch):
+    import vllm
+
+    with pytest.raises(DistillError, match="A process of the run was killed"):
+        run._in_own_process(os._exit, 1)
+    monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
+    with pytest.raises(DistillError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
+        generate.start_target(str(target), max_model_len=99, batch=1, eager=True)
+
+
+def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
+    """With ``--data`` that is in the other run's options. Of a language model no chains are measured."""
+    results = {"top_4": [0.5], "chain": 0.25, "steps": 9, "batch": 8, "trained": 7, "vocab_size": 256, "speed_up": 1.5}
+    (tmp_path / "trained").mkdir()
+    data, cards = tmp_path / "data", []
+    data.mkdir()
+    for made_by, top_1 in (({"prompts": "mine/MY.jsonl"}, [0.25]), ({"prompts": None}, [0.3, 0.2])):
+        (data / "options.json").write_text(json.dumps(made_by))
+        options, out = Options(target=str(target), data=str(data)), tmp_path / f"out{len(top_1)}"
+        found = {**results, "top_1": top_1, "top_4": results["top_4"] * len(top_1)}
+        run._finish(options, data, tmp_path, out, load_answers(files(work), 640), found)
+        cards.append((out / "README.md").read_text())
+    assert "tokens), to MY.jsonl |" in cards[0] and "tokens of its chain" not in cards[0]
+    assert "to templates and its own requests |" in cards[1] and "| tokens of its chain" in cards[1]
+
+
+def test_a_draft_is_made_where_a_link_points(target, work, tmp_path, monkeypatch):
+    """The draft has been trained before; only the folder is made here."""
+    monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
+    for folder in ("work/trained", "disk"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "draft").symlink_to(tmp_path / "disk")
+    results = {"top_1": [0.2], "top_4": [0.5], "chain": 0.2, "steps": 9, "batch": 8, "trained": 7, "vocab_size": 256}
+    (tmp_path / "work" / "results.json").write_text(json.dumps(results))
+    options = Options(target=str(target), data=str(work), engine=False)
+    assert run.distill(options, tmp_path / "draft", tmp_path / "work") == results
+    assert (tmp_path / "draft").is_symlink() and (tmp_path / "draft" / "README.md").is_file()
+
+
+def test_a_draft_for_another_target_is_not_continued(target, tmp_path):
+    (tmp_path / "draft").mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 400}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    options = Options(target=str(target), kind="lm", init=str(tmp_path / "draft"))
+    with pytest.raises(
+        DistillError, match=r"--init is .* has 400 tokens in its vocabulary, but must have the target's 300"
+    ):
+        run._check(options, tmp_path / "out", tmp_path / "work")
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_answers_of_another_target(target, work, tmp_path, noted):
+    """Another target's answers are recognised by that run's options, or else by the shape of its states."""
+    other, data = tmp_path / "other", tmp_path / "data"
+    shutil.copytree(target, other)
+    shutil.copytree(work, data)
+    if noted:
+        (data / "options.json").write_text(json.dumps({"target": str(target)}))
+        message = "has answers of"
+    else:
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
+        message = "has states of 3 layers of size 64, but .* has 3 of size 96"
+    run._check(Options(target=str(target), data=str(data)), tmp_path / "out", tmp_path / "work")
+    with pytest.raises(DistillError, match=message):
+        run._check(Options(target=str(other), data=str(data)), tmp_path / "out", tmp_path / "new")
+
+
+def test_answers_that_appear_later_are_found(target, work, tmp_path):
+    """A later run finds answers that were added. If all are too long, it fails before it makes a student."""
+    data, options = tmp_path / "data", {"target": str(target), "longest": 16}
+    with pytest.raises(DistillError, match="has no answers"):
+        run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
+    (data / "answers").mkdir(parents=True)
+    rows = [{"input_ids": [1] * 20, "prompt_len": PROMPT, "text": ""}]
+    Dataset.from_list(rows).to_parquet(str(data / "answers" / "first-00000.parquet"))
+    states.write_missing(target, files(data), data / "states")
+    with pytest.raises(DistillError, match="--longest is 16, but no request"):
+        run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
+
+
+@pytest.mark.parametrize("name", ["file", "file/out"])
+def test_a_file_in_the_way_is_named_before_the_work(target, tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises((DistillError, OutputError), match=r"--out .*file.*\.$"):
+        run.distill(Options(target=str(target)), tmp_path / name, tmp_path / "work")
+    with pytest.raises(OutputError, match=r'--work is ".*file", but must be a folder'):
+        run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_targets(target, tmp_path):
+    with pytest.raises(DistillError, match="give a folder, not a hub id"):
+        check_target(Path("some/model"))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(DistillError, match="'gpt2'"):
+        check_target(tmp_path)
+    shallow = {**json.loads((target / "config.json").read_text()), "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shallow))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(DistillError, match="reads 3 layers, but the target has only 2"):
+        run.distill(Options(target=str(tmp_path), kind="eagle3"), tmp_path / "out", tmp_path / "work")
