@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from generate import steps_of  # beside this file
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -132,12 +133,12 @@ def work(options: argparse.Namespace) -> None:
         return llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0].outputs[0]
 
     def answer_all(graph: bool) -> dict[str, Any]:
-        before, started = accepted_so_far(llm), time.perf_counter()
+        before, started = steps_of(llm), time.perf_counter()
         answers = [answer(prompt, graph=graph) for prompt in PROMPTS]
         return {
             "seconds": time.perf_counter() - started,
             "tokens": sum(len(output.token_ids) for output in answers),
-            "accepted": accepted_so_far(llm) - before,
+            "steps": steps_of(llm) - before,
             "answers": [{"text": output.text, "tokens": list(output.token_ids)} for output in answers],
         }
 
@@ -151,12 +152,6 @@ def work(options: argparse.Namespace) -> None:
         for entry, prompt in zip(report["answers"], PROMPTS, strict=True):
             entry["gaps"] = [gap(position) for position in answer(prompt, logprobs=2).logprobs]
     Path(job["result"]).write_text(json.dumps(report))
-
-
-def accepted_so_far(llm: Any) -> int:
-    """The engine's count of accepted draft tokens."""
-    name = "vllm:spec_decode_num_accepted_tokens"
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 def gap(position: dict[int, Any]) -> float:
@@ -184,12 +179,10 @@ def summary(runs: dict[str, dict[str, Any]]) -> Table:
     plain, *others = speeds.values()
     gains = {list(speeds)[-1]: others[1] / others[0]} if len(others) == 2 else {}
     for name, run in runs.items():
-        # Every target step samples one token in addition to the accepted draft tokens.
-        steps = run["tokens"] - run["accepted"]
         table.add_row(
             name,
             str(run["tokens"]),
-            f"{run['tokens'] / steps:.2f}",
+            f"{run['tokens'] / run['steps']:.2f}",
             f"{speeds[name]:.1f}",
             f"{speeds[name] / plain:.2f}x",
             f"{gains[name]:.2f}x" if name in gains else "",

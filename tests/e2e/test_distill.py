@@ -89,7 +89,8 @@ def test_an_eagle3_head(head, target):
     draft, results = head
     assert results["draft"] == str(draft)
     assert all(0 <= best <= four <= 1 for best, four in zip(results["top_1"], results["top_4"], strict=True))
-    assert results["chain"] >= 0 and results["tokens_per_step"] >= 1 and results["speed_up"] > 0
+    assert results["chain"] >= 0 and results["tokens_per_step"] >= 1
+    assert results["ratio_to_plain"] > 0 and results["ratio_to_off"] > 0
     card = (draft / "README.md").read_text()
     assert "vllm-gsd distill" in card and "400\nmost frequent" in card
     steps = []

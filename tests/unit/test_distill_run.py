@@ -111,7 +111,8 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
 
 def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
     """With ``--data`` that is in the other run's options. Of a language model no chains are measured."""
-    results = {"top_4": [0.5], "chain": 0.25, "steps": 9, "batch": 8, "trained": 7, "vocab_size": 256, "speed_up": 1.5}
+    results = {"top_4": [0.5], "chain": 0.25, "steps": 9, "batch": 8, "trained": 7, "vocab_size": 256}
+    results |= {"ratio_to_plain": 1.5, "ratio_to_off": 1.25}
     (tmp_path / "trained").mkdir()
     data, cards = tmp_path / "data", []
     data.mkdir()
@@ -123,6 +124,7 @@ def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
         cards.append((out / "README.md").read_text())
     assert "tokens), to MY.jsonl |" in cards[0] and "tokens of its chain" not in cards[0]
     assert "to templates and its own requests |" in cards[1] and "| tokens of its chain" in cards[1]
+    assert "of which the graph's gain: speed over the same engine without it | 1.25 |" in cards[1]
 
 
 def test_a_draft_is_made_where_a_link_points(target, work, tmp_path, monkeypatch):

@@ -271,6 +271,7 @@ def test_a_plan_for_a_gpu(tmp_path):
         (["--within", "0.2"], "--within is only for --validate"),
         (["--validate", "1,4", "--rate", "3"], "--rate is given with --validate"),
         (["--validate", "1,4", "--machine", "tpu"], "--machine is given with --validate"),
+        (["--validate", "1,4", "--out", "plan"], "--out is given with --validate"),
         (["--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a folder'),
     ],
 )
@@ -282,7 +283,8 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path, extra, sentence)
     (block / "config.json").write_text(json.dumps({"architectures": ["Qwen3DSparkModel"]}))
     folders = {"TARGET": built_in_pair().target, "BLOCK": block}
     extra = [str(folders.get(word, word)) for word in extra]
-    done = run(report(tmp_path), "--out", str(tmp_path / "out"), *extra)
+    out = [] if "--validate" in extra else ["--out", str(tmp_path / "out")]
+    done = run(report(tmp_path), *out, *extra)
     assert done.exit_code == 1
     assert sentence in " ".join(done.stderr.split())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from vllm_gsd.tools.distill import generate, prompts
 from vllm_gsd.tools.distill.options import Options
-from vllm_gsd.tools.distill.stages import logger
+from vllm_gsd.tools.distill.stages import kept, logger
 
 # The average time of a shard relative to the first one: its requests are made up, or quote long passages. Those of a
 # file are alike.
@@ -103,10 +102,11 @@ def planned_answers(
         asked: the requests that come first, in whole shards or all of them. The time of the first shards is measured.
         llm, answer: start the target, and answer requests of the first round.
     """
-    plan, most = work / "answers.json", options.answering("answers")
+    most = options.answering("answers")
     if minutes is None:
         return most
-    if not plan.is_file():
+
+    def plan() -> dict[str, int]:
         together = generate.wave(options.answering("batch"))
         name, later = ("first", LATER_SHARD) if options.prompts is None else ("file", LATER_SHARD_OF_FILE)
         # A shard that a killed run left would take no time.
@@ -119,5 +119,6 @@ def planned_answers(
         now = time.perf_counter()
         left = 60 * minutes - (now - begun)
         shards = together * (1 + max(0, int(left / (later * (now - ready)))))
-        plan.write_text(json.dumps({"answers": min(most, shards * generate.SHARD)}))
-    return int(json.loads(plan.read_text())["answers"])
+        return {"answers": min(most, shards * generate.SHARD)}
+
+    return int(kept(work / "answers.json", plan)["answers"])

@@ -6,7 +6,6 @@ killed run resumes where it stopped.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.tools.distill.data import SHORTEST
 from vllm_gsd.tools.distill.options import DistillError
-from vllm_gsd.tools.distill.stages import logger
+from vllm_gsd.tools.distill.stages import kept, logger
 from vllm_gsd.tools.prompt_file import Chat, token_ids_of
 
 if TYPE_CHECKING:
@@ -84,8 +83,11 @@ def own_requests(llm: Any, count: int, file: Path, batch: int = SHARD) -> list[C
     Returns:
         ``count`` chats, fewer if the target repeats itself, and none if it has no chat template.
     """
-    if file.exists():
-        return json.loads(file.read_text("utf-8"))
+    requests: list[Chat] = kept(file, lambda: _made_up(llm, count, batch))
+    return requests
+
+
+def _made_up(llm: Any, count: int, batch: int) -> list[Chat]:
     from vllm import SamplingParams
 
     if not hasattr(llm, "get_tokenizer"):
@@ -103,11 +105,7 @@ def own_requests(llm: Any, count: int, file: Path, batch: int = SHARD) -> list[C
         logger.info("the target has made up %d of %d requests", min(len(found), count), count)
         if len(found) >= count or len(found) < (turn + 1) * at_once * LEAST_SHARE:
             break
-    requests: list[Chat] = [[{"role": "user", "content": text}] for text in list(found)[:count]]
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(requests), "utf-8")
-    partial.rename(file)
-    return requests
+    return [[{"role": "user", "content": text}] for text in list(found)[:count]]
 
 
 def user_turn(tokenizer: Any) -> tuple[list[int], str]:

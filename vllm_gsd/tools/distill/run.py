@@ -21,7 +21,7 @@ from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
-from vllm_gsd.tools.distill.stages import logger, stage
+from vllm_gsd.tools.distill.stages import kept, logger, stage
 from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_missing
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
@@ -42,7 +42,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     """Make the draft in ``out``, resuming an earlier run with the same options in ``work``.
 
     Returns:
-        the measurements of ``agreement`` and, with ``engine``, ``tokens_per_step`` and ``speed_up``.
+        the measurements of ``agreement`` and, with ``engine``, what ``engine.compare`` returns.
 
     Raises:
         BenchError, DistillError, OutputError, PromptsError: the message is one sentence.
@@ -64,7 +64,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     from vllm_gsd.tools.distill.data import load_answers
     from vllm_gsd.tools.distill.hardware import found_hardware
 
-    files = _kept(work / "files.json", lambda: [file.name for file in _files_of_answers(answers)])
+    files = kept(work / "files.json", lambda: [file.name for file in _files_of_answers(answers)])
     paths = [answers / "answers" / name for name in files]
     if (hardware := found_hardware()).device == "cpu":
         with stage("completing the states"):
@@ -77,7 +77,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         )
     held_out = data[::HELD_OUT]
     training = [answer for i, answer in enumerate(data) if i % HELD_OUT] if len(data) > 1 else data
-    results = _kept(
+    results = kept(
         work / "results.json",
         lambda: _in_own_process(_train, options, work, answers / "states", training, held_out),
     )
@@ -119,8 +119,8 @@ def _check(options: Options, out: Path, work: Path) -> None:
     make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
     make_folder(work, "--work")
     given = json.loads(json.dumps({**asdict(options), "target": str(Path(options.target).resolve())}))
-    kept = _kept(work / "options.json", lambda: given)
-    if {**kept, **dict.fromkeys(OF_ENGINES)} != {**given, **dict.fromkeys(OF_ENGINES)}:
+    first = kept(work / "options.json", lambda: given)
+    if {**first, **dict.fromkeys(OF_ENGINES)} != {**given, **dict.fromkeys(OF_ENGINES)}:
         raise DistillError(f"{str(work)!r} holds a run with other options; give another --work or delete it.")
 
 
@@ -161,15 +161,6 @@ def _options_of(work: Path) -> dict[str, Any]:
 
 def _files_of_answers(folder: Path) -> list[Path]:
     return sorted((folder / "answers").glob("*.parquet"))
-
-
-def _kept(file: Path, make) -> Any:
-    """The content of a JSON file, made if it is not there."""
-    if not file.is_file():
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(make(), indent=1))
-        partial.rename(file)
-    return json.loads(file.read_text())
 
 
 def _in_own_process(function, *arguments):

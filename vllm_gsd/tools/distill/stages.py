@@ -1,11 +1,14 @@
-"""Says how long each stage of a run takes."""
+"""A stage of a run: says how long it takes, and keeps its result."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("vllm_gsd.tools.distill")
 
@@ -16,3 +19,12 @@ def stage(name: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     logger.info("%s took %.1f seconds", name, time.perf_counter() - begun)
+
+
+def kept(file: Path, make: Callable[[], Any]) -> Any:
+    """The content of a JSON file. If the file is missing, it is written from what ``make`` returns, or not at all."""
+    if not file.is_file():
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(make(), indent=1), "utf-8")
+        partial.rename(file)
+    return json.loads(file.read_text("utf-8"))

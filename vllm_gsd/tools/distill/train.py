@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.packs import Packs, batches
-from vllm_gsd.tools.distill.stages import logger, stage
+from vllm_gsd.tools.distill.stages import kept, logger, stage
 from vllm_gsd.tools.distill.students import Student
 
 WARM_UP = 0.05
@@ -102,16 +101,17 @@ def _planned_steps(
     model: Student, work: Path, data: list[Answer], packs: Packs, options: Options, minutes: float | None
 ) -> int:
     """The number of optimiser steps, decided once, so that a resumed run follows the same schedule."""
-    plan = work / "steps.json"
-    if not plan.is_file():
+
+    def plan() -> dict[str, int]:
         batch = model.hardware.batch
         steps = max(1, round(options.epochs * len(data) / batch))
         if minutes is not None:
             with stage("measuring the speed of training"):
                 per_step = batch * _seconds_per_text(model, data, packs, options.seed)
             steps = max(1, min(steps, int(60 * minutes / per_step)))
-        plan.write_text(json.dumps({"steps": steps}))
-    return int(json.loads(plan.read_text())["steps"])
+        return {"steps": steps}
+
+    return int(kept(work / "steps.json", plan)["steps"])
 
 
 def _seconds_per_text(model: Student, data: list[Answer], packs: Packs, seed: int) -> float:

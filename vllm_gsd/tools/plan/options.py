@@ -49,7 +49,7 @@ class Options:
         for model in ("target", "draft"):
             without[model] = (self.machine == "report", "is only for a GPU; give --machine, too, or leave it out")
         for name in given:
-            if self.validate and name not in ("report", "out", "validate", "within"):
+            if self.validate and name not in ("report", "validate", "within"):
                 raise PlanError(f"{flag(name)} is given with --validate, which only reads the report; leave it out.")
             ignored, sentence = without.get(name, (False, ""))
             if ignored:
