@@ -83,6 +83,20 @@ def test_a_moved_environment_is_made_anew(clone, tmp_path):
     run(moved / ".venv/bin/pip", "--version")
 
 
+def test_an_environment_of_another_version_than_the_named_is_made_anew(clone):
+    named = clone / ".venv/bin/python"
+    named.parent.mkdir(parents=True)
+    named.write_text("#!/bin/sh\necho '(3, 9)'\n")
+    named.chmod(0o755)
+    (clone / "scripts/install").write_text("raise SystemExit(1)")
+    environment = {**os.environ, "PYTHON": sys.executable}
+    assert subprocess.run(["scripts/setup"], cwd=clone, env=environment).returncode != 0
+    run(named, "-m", "pip", "--version")
+    (clone / ".venv/kept").touch()
+    assert subprocess.run(["scripts/setup"], cwd=clone, env=environment).returncode != 0
+    assert (clone / ".venv/kept").exists()  # it is of the named version now
+
+
 def test_installs_and_serves(clone, tmp_path, tiny_pair):
     """A source distribution, a wheel built from it, installed, with no checkout left; a server of it."""
     python = make_environment(tmp_path / "environment", tmp_path / "others")
