@@ -49,7 +49,8 @@ def walk(
         outputs: the requests' lists of output tokens. Penalties, bad words and logits processors read them, so they are
             extended during the walk and restored before returning.
         stateful: whether a built-in logits processor is active. These index the batch by request and need all its rows.
-        stops: the stop tokens of each request. Custom logits processors are not called for positions after them.
+        stops: the stop tokens of each request. For positions after them, custom logits processors are not called, and
+            the generators of seeded requests, with which a session of streaming input goes on, are not used.
 
     Returns:
         vLLM's record of the sampled tokens, int32 [num_requests, deepest walk + 1] padded with -1, and ours.
@@ -101,7 +102,7 @@ def _walk_by_depth(
     num_requests = len(trees.starts) - 1
     starts = trees.starts[:-1]
     places = np.zeros(num_requests, np.int32)
-    ends = list(stops) if custom else []
+    ends = list(stops) if custom or metadata.generators else []
     active = np.ones(num_requests, np.bool_)
     columns: list[np.ndarray] = []
     logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
@@ -122,7 +123,7 @@ def _walk_by_depth(
             logprobs.append((sampling, sampled.logprobs_tensors))
         stood = places.copy()
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
-        if custom:
+        if custom or ends:
             _end_walks(custom, ends, column, active)
             places = np.where(active, places, stood)
         if not active.any():
@@ -140,7 +141,7 @@ def _walk_by_depth(
 
 
 def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarray, active: np.ndarray) -> None:
-    """End the walks for which custom logits processors must not be called again.
+    """End the walks that must not take another step.
 
     Args:
         column: int64 [num_requests], the tokens sampled last.
