@@ -199,7 +199,8 @@ class GraphScheduler(GraphScheduling):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule as ``GraphScheduling`` does, but let no request wait for the nodes of others."""
-        more = bool(self.waiting) and len(self.running) < self.max_num_running_reqs
+        waiting = bool(self.waiting or self.kv_holding_waiting)  # the latter are sessions of streaming input
+        more = waiting and len(self.running) < self.max_num_running_reqs
         drafts = [request.spec_token_ids for request in self.running]
         for request, tokens in zip(self.running, cut_to_fit(drafts, self.max_num_scheduled_tokens, more), strict=True):
             structured.set_drafts(request, tokens)
