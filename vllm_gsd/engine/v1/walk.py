@@ -228,7 +228,8 @@ def _stack_logprobs(
         sample = getattr(parts[widest][1], name)
         if sample.numel() == 0:
             return sample
-        result = sample.new_zeros((num_requests, depth, *sample.shape[1:]))
+        nothing = -torch.inf if sample.is_floating_point() else 0  # as vLLM fills columns that a row has no token for
+        result = sample.new_full((num_requests, depth, *sample.shape[1:]), nothing)
         for level, (requests, tensors) in enumerate(parts):
             values = getattr(tensors, name)
             if values.dim() == 1:
