@@ -200,20 +200,15 @@ def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, all_rows: bool,
         top_k=pick(metadata.top_k),
         generators=remap(metadata.generators),
         prompt_token_ids=pick(metadata.prompt_token_ids),
-        frequency_penalties=_pick_rows(metadata.frequency_penalties, index),
-        presence_penalties=_pick_rows(metadata.presence_penalties, index),
-        repetition_penalties=_pick_rows(metadata.repetition_penalties, index),
+        frequency_penalties=pick(metadata.frequency_penalties),
+        presence_penalties=pick(metadata.presence_penalties),
+        repetition_penalties=pick(metadata.repetition_penalties),
         output_token_ids=[metadata.output_token_ids[i] for i in chosen] if metadata.output_token_ids else [],
         allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
         bad_words_token_ids=remap(metadata.bad_words_token_ids),
         logprob_token_ids=remap(metadata.logprob_token_ids) if metadata.logprob_token_ids else None,
         spec_token_ids=None,
     )
-
-
-def _pick_rows(tensor: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
-    # In a batch without penalties these tensors may be shorter. They are not read then.
-    return tensor if tensor is None or len(tensor) <= int(index.max()) else tensor[index]
 
 
 def _stack_logprobs(
