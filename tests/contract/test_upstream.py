@@ -140,6 +140,7 @@ SIGNATURES = [
             "request_id",
         ],
     ),
+    (Scheduler._handle_stopped_request, ["request"]),
     (SpecDecodingStats.observe_draft, ["num_draft_tokens", "num_accepted_tokens"]),
     # engine.draft.model
     (

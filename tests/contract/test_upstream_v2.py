@@ -375,3 +375,9 @@ def test_full_graphs_are_captured_for_a_schedule_that_our_scheduler_does_not_fol
     schedule = source("v1/core/sched/scheduler.py", "Scheduler.schedule")
     assert "num_spec_tokens_to_schedule = self.num_spec_tokens" in schedule
     assert "if self.dynamic_sd_lookup is not None and len(num_scheduled_tokens) > 0:" in schedule
+
+
+def test_requests_wait_in_two_queues():
+    """``GraphScheduler.schedule`` leaves room for the first of either."""
+    schedule = source("v1/core/sched/scheduler.py", "Scheduler.schedule")
+    assert "request_queue = self.kv_holding_waiting" in schedule and "request_queue = self.waiting" in schedule

@@ -13,9 +13,10 @@ pytestmark = pytest.mark.e2e
 PROGRAM = Path(__file__).with_name("streaming_run.py")
 
 
-def test_later_chunks_are_drafted_for(tiny_pair, preforked):
-    """The first chunk requests too few tokens to draft. The second requests many, and is drafted for."""
-    plain, gsd = (
+@pytest.fixture(scope="module")
+def results(tiny_pair, preforked):
+    """What the program prints for plain vLLM and for gsd."""
+    return [
         json.loads(
             subprocess.run(
                 [preforked, str(PROGRAM), str(tiny_pair.target), json.dumps(config)],
@@ -27,6 +28,19 @@ def test_later_chunks_are_drafted_for(tiny_pair, preforked):
             ).stdout.splitlines()[-1]
         )
         for config in (None, {"method": "gsd", "model": str(tiny_pair.draft), "budget": 16})
-    )
+    ]
+
+
+def test_later_chunks_are_drafted_for(results):
+    """The first chunk requests too few tokens to draft. The second requests many, and is drafted for."""
+    plain, gsd = results
     assert gsd["tokens"] == plain["tokens"]
     assert plain["accepted"] == 0 < gsd["accepted"]
+
+
+@pytest.mark.parametrize("kind", ["ended", "seeded"])
+def test_later_chunks_follow_the_text_that_was_emitted(results, kind):
+    """A walk may accept tokens behind one that ends an answer. They must not count, nor may draws for them."""
+    plain, gsd = results
+    assert len(plain[kind]) == 8
+    assert gsd[kind] == plain[kind]

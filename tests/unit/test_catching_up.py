@@ -3,9 +3,14 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.limits import within_reach
+from vllm_gsd.engine.observe.stats import GraphStats
+from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.method.constants import NUM_SOURCES
@@ -15,6 +20,30 @@ def test_least_missed_first_and_none_beyond():
     assert within_reach(np.array([90, 10, 101, 5, 40]), 100).tolist() == [3, 1, 4, 0]  # 55 before the last
     assert within_reach(np.array([100, 100]), 100).tolist() == [0]
     assert within_reach(np.array([], np.int64), 100).tolist() == []
+
+
+def drafters(longest):
+    """Drafts that read ``longest`` tokens: a language model, an EAGLE-3 head and one of blocks of 8 rows."""
+    for shift in (0, 1):
+        drafter = Drafter.__new__(Drafter)
+        drafter.model, drafter.max_positions = SimpleNamespace(shift=shift), longest
+        yield drafter, longest + shift
+    block = BlockDrafter.__new__(BlockDrafter)
+    block.num_rows, block.max_positions = 8, longest
+    yield block, longest - 7
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_texts_that_are_too_long_for_the_draft_are_counted(kind):
+    drafter, most = [*drafters(100)][kind]
+    length = np.array([most, most + 1, 5000])
+    tracker = SimpleNamespace(lengths=lambda ids: np.array([most - 3, most, 0]))
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.most_missed = GraphStats(), 4097
+    speculation.planner = SimpleNamespace(drafting=True, probing=False, wants_drafts=lambda *_: True)
+    missed = drafter.missed(tracker, ["a", "b", "c"], length)
+    assert speculation.choose_drafting(np.arange(3), np.zeros(0), 1.0, missed).tolist() == [True, False, False]
+    assert speculation.stats.counts["drafts_skipped"] == 2
 
 
 def test_v2_reads_no_more_of_prompts():

@@ -12,7 +12,7 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import Copies
 from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.engine.schedule.scheduler import cut_to_fit, nodes_that_fit
+from vllm_gsd.engine.schedule.scheduler import GraphScheduler, GraphScheduling, cut_to_fit, nodes_that_fit
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
 from vllm_gsd.method.constants import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
@@ -313,3 +313,16 @@ def test_no_request_waits_for_nodes_of_others_without_async_scheduling():
     assert cut_to_fit(drafts, 9, more=True) == [[1], [], [5]]
     assert cut_to_fit(drafts, 3, more=True) == [[], [], []]
     assert cut_to_fit([], 1, more=True) == []
+
+
+@pytest.mark.parametrize("queue", ["waiting", "kv_holding_waiting"])
+def test_nodes_leave_room_for_a_request_of_either_queue(monkeypatch, queue):
+    """vLLM has a queue of its own for requests that keep their KV, such as sessions of streaming input."""
+    monkeypatch.setattr(GraphScheduling, "schedule", lambda self: None)
+    scheduler = GraphScheduler.__new__(GraphScheduler)
+    scheduler.running, scheduler.max_num_running_reqs = [SimpleNamespace(spec_token_ids=[1, 2, 3])], 2
+    scheduler.waiting, scheduler.kv_holding_waiting, scheduler.max_num_scheduled_tokens = [], [], 4
+    for waiting, nodes in ([], [1, 2, 3]), ([object()], [1]):
+        setattr(scheduler, queue, waiting)
+        scheduler.schedule()
+        assert scheduler.running[0].spec_token_ids == nodes

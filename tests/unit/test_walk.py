@@ -116,6 +116,28 @@ def test_two_steps_in_a_row(sampler):
     assert torch.equal(generator.get_state(), expected_generator.get_state())
 
 
+def test_seeded_walks_end_with_the_text(sampler):
+    """A session of streaming input goes on with the generator, so nothing is drawn behind a stop token."""
+    stop, ended = {0, 1, 2}, 0
+    for seed in SEEDS:
+        model, requests, trees = random_batch(seed, sampling)
+        generators = [request.generator() for request in requests]
+        logits, rows = lay_out(model, requests, trees)
+        outputs, stops = [request.output for request in requests], [stop] * len(requests)
+        output, paths = walk(sampler, logits, metadata_of(requests, generators), rows, outputs, False, stops)
+        walks = zip(requests, generators, trees, paths.last.tolist(), output.sampled_token_ids.tolist(), strict=True)
+        for request, generator, tree, place, line in walks:
+            if generator is None:
+                continue
+            tokens = [token for token in line if token != PLACEHOLDER]
+            expected, _, left = plain(sampler, model, request, len(tokens))
+            assert tokens == expected and not stop & {*tokens[:-1]}
+            assert tree.path(place) == (*tokens[:-1],)
+            assert torch.equal(generator.get_state(), left.get_state())
+            ended += tree.child(place, tokens[-1]) is not None
+    assert ended > 5
+
+
 @pytest.mark.parametrize("seed", SEEDS[:10])
 @pytest.mark.parametrize("setters", [[], [sampling, penalties]], ids=["best tokens", "by level"])
 def test_nan_among_logits_chooses_as_plain_decoding(sampler, setters, seed):

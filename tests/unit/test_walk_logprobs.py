@@ -5,7 +5,20 @@ import pytest
 import torch
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
-from walk_world import SEEDS, VOCAB, allowed_tokens, min_tokens, penalties, plain, random_batch, run, sampling
+from walk_world import (
+    SEEDS,
+    VOCAB,
+    Model,
+    Request,
+    Tree,
+    allowed_tokens,
+    min_tokens,
+    penalties,
+    plain,
+    random_batch,
+    run,
+    sampling,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,6 +80,15 @@ def test_logprobs_of_given_tokens(sampler, seed):
         if request.greedy or request.seed is not None:
             expected = plain(sampler, model, request, len(tokens))[1]
             check_logprobs(got, expected, 1 + len(request.logprob_tokens))
+
+
+def test_columns_without_a_token_have_no_probability(sampler):
+    """Rows are as wide as the widest level's. vLLM itself fills what a request with given tokens leaves to others."""
+    model, requests = Model(4), [Request(0, logprob_tokens=[3]), Request(1)]
+    best = int(model.logits(requests[1], ()).argmax())
+    output, emitted, _, _ = run(sampler, model, requests, [Tree(), Tree([(0, best)])], 3)
+    _, second = logprobs_by_request(output, emitted)
+    assert (second.logprobs[0, 1:] == -np.inf).all() and np.isfinite(second.logprobs[1]).all()
 
 
 def test_all_logprobs(sampler):

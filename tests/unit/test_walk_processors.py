@@ -5,10 +5,12 @@ state that every call updates and that decides which tokens they forbid.
 """
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import (
     AdapterLogitsProcessor,
     BatchUpdate,
@@ -18,6 +20,7 @@ from vllm.v1.sample.logits_processor import (
 from walk_world import PARAMETERS, SEEDS, VOCAB, Model, Request, Tree, lay_out, metadata_of, random_batch, sampling
 
 from vllm_gsd.engine.v1 import processors
+from vllm_gsd.engine.v1.model_runner import _has_processor
 from vllm_gsd.engine.v1.walk import PLACEHOLDER, walk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,6 +181,18 @@ def test_a_processor_that_nobody_asked_for_changes_nothing(sampler):
     output, paths = walk(sampler, logits, metadata_of(requests, [None] * len(requests)), rows, outputs, False)
     assert [[t for t in line if t != PLACEHOLDER] for line in output.sampled_token_ids.tolist()] == emitted
     assert np.array_equal(places, paths.last)
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_a_minimum_length_that_is_reached_asks_for_no_processor(count):
+    """All rows of a batch are sampled for a built-in processor only where it changes logits."""
+    output = [5] * count
+    logits = torch.zeros(1, VOCAB)
+    for processor in metadata_of([Request(0, min_tokens=2, stop=[1], output=output)], [None]).logitsprocs.all:
+        logits = processor.apply(logits)
+    params = SamplingParams(min_tokens=2, stop_token_ids=[1], max_tokens=9)
+    record = SimpleNamespace(sampling_params=params, output_token_ids=output)
+    assert _has_processor(record) == (count < 2) == bool(logits.isinf().any())
 
 
 def test_whole_batch_processors_are_told_of(monkeypatch):

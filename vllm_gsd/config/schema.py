@@ -64,7 +64,12 @@ class GSDConfig(BaseModel):
     num_speculative_tokens: int = Field(
         16, ge=1, le=256, description="Most nodes of the flattened graph that the target verifies per request and step."
     )
-    max_depth: int = Field(6, ge=1, le=32, description="Most draft levels, and so the longest path of a graph.")
+    max_depth: int = Field(
+        6,
+        ge=1,
+        le=32,
+        description="Most draft levels. Merged nodes and copies from texts can make paths of a graph longer.",
+    )
     top_k: int = Field(8, ge=1, le=32, description="Out-degree of a node: how many candidates the draft gives it.")
     theta_prob: float = Field(
         0.02, ge=0, le=1, description="A node is not expanded if it is reached with a lower probability than this."

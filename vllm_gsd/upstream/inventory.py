@@ -277,6 +277,17 @@ PATCHES = (
         contract="test_inventory.py::test_drafts_are_kept_where_they_are_set",
     ),
     Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request",
+        by="instances.end_before_last_token",
+        when="engine",
+        delta="Lowers num_computed_tokens first, so that a session of streaming input goes on from its text's end.",
+        reason="Without async scheduling, upstream counts what was accepted behind a token that ends the text.",
+        expiry="Upstream counts as it does with async scheduling.",
+        contract="test_upstream.py::test_signature",
+        kind="method",
+        parameters=("request",),
+    ),
+    Patch(
         "vllm.v1.core.sched.output:SchedulerOutput.scheduled_spec_decode_tokens",
         by="structured.set_scheduled_drafts",
         when="engine",

@@ -1,7 +1,7 @@
 """vLLM's CPU attention backend, with our kernel for the rows that attend along a graph.
 
-In bfloat16 all rows go to our kernel. In other types, and on processors with AMX, plain decodes, prompts and chains go
-to upstream's, untouched.
+In bfloat16 all rows go to our kernel. In other types, on processors with AMX, and with ``"cpu_kernels"`` "off", plain
+decodes, prompts and chains go to upstream's, untouched.
 """
 
 from collections.abc import Iterator

@@ -18,6 +18,7 @@ from vllm_gsd.engine.draft.block_heads import block_candidates
 from vllm_gsd.engine.draft.context_kv import ContextKV, compute_idle
 from vllm_gsd.engine.draft.drafter import slots_of
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
+from vllm_gsd.engine.draft.limits import TOO_LONG
 from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
@@ -113,8 +114,8 @@ class BlockDrafter:
         compute_idle(self.model.model, self.model.features_of(hidden, aux))
 
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
-        """See ``Drafter.missed``; always 0, since the target's steps write the draft's KV."""
-        return np.zeros(len(length), np.int64)
+        """See ``Drafter.missed``; 0 tokens, since the target's steps write the draft's KV, or TOO_LONG for a block."""
+        return np.where(length - 1 + self.num_rows > self.max_positions, TOO_LONG, 0)
 
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, needed: np.ndarray, wanted: np.ndarray

@@ -48,7 +48,7 @@ class Copies:
         batch, trust = requests.batch, requests.trust
         token_rows = batch.token_rows[requests.index]
         if self.has_ngrams:
-            deepest = np.minimum(requests.max_depth, self.num_nodes)  # grammars cannot roll back further
+            deepest = np.minimum(requests.max_depth, self.num_nodes)  # no verified path is longer
             limits = trust[:, NGRAM] >= OFF_BELOW, self.top_k, deepest, MIN_NGRAM_MATCH
             graft_all_ngrams(graphs, batch.token_ids, token_rows, requests.length, *limits)
         if self.shared is not None:

@@ -14,7 +14,7 @@ from vllm_gsd.engine.attention.tree_rows import TreeRows, causal_rows, serves_ch
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
-from vllm_gsd.engine.draft.limits import draft_kv_slots
+from vllm_gsd.engine.draft.limits import TOO_LONG, draft_kv_slots
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.host import (
@@ -55,7 +55,7 @@ class Drafter:
         self.stats = stats
         self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, config.draft_vocab_size)
         self.masks_chains = serves_chains(vllm_config, self.model.device, self.model.model_config)
-        # The draft's maximum length. Longer requests are decoded without draft tokens of the draft model.
+        # The draft's maximum length. Nothing is drafted for longer texts.
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_slots = draft_kv_slots(config)
@@ -102,8 +102,9 @@ class Drafter:
         self.model.candidates(self.model.run_idle(num_rows), self.config.top_k)
 
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
-        """Tokens of each request that the draft has to run before it can draft, int64 [num_requests]."""
-        return length - tracker.lengths(request_ids)
+        """Tokens of each request that the draft has to run before it can draft, int64 [num_requests], or TOO_LONG."""
+        too_long = length - self.model.shift > self.max_positions
+        return np.where(too_long, TOO_LONG, length - tracker.lengths(request_ids))
 
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, needed: np.ndarray, wanted: np.ndarray

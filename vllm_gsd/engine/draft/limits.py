@@ -6,6 +6,8 @@ from vllm_gsd.config import GSDConfig
 
 # Tokens of texts that the draft may catch up on in a step; more if the target reads more tokens in a step.
 MOST_MISSED = 4096
+# What the draft has missed of a text that is too long for it: more tokens than any text has.
+TOO_LONG = 1 << 40
 
 
 def draft_kv_slots(config: GSDConfig) -> int:

@@ -22,7 +22,8 @@ COUNTERS = {
     "nodes_pruned": "Candidates dropped because of theta_sib or the node budget.",
     "nodes_cut": "Graph nodes left out of verification because verifying them would not pay off (on V2, as expected).",
     "nodes_invalid": "Graph nodes dropped because the request's grammar forbids them.",
-    "drafts_skipped": "Times that a request got no draft: it would not pay off, or the draft had missed too much text.",
+    "drafts_skipped": "Times that a request got no draft: it would not pay off, the draft had missed too much text, or "
+    "the text is longer than the draft can read.",
     "drafting_switches": "Times that drafting was switched on or off because it started or ceased to pay off.",
     "nodes_verified": "Graph nodes that the target verified.",
     "nodes_accepted_native": "Accepted nodes that the draft model proposed on their own path.",

@@ -20,7 +20,7 @@ from vllm_gsd.engine.schedule.grammar import (
     tree_bitmask,
 )
 from vllm_gsd.upstream import structured, wire
-from vllm_gsd.upstream.instances import count_draft_tokens
+from vllm_gsd.upstream.instances import count_draft_tokens, end_before_last_token
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -199,11 +199,20 @@ class GraphScheduler(GraphScheduling):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule as ``GraphScheduling`` does, but let no request wait for the nodes of others."""
-        more = bool(self.waiting) and len(self.running) < self.max_num_running_reqs
+        waiting = bool(self.waiting or self.kv_holding_waiting)  # the latter are sessions of streaming input
+        more = waiting and len(self.running) < self.max_num_running_reqs
         drafts = [request.spec_token_ids for request in self.running]
         for request, tokens in zip(self.running, cut_to_fit(drafts, self.max_num_scheduled_tokens, more), strict=True):
             structured.set_drafts(request, tokens)
         return super().schedule(*args, **kwargs)
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        """End a text as upstream does. A session of streaming input goes on from its last token.
+
+        A walk may have gone on behind a token that ends the text, and upstream would count what it accepted there.
+        """
+        end_before_last_token(request)
+        return super()._handle_stopped_request(request)
 
 
 class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):

@@ -269,4 +269,4 @@ class GraphModelRunner(CPUModelRunner):
 def _has_processor(request: CachedRequestState) -> bool:
     """Whether one of vLLM's built-in logits processors is active for the request."""
     params = request.sampling_params
-    return params.min_tokens > 0 or params.min_p > 0 or bool(params.logit_bias)
+    return params.min_tokens > len(request.output_token_ids) or params.min_p > 0 or bool(params.logit_bias)

@@ -49,7 +49,8 @@ def walk(
         outputs: the requests' lists of output tokens. Penalties, bad words and logits processors read them, so they are
             extended during the walk and restored before returning.
         stateful: whether a built-in logits processor is active. These index the batch by request and need all its rows.
-        stops: the stop tokens of each request. Custom logits processors are not called for positions after them.
+        stops: the stop tokens of each request. For positions after them, custom logits processors are not called, and
+            the generators of seeded requests, with which a session of streaming input goes on, are not used.
 
     Returns:
         vLLM's record of the sampled tokens, int32 [num_requests, deepest walk + 1] padded with -1, and ours.
@@ -101,7 +102,7 @@ def _walk_by_depth(
     num_requests = len(trees.starts) - 1
     starts = trees.starts[:-1]
     places = np.zeros(num_requests, np.int32)
-    ends = list(stops) if custom else []
+    ends = list(stops) if custom or metadata.generators else []
     active = np.ones(num_requests, np.bool_)
     columns: list[np.ndarray] = []
     logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
@@ -122,7 +123,7 @@ def _walk_by_depth(
             logprobs.append((sampling, sampled.logprobs_tensors))
         stood = places.copy()
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
-        if custom:
+        if custom or ends:
             _end_walks(custom, ends, column, active)
             places = np.where(active, places, stood)
         if not active.any():
@@ -140,7 +141,7 @@ def _walk_by_depth(
 
 
 def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarray, active: np.ndarray) -> None:
-    """End the walks for which custom logits processors must not be called again.
+    """End the walks that must not take another step.
 
     Args:
         column: int64 [num_requests], the tokens sampled last.
@@ -199,20 +200,15 @@ def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, all_rows: bool,
         top_k=pick(metadata.top_k),
         generators=remap(metadata.generators),
         prompt_token_ids=pick(metadata.prompt_token_ids),
-        frequency_penalties=_pick_rows(metadata.frequency_penalties, index),
-        presence_penalties=_pick_rows(metadata.presence_penalties, index),
-        repetition_penalties=_pick_rows(metadata.repetition_penalties, index),
+        frequency_penalties=pick(metadata.frequency_penalties),
+        presence_penalties=pick(metadata.presence_penalties),
+        repetition_penalties=pick(metadata.repetition_penalties),
         output_token_ids=[metadata.output_token_ids[i] for i in chosen] if metadata.output_token_ids else [],
         allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
         bad_words_token_ids=remap(metadata.bad_words_token_ids),
         logprob_token_ids=remap(metadata.logprob_token_ids) if metadata.logprob_token_ids else None,
         spec_token_ids=None,
     )
-
-
-def _pick_rows(tensor: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
-    # In a batch without penalties these tensors may be shorter. They are not read then.
-    return tensor if tensor is None or len(tensor) <= int(index.max()) else tensor[index]
 
 
 def _stack_logprobs(
@@ -227,7 +223,8 @@ def _stack_logprobs(
         sample = getattr(parts[widest][1], name)
         if sample.numel() == 0:
             return sample
-        result = sample.new_zeros((num_requests, depth, *sample.shape[1:]))
+        nothing = -torch.inf if sample.is_floating_point() else 0  # as vLLM fills columns that a row has no token for
+        result = sample.new_full((num_requests, depth, *sample.shape[1:]), nothing)
         for level, (requests, tensors) in enumerate(parts):
             values = getattr(tensors, name)
             if values.dim() == 1:
