@@ -72,3 +72,22 @@ def test_equals_plain_vllm(tmp_path, family, random_prompts, tiny_pair):
             moved.append(engine.metrics().get("gsd_kv_rows_moved"))
     assert moved[1] > 50 and all(moved[1:])
     assert all(answer == answers[0] for answer in answers[1:])
+
+
+def test_a_chain_of_tokens_that_give_nan(tmp_path, random_prompts, tiny_pair):
+    """A step without branches goes to vLLM's attention, which multiplies what a row does not attend by 0."""
+    from transformers import AutoModelForCausalLM
+
+    target, _ = build(tmp_path, "Gemma3n")
+    draft = AutoModelForCausalLM.from_pretrained(tiny_pair.draft)
+    with torch.no_grad():
+        draft.lm_head.weight[1:] = 0  # it often proposes the padding token
+    draft.save_pretrained(tmp_path / "padding")
+    config = {"method": "gsd", "model": str(tmp_path / "padding"), "num_speculative_tokens": 1, "sources": ["draft"]}
+    prompts, answers = random_prompts(4, 10, 90), []
+    for options in ((), (config, [draft_every_level])):
+        with contextlib.closing(Engine(target, *options, skip_tokenizer_init=True)) as engine:
+            answers.append([run(engine, prompts, params) for params in SAMPLING])
+            verified = engine.metrics().get("gsd_nodes_verified")
+    assert verified > 0
+    assert answers[0] == answers[1]

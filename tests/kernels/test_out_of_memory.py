@@ -31,13 +31,13 @@ def move(slots):
     return lambda: move_kv(caches, layout, sources, sources.flip(0))
 
 def top(width):
-    logits = torch.zeros(4, width)
-    return lambda: topk_softmax(logits, width // 2)
+    logits = torch.zeros(1, width)
+    return lambda: topk_softmax(logits, 256)
 
 torch.set_num_threads(4)
 kind, sizes = {{"tree_attention": (attend, [tree_case(rows=(9,)), tree_case(rows=(200,), prefixes=(900,), words=4,
                                                                      head_size=8192, kv_heads=2, num_heads=8)]),
-               "move_kv": (move, [16, 1 << 14]), "topk_softmax": (top, [64, 1 << 20])}}[{op!r}]
+               "move_kv": (move, [16, 1 << 14]), "topk_softmax": (top, [256, 1 << 24])}}[{op!r}]
 small, large = map(kind, sizes)
 small()
 pages = int(open("/proc/self/statm").read().split()[0])

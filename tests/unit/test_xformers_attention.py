@@ -145,6 +145,19 @@ def test_equals_the_reference(package, request):
     assert (output[5] == 7.0).all()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_a_slot_that_holds_nan_spoils_no_row_that_does_not_attend_it(xformers, bad):
+    """A drafted token may be one that the model makes NaN of: here row 1 of the first graph."""
+    arguments = inputs()
+    clean, output = torch.zeros_like(arguments[0]), torch.zeros_like(arguments[0])
+    xformers_tree_attention(clean, *arguments)
+    for cache in arguments[1:3]:
+        cache[7, (250 + 1) % BLOCK_SIZE] = bad
+    xformers_tree_attention(output, *arguments)
+    others = [0, 2, 3, 4]
+    assert torch.equal(output[others], clean[others])
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [

@@ -173,14 +173,19 @@ def check_request(sampling_params: SamplingParams, speculative_config: Speculati
         )
 
 
-def attach_tree_rows(metadata: Any, rows: TreeRows) -> None:
-    """Attach the rows that attend through the tree mask to a layer's attention metadata."""
+def attach_tree_rows(metadata: Any, rows: TreeRows | None) -> None:
+    """Attach the rows that attend through the tree mask to a layer's attention metadata; None if all are chains."""
     setattr(metadata, _TREE_ROWS, rows)
 
 
 def tree_rows_of(metadata: Any) -> TreeRows | None:
     """The rows that :func:`attach_tree_rows` attached, or None if no row attends through the tree mask."""
     return getattr(metadata, _TREE_ROWS, None)
+
+
+def has_drafted_rows(metadata: Any) -> bool:
+    """Whether :func:`attach_tree_rows` was called: rows may hold drafted tokens."""
+    return hasattr(metadata, _TREE_ROWS)
 
 
 def attach_stats(output: ModelRunnerOutput | AsyncModelRunnerOutput, stats: dict[str, Any]) -> None:

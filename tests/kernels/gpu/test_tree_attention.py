@@ -149,6 +149,22 @@ def test_row_that_attends_nothing_is_zero(device):
         assert (output[1] == 0).all() and torch.isfinite(output).all() and (lse[1] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_slot_that_holds_nan_spoils_only_the_rows_that_attend_it(device, dtype, bad):
+    """A drafted token may be one that the model makes NaN of."""
+    case = paged_case(rows=(17, 3), prefixes=(37, 20), head_size=16, dtype=dtype, device=device)
+    clean, _ = case.run()
+    place, block_size = 37 + 9, case.key_cache.shape[1]
+    for cache in (case.key_cache, case.value_cache):
+        cache[case.block_table[0, place // block_size], place % block_size] = bad
+    attends = torch.zeros(20, dtype=torch.bool, device=device)
+    attends[:17] = (case.tree_mask[:17, 0] >> 9 & 1).bool()
+    output, _ = case.run()
+    assert torch.equal(output[~attends], clean[~attends])
+    assert not torch.isfinite(output[attends]).all() and attends.any()
+
+
 def test_large_scores(device):
     """One key far above the rest takes all the weight, whichever span it lies in."""
     case = paged_case(rows=(3,), prefixes=(130,), num_heads=2, kv_heads=1, head_size=16, num_splits=3, device=device)

@@ -85,7 +85,7 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:
-                if tree is not None and self.shares_cache:
+                if self.shares_cache and wire.has_drafted_rows(attn_metadata):
                     # The target may compute NaN for a drafted token, as Gemma 3n does for its padding token. Our kernel
                     # skips what a row does not attend. Upstream's kernel multiplies it by 0, which keeps the NaN, and
                     # reads what rejected nodes left behind a request's last key.

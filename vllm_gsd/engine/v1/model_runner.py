@@ -160,6 +160,9 @@ class GraphModelRunner(CPUModelRunner):
             draft_layers = set(self.speculation.layer_names)
             self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
             check_attached(self.target_kv.names, attn_metadata)
+        elif self.step is not None and self.step.drafted:
+            for name in self.target_kv.names:
+                wire.attach_tree_rows(attn_metadata[name], None)
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput | IntermediateTensors | None:

@@ -44,6 +44,11 @@ class VerifyStep:
         """Whether any row of the batch uses the tree mask, as it does for all requests whose tree is not a chain."""
         return self.batch_starts is not None or len(self.tree_requests) > 0
 
+    @property
+    def drafted(self) -> bool:
+        """Whether the step has rows of drafted tokens."""
+        return len(self.depth) > len(self.has_tree)
+
     def set_positions(self, positions: torch.Tensor) -> None:
         """Change the positions of tree rows from list order to depth, in place. KV slots keep list order.
 

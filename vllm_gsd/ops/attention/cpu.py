@@ -93,7 +93,10 @@ def tree_attention_reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """:func:`tree_attention` in plain PyTorch; computes in float64 where ``query`` is float64."""
+    """:func:`tree_attention` in plain PyTorch; computes in float64 where ``query`` is float64.
+
+    A row's last bits depend on the other rows, and a slot that holds NaN spoils all rows if one attends it.
+    """
     _check(output, query, kv_cache, layout, block_table, query_start_loc, prefix_lens, positions, tree_mask)
     compute = torch.promote_types(query.dtype, torch.float32)
     heads_per_kv = query.shape[1] // kv_cache.shape[1]

@@ -77,8 +77,9 @@ def paged_tree_attention(
     """Write the attention of every row into ``output``. The module describes the formula and the arguments.
 
     Arithmetic is in float32; products of bfloat16 and float16 run on tensor cores. Keys that no row attends are not
-    read. The call is safe to capture: grid and memory depend on shapes, ``max_rows`` and ``num_splits`` only. Nothing
-    is read back, so the contents of block_table, prefix_lens and tree_mask are not checked.
+    read, and slots that a row does not attend may hold NaN. The call is safe to capture: grid and memory depend on
+    shapes, ``max_rows`` and ``num_splits`` only. Nothing is read back, so the contents of block_table, prefix_lens and
+    tree_mask are not checked.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit.

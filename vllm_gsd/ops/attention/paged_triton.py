@@ -15,6 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _attend(
     q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head,
     k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the keys at logical indices ``index``; reads those that are ``used``.
 
@@ -42,8 +43,12 @@ def _attend(
     weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(highest - reference)
     total = total * shrink + tl.sum(weights, 1)
-    rounded = weights.to(q.dtype).to(DOT_DTYPE)
-    acc = tl.dot(rounded, value.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
+    rounded, value = weights.to(q.dtype).to(DOT_DTYPE), value.to(DOT_DTYPE)
+    if SLOTS:
+        # The model may compute NaN for a drafted token. Times 0, it would spoil the rows that do not attend it; those
+        # that do are NaN by their scores.
+        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+    acc = tl.dot(rounded, value, acc * shrink[:, None], input_precision="ieee")
     return higher, total, acc
 
 
@@ -70,7 +75,7 @@ def _attend_prefix(
             used = tl.max(attends.to(tl.int32), 0) != 0
         highest, total, acc = _attend(
             q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head, k_block,
-            k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+            k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE, False,
         )  # fmt: skip
     return highest, total, acc
 
@@ -96,7 +101,7 @@ def _attend_slots(
             highest, total, acc = _attend(
                 q, highest, total, acc, attends, used, prefix + slot, table, key_cache, value_cache, kv_head, in_head,
                 k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP,
-                DOT_DTYPE,
+                DOT_DTYPE, True,
             )  # fmt: skip
     return highest, total, acc
 

@@ -132,10 +132,12 @@ def _attend_slots(
     used = torch.zeros(len(rows), len(slots), dtype=torch.bool, device=device)
     used.index_put_((request[:, None], slots[None]), attends, accumulate=True)
     index, block_size = prefix_lens[:, None].long() + slots, caches[0].shape[1]
-    # No row attends the slots beyond the block table, so any block will do for them.
+    # No row attends the slots beyond the block table, so any block will do for them. What the model made NaN of would
+    # spoil the rows that do not attend it.
     block = block_table.gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1)).long().clamp(min=0)
     key, value = (
         cache[block, index % block_size]
+        .nan_to_num(0.0, 0.0, 0.0)
         .unsqueeze(3)
         .expand(-1, -1, -1, group, -1)
         .masked_fill(~used[:, :, None, None, None], 0)
