@@ -182,6 +182,7 @@ def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms
     counts = {name: after[f"gsd_{name}"] - before.get(f"gsd_{name}", 0) for name in names}
     upstream = after["spec_decode_num_draft_tokens"] - before.get("spec_decode_num_draft_tokens", 0)
     assert upstream == counts["nodes_verified"]
+    assert after["gsd_draft_seconds"] > before.get("gsd_draft_seconds", 0)
     per_step = counts["nodes_verified"] / counts["target_steps"]
     levels = engine.call(levels_seen)
     if nodes.startswith("all"):
