@@ -307,9 +307,10 @@ def test_lora_on_the_cpu_gives_rows_without_adapter_the_last_slots():
 
 
 def test_metric_hooks():
-    assert hasattr(loggers.PrometheusStatLogger, "_kv_connector_cls")
+    assert issubclass(loggers.PrometheusStatLogger._kv_connector_cls, KVConnectorProm)
     assert "KVConnectorLogging(" in inspect.getsource(loggers.LoggingStatLogger)
     assert "self._kv_connector_cls(" in inspect.getsource(loggers.PrometheusStatLogger.__init__)
+    assert parameters(KVConnectorProm.__init__) == ["vllm_config", "labelnames", "per_engine_labelvalues"]
     for kind in ("counter", "gauge", "histogram"):
         assert hasattr(KVConnectorProm, f"_{kind}_cls")
 

@@ -1,7 +1,9 @@
 """vLLM symbols that ``engine.parallel.ray_executor`` needs: a change in vLLM fails a test that names the symbol."""
 
 import inspect
+from types import SimpleNamespace
 
+import ray.util.metrics
 from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStage, vLLMEngineWrapper
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
@@ -10,9 +12,12 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.executor import ray_executor_v2, ray_utils
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+from vllm.v1.metrics import ray_wrappers
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_gsd.upstream import ray_ranks
+import vllm_gsd
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.upstream import ray_ranks, wire
 
 
 def parameters(function) -> list[str]:
@@ -84,3 +89,23 @@ def test_ray_data_makes_the_engine_configuration_twice():
     source = inspect.getsource(vLLMEngineWrapper.__init__)
     assert "engine_args.create_engine_config()" in source and "from_engine_args(" in source
     assert "placement_group_config" in inspect.getsource(vLLMEngineStage.post_init)
+
+
+def test_our_metrics_are_in_rays_endpoint_too(monkeypatch):
+    """Ray Serve and Ray Data replace vLLM's Prometheus logger by one that has other classes of metrics."""
+    monkeypatch.setattr(ray_wrappers, "ray_metrics", ray.util.metrics)  # None without ray[serve]
+    monkeypatch.setattr(ray_wrappers, "ray_serve", None)
+    vllm_gsd.register()
+    options = wire.with_options(None, GSDConfig(method="gsd", model=None))
+    config = SimpleNamespace(kv_transfer_config=None, additional_config=options)
+    names, labels = ["model_name", "engine"], {0: ["tiny", "0"]}
+    exports = ray_wrappers.RayPrometheusStatLogger._kv_connector_cls(config, names, labels)
+    counted: dict[str, float] = {}
+    for metric, add in ((ray.util.metrics.Counter, "inc"), (ray.util.metrics.Histogram, "observe")):
+        monkeypatch.setattr(metric, add, lambda self, value, tags: counted.update({self.info["name"]: value, **tags}))
+    stats = SimpleNamespace()
+    counts, reasons, lengths = {"target_steps": 3}, {"opt_out": 1}, {0: 2}
+    wire.attach_metrics(stats, {"counts": counts, "fallbacks": reasons, "accepted_lengths": lengths, "state": {}})
+    exports.observe(stats.kv_connector_stats)
+    assert counted["vllm_gsd_target_steps"] == 3 and counted["vllm_gsd_accepted_length"] == 0
+    assert counted["vllm_gsd_fallbacks"] == 1 and counted["reason"] == "opt_out" and counted["model_name"] == "tiny"

@@ -44,6 +44,14 @@ def test_systemd_unit(tmp_path):
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
+def test_running_requests_finish_when_the_unit_is_stopped():
+    """vLLM aborts them unless told to wait, and so does systemd if it ends the workers or the wait itself."""
+    text = (EXAMPLES / "systemd/vllm-gsd.service").read_text()
+    (waits,) = re.findall(r"^ExecStart=.* --shutdown-timeout (\d+)$", text, re.MULTILINE)
+    (ends,) = re.findall(r"^TimeoutStopSec=(\d+)min$", text, re.MULTILINE)
+    assert 0 < int(waits) < 60 * int(ends) and "\nKillMode=mixed\n" in text
+
+
 def test_values_for_the_production_stack():
     """The speculative config is a valid gsd config."""
     values = yaml.safe_load((EXAMPLES / "kubernetes/values.yaml").read_text())

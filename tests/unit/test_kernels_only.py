@@ -12,7 +12,6 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention import cpu_causal, tree_rows
 from vllm_gsd.engine.attention.cpu_causal import CausalCPUAttentionMetadataBuilder, rows_of
 from vllm_gsd.engine.kernels_only import KernelsCPUWorker
-from vllm_gsd.engine.observe import metrics
 from vllm_gsd.ops.attention.cpu import _attended
 from vllm_gsd.upstream import hooks, wire
 
@@ -46,11 +45,12 @@ def test_the_runner_is_upstreams():
     assert KernelsCPUWorker.init_device is CPUWorker.init_device
 
 
-def test_no_slots_and_no_metrics(monkeypatch):
+def test_no_slots_and_no_metrics():
     config = SimpleNamespace(additional_config=wire.with_options(None, CONFIG))
     assert hooks.reserve_draft_slots(property(lambda self: 99)).__get__(config) == 0
-    monkeypatch.setattr(metrics.KVConnectorProm, "__init__", lambda *args: None)
-    assert not hasattr(metrics.GraphKVConnectorProm(config, [], {}), "prom_metrics")
+    exports = SimpleNamespace()
+    hooks.report_metrics(lambda *args: None)(exports, config, [], {})
+    assert not vars(exports)
 
 
 def test_each_row_sees_what_lies_before_it_and_itself():

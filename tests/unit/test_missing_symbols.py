@@ -24,6 +24,7 @@ LLAMA = {
     "max_position_embeddings": 128,
     "torch_dtype": "bfloat16",
 }
+CONNECTOR_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 WRAPPED = [patch.symbol for patch in patches("load")]
 # Engines with gsd replace these symbols later (here on a CPU with V1). Fields of vLLM's configs cannot be deleted.
 LATER = [
@@ -35,12 +36,12 @@ CASES = {
     "no static method": ("kind", f"{ARG_UTILS}:EngineArgs.add_cli_args"),
     "other parameters": ("parameters", "vllm.sampling_params:SamplingParams._validate_spec_decode"),
     "no module": ("block", "vllm.v1.metrics.loggers"),
-    "no module behind a replacement": ("block behind", "vllm.distributed.kv_transfer.kv_connector.v1.metrics"),
+    "no module behind a replacement": ("block behind", "vllm.v1.metrics.utils"),
     "no module of the arguments": ("block", ARG_UTILS),
     "nothing missing": ("nothing", "vllm.v1.metrics.loggers:KVConnectorLogging"),
 }
 NAMED = {name: what.replace(":", ".") for name, (_, what) in CASES.items()}
-NAMED["no module behind a replacement"] = "vllm.v1.metrics.loggers.PrometheusStatLogger._kv_connector_cls"
+NAMED["no module behind a replacement"] = f"{CONNECTOR_METRICS}.KVConnectorProm.__init__"
 DAMAGED = [name for name in CASES if name != "nothing missing"]
 
 

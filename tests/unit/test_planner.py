@@ -1,10 +1,13 @@
 """The planner: its choices equal the best by brute force, and it turns drafting on and off when that pays."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_gsd.engine.observe import step_clock
 from vllm_gsd.method.constants import MERGED, NATIVE, NGRAM, NUM_SOURCES, OFF_BELOW, ORIGIN_DRAFT, ORIGIN_NGRAM
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, new_graphs, reset
@@ -309,6 +312,27 @@ def test_what_drafting_takes_beyond_its_forwards_is_learned():
     assert overhead.level_ms == pytest.approx(0.5, abs=0.1)
 
 
+def test_drafting_that_was_slow_for_a_while_is_not_thought_slow_for_ever(monkeypatch):
+    planner, now = new_planner(), [0.0]
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = step_clock.StepClock(planner)
+
+    def run(steps, drafting_ms):
+        for _ in range(steps):
+            clock.proposing(["a"], 1)
+            planner.begin(1, 100)
+            if drafting_ms:
+                planner.drafted(np.full((1, 4), 0.3))
+            now[0] += drafting_ms / 1e3
+            clock.proposed(["a"])
+            now[0] += 0.025
+        return planner.overhead.draft_ms
+
+    first = run(1, 0)
+    assert run(200, 20.0) > 10 * first
+    assert run(1000, 0) < 2 * first
+
+
 def test_a_text_that_the_draft_had_missed_is_made_up_for_once():
     planner = planned(COSTS, 2)
     planner.caught_up(200)
@@ -399,6 +423,17 @@ class TestCalibration:
             calibration.observe(np.array([0]), np.array([2]), np.array([0.4]), np.array([False]))
         assert low < 0.2
         assert calibration.factor[0, 0, 1] > 0.95
+
+    def test_steps_that_verify_nothing_take_the_weight_from_evidence_and_leave_the_factors(self):
+        calibration, one = Calibration(), np.ones(1, np.int64)
+        for _ in range(500):
+            calibration.observe(np.zeros(8, int), np.ones(8, int), np.full(8, 0.6), np.arange(8) == 0)
+        for _ in range(5000):
+            calibration.rest()
+        assert calibration.value(one - 1, one, np.full(1, 0.6))[0] == pytest.approx(1 / 8, rel=0.05)
+        for _ in range(20):
+            calibration.observe(one - 1, one, np.full(1, 0.6), np.ones(1, np.bool_))
+        assert calibration.value(one - 1, one, np.full(1, 0.6))[0] > 0.6
 
     def test_never_above_one(self):
         calibration, random = Calibration(), np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""A source that misleads is switched off for a request, and tried again later, also if there is no other source."""
+"""A source that misleads is switched off, for a request or for all, and tried again later, also if it is the only."""
 
 import numpy as np
 import torch
@@ -72,3 +72,16 @@ def test_n_grams_that_misled_are_tried_again():
     while length < 2 * len(passage):
         length, steps = step(speculation, text, length), steps + 1
     assert steps < len(passage) / 2
+
+
+def test_nodes_that_were_bad_for_a_long_time_are_soon_found_to_be_good():
+    """In between, steps verify nothing, as when drafting does not pay. A few nodes then change what is expected."""
+    speculation, text = new_speculation(), np.arange(3000, dtype=np.int32)  # without n-grams
+    calibration, node = speculation.planner.calibration, (np.zeros(16, int), np.ones(16, int), np.full(16, 0.6))
+    for _ in range(500):
+        calibration.observe(*node, np.zeros(16, np.bool_))
+    for length in range(1, len(text) - NODES):
+        assert step(speculation, text, length) == length + 1
+    for _ in range(5):
+        calibration.observe(*(of[:4] for of in node), np.ones(4, np.bool_))
+    assert calibration.first_level > 0.6

@@ -9,7 +9,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm_gsd.host import chances, learn, learn_of_requests
-from vllm_gsd.method.constants import NATIVE, NUM_BINS, NUM_DEPTHS, NUM_SOURCES, OWN_PRIOR, PRIOR
+from vllm_gsd.method.constants import KEEP, NATIVE, NUM_BINS, NUM_DEPTHS, NUM_SOURCES, OWN_PRIOR, PRIOR
+
+# Promised nodes that a cell's evidence amounts to at least after steps that verified nothing.
+LEAST_EVIDENCE = 5.0
 
 
 class Calibration:
@@ -32,6 +35,16 @@ class Calibration:
         learn(self.factor, self.promised, self.accepted, source, depth, survival, accepted)
         promised, taken = self.promised[NATIVE, 0].tolist(), self.accepted[NATIVE, 0].tolist()
         self.first_level = sum(taken) / sum(promised)
+
+    def rest(self) -> None:
+        """Let the evidence fade in a step that verified nothing, but not the factors.
+
+        While speculation does not pay, a probe verifies a few nodes every some hundred steps. Beside the evidence of
+        many full steps, the planner would not learn from them that nodes have become better.
+        """
+        keep = np.where(self.promised > LEAST_EVIDENCE, KEEP, 1.0)
+        self.promised *= keep
+        self.accepted *= keep
 
     def value(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
         """Probabilities that nodes are accepted, float32 [n]; arguments as for ``observe``."""

@@ -55,6 +55,14 @@ class Overhead:
         """Learn from drafting: its milliseconds, those of its forwards by the table, and its levels."""
         self.draft.observe(np.array([1.0, levels]), took - forwards, 0.3 * forwards + 1.0)
 
+    def rest_drafts(self) -> None:
+        """Let the evidence on drafting fade in a step that adds none.
+
+        Otherwise drafting that other load has slowed down for a while would be thought slow for ever: probes run over
+        text that the draft has missed, so their times are not typical.
+        """
+        self.draft.observe(np.zeros(2), 0.0, 0.0)
+
 
 def _step_parts(num_requests: int, context: float, nodes: int) -> np.ndarray:
     return np.array([1.0, num_requests, context / 1000, nodes > 0, nodes], np.float64)

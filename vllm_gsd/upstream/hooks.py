@@ -19,6 +19,7 @@ from vllm_gsd.upstream.patch import When
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -202,11 +203,23 @@ def accept_all_sampling_params(upstream: Callable[..., None]) -> Callable[..., N
     return _validate_spec_decode
 
 
-def report_metrics(upstream: type) -> type:
-    """Replace ``KVConnectorProm`` with a subclass that also exports our metrics."""
-    from vllm_gsd.engine.observe.metrics import GraphKVConnectorProm
+def report_metrics(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``KVConnectorProm.__init__``, which Ray's variant inherits, to export our metrics too."""
+    from vllm_gsd.engine.observe.metrics import GraphPrometheus
 
-    return GraphKVConnectorProm
+    @functools.wraps(upstream)
+    def init(
+        self: KVConnectorProm,
+        vllm_config: VllmConfig,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        upstream(self, vllm_config, labelnames, per_engine_labelvalues)
+        config = wire.options_of(vllm_config)
+        if config is not None and config.speculates:
+            self.prom_metrics = GraphPrometheus(self, labelnames, per_engine_labelvalues)
+
+    return init
 
 
 def leave_metrics_out_of_logs(upstream: type) -> type:

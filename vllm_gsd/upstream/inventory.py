@@ -67,13 +67,15 @@ PATCHES = (
         parameters=("speculative_config",),
     ),
     Patch(
-        "vllm.v1.metrics.loggers:PrometheusStatLogger._kv_connector_cls",
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorProm.__init__",
         by="hooks.report_metrics",
         when="load",
-        delta="Exports the vllm:gsd_* metrics on vLLM's Prometheus endpoint.",
+        delta="Exports the vllm:gsd_* metrics on vLLM's Prometheus endpoint, and on Ray's where vLLM's are there.",
         reason="Upstream has no hook for a proposer's metrics.",
         expiry="Upstream adds such a hook.",
         contract="test_upstream.py::test_metric_hooks",
+        kind="method",
+        parameters=("vllm_config", "labelnames", "per_engine_labelvalues"),
     ),
     Patch(
         "vllm.v1.metrics.loggers:KVConnectorLogging",

@@ -69,6 +69,8 @@ def _find(module: ModuleType, path: str) -> Any:
     for parent in parents:
         owner = getattr(owner, parent, None)
     found = inspect.getattr_static(owner, name, _MISSING)
+    if name in vars(object) and found is vars(object)[name]:  # the __init__ of a class that has none of its own
+        found = _MISSING
     if found is _MISSING and inspect.isclass(owner):  # a field without a default
         annotations = [vars(base).get("__annotations__", {}) for base in owner.__mro__]
         return next((note[name] for note in annotations if name in note), _MISSING)

@@ -5,6 +5,7 @@ These functions run in the engine's process.
 
 import numpy as np
 from engine_process import model_runner
+from prometheus_client import REGISTRY
 
 
 def cost_rows(llm) -> dict[str, list]:
@@ -41,3 +42,9 @@ def watch_levels(llm) -> None:
 
 def levels_seen(llm) -> list[int]:
     return model_runner(llm).speculation.planner.levels_seen
+
+
+def draft_seconds(llm) -> float:
+    """The counter of seconds that drafting took, which ``LLM.get_metrics`` rounds down."""
+    (family,) = (family for family in REGISTRY.collect() if family.name == "vllm:gsd_draft_seconds")
+    return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))

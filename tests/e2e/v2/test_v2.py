@@ -12,7 +12,7 @@ import torch
 from engine_probes import attention_groups
 from engine_process import run
 from no_reads import guarded_calls, learn_a_step_late, refuse_reads, refused
-from planted import levels_seen, plant_costs, watch_levels
+from planted import draft_seconds, levels_seen, plant_costs, watch_levels
 from request_tables import end_requests, tables
 
 # Few levels keep steps short.
@@ -169,7 +169,7 @@ def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms
     """Verified nodes and drafted levels follow the planted costs; a probe makes the draft catch up on the text."""
     scarce = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 96}
     engine = start_v2({**GSD, "num_speculative_tokens": 4}, async_scheduling=True, **scarce)
-    before = engine.metrics()
+    before, drafted_before = engine.metrics(), engine.call(draft_seconds)
     engine.call(plant_costs, row_ms, probe_after, last_level_ms)
     engine.call(watch_levels)
     try:
@@ -182,6 +182,7 @@ def test_auto_verifies_what_pays(start_v2, four_prompts, expected, batch, row_ms
     counts = {name: after[f"gsd_{name}"] - before.get(f"gsd_{name}", 0) for name in names}
     upstream = after["spec_decode_num_draft_tokens"] - before.get("spec_decode_num_draft_tokens", 0)
     assert upstream == counts["nodes_verified"]
+    assert engine.call(draft_seconds) > drafted_before
     per_step = counts["nodes_verified"] / counts["target_steps"]
     levels = engine.call(levels_seen)
     if nodes.startswith("all"):

@@ -5,7 +5,6 @@ Their names start with ``vllm:gsd_`` because ``LLM.get_metrics`` reads only name
 
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
@@ -22,8 +21,8 @@ COUNTERS = {
     "nodes_pruned": "Candidates dropped because of theta_sib or the node budget.",
     "nodes_cut": "Graph nodes left out of verification because verifying them would not pay off (on V2, as expected).",
     "nodes_invalid": "Graph nodes dropped because the request's grammar forbids them.",
-    "drafts_skipped": "Times that a request got no draft: it would not pay off, the draft had missed too much text, or "
-    "the text is longer than the draft can read.",
+    "drafts_skipped": "Times that a request got no draft: it would not pay off, the draft had missed too much text or "
+    "cannot read a text of this length, or a plain step was timed.",
     "drafting_switches": "Times that drafting was switched on or off because it started or ceased to pay off.",
     "nodes_verified": "Graph nodes that the target verified.",
     "nodes_accepted_native": "Accepted nodes that the draft model proposed on their own path.",
@@ -62,7 +61,7 @@ class GraphPrometheus:
     """Registers our metrics once per engine front end and records the changes of every step.
 
     Args:
-        prom: vLLM's object, which has the metric classes.
+        prom: vLLM's object, which has the metric classes: those of Prometheus, or of Ray.
         labelnames: the names of vLLM's labels.
         per_engine: the values of these labels, by engine index.
     """
@@ -97,7 +96,7 @@ class GraphPrometheus:
             prom._histogram_cls(
                 name="vllm:gsd_accepted_length",
                 documentation=HISTOGRAMS["accepted_length"],
-                buckets=[0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64],
+                buckets=[0.5, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64],  # Ray requires positive bounds
                 labelnames=labelnames,
             ),
             per_engine,
@@ -120,18 +119,6 @@ class GraphPrometheus:
         for length, times in stats["accepted_lengths"].items():
             for _ in range(times):
                 self.accepted_length[engine_idx].observe(int(length))
-
-
-class GraphKVConnectorProm(KVConnectorProm):
-    """vLLM's ``KVConnectorProm``; for engines that speculate by gsd it exports our metrics."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
-    ) -> None:
-        super().__init__(vllm_config, labelnames, per_engine_labelvalues)
-        config = wire.options_of(vllm_config)
-        if config is not None and config.speculates:
-            self.prom_metrics = GraphPrometheus(self, labelnames, per_engine_labelvalues)
 
 
 class GraphKVConnectorLogging(KVConnectorLogging):

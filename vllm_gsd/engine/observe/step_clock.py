@@ -41,6 +41,8 @@ class StepClock:
             overhead.observe_step(took, planned.forward_ms, len(request_ids), planned.context, nodes)
             if planned.levels and not self.pipelined:
                 overhead.observe_drafts(drafting, planned.drafts_ms, planned.levels)
+            else:
+                overhead.rest_drafts()
         self.time = now
 
     def forget(self) -> None:

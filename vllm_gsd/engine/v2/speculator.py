@@ -227,23 +227,24 @@ class GraphSpeculator(BaseSpeculator):
             self.proposals.drop(slots)
             self.plan.leave_out(slots)
             return nothing
-        self.clock.proposing(input_batch.req_ids, input_batch.num_tokens)
-        context = int(self.texts.length[slots].sum())
-        self.speculation.planner.begin(num_requests, context)
-        requests = [self.requests[request_id] for request_id in input_batch.req_ids]
-        on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
-        self.plan.most = self.num_rows if num_speculative_tokens is None else num_speculative_tokens
-        batch = self.batch(input_batch, np.arange(num_requests))
-        speculates, missed = self.speculation.speculates(batch), self._missed(batch)
-        kinds = self.plan.choose(batch, speculates & batch.sampled, missed)
-        (device,), (host,) = (~on_host).nonzero(), on_host.nonzero()
-        if len(device):  # first, so that the device drafts while the host waits for what was accepted
-            batch = batch if not len(host) else self.batch(input_batch, device)
-            missed = None if missed is None else missed[device]
-            self._grow_on_device(input_batch, device, batch, kinds[device], speculates[device], missed)
-        if len(host):
-            grow_on_host(self, input_batch, host, kinds[host])
-        self.clock.proposed(input_batch.req_ids)
+        with self.speculation.stats.timed("draft_seconds"):
+            self.clock.proposing(input_batch.req_ids, input_batch.num_tokens)
+            context = int(self.texts.length[slots].sum())
+            self.speculation.planner.begin(num_requests, context)
+            requests = [self.requests[request_id] for request_id in input_batch.req_ids]
+            on_host = np.array([self._grows_on_host(request) for request in requests], np.bool_)
+            self.plan.most = self.num_rows if num_speculative_tokens is None else num_speculative_tokens
+            batch = self.batch(input_batch, np.arange(num_requests))
+            speculates, missed = self.speculation.speculates(batch), self._missed(batch)
+            kinds = self.plan.choose(batch, speculates & batch.sampled, missed)
+            (device,), (host,) = (~on_host).nonzero(), on_host.nonzero()
+            if len(device):  # first, so that the device drafts while the host waits for what was accepted
+                batch = batch if not len(host) else self.batch(input_batch, device)
+                missed = None if missed is None else missed[device]
+                self._grow_on_device(input_batch, device, batch, kinds[device], speculates[device], missed)
+            if len(host):
+                grow_on_host(self, input_batch, host, kinds[host])
+            self.clock.proposed(input_batch.req_ids)
         return self.proposals.trees.token[input_batch.idx_mapping, 1:]
 
     # --- start-up ---------------------------------------------------------------------------------
