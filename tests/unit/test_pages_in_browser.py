@@ -151,7 +151,7 @@ def test_the_bench_page(open_page, viewport):
     assert bars.count() == 9
     assert "2.73" in top.inner_text()
     page.locator("#charts figure").last.scroll_into_view_if_needed()
-    assert page.locator("#charts figure svg[aria-label]").count() == 10
+    assert page.locator("#charts figure svg[aria-label]").count() == 11
     assert page.get_by_role("row").filter(has_text="gsd compiled").count() == 3
     assert page.locator("b").count() == 0  # a hostile name stays text
     assert fits(page)

@@ -98,11 +98,13 @@ const inTurns = Object.entries(data.forms_in_turns ?? {}).flatMap(([category, al
 if (inTurns.length) dots("Speed of the graph over its other forms, in turns in one engine", inTurns, [...new Set(inTurns.map((row) => row.name))]);
 
 for (const [key, tried] of Object.entries(data.analyses?.ablations ?? {})) {
-  const lines = tried.flatMap((row) => [["tokens per step", row.tokens_per_step], ["drafted nodes per accepted token", row.drafted_per_accepted]].map(([name, value]) => ({ x: row.value, name, value })));
-  picture(`Effect of ${key}`, () => ({
-    x: { label: key }, y: { label: null, grid: true, zero: true }, color: { legend: true },
-    marks: [Plot.lineY(lines, { x: "x", y: "value", z: "name", stroke: "name", strokeWidth: 2 }), Plot.dot(lines, { x: "x", y: "value", fill: "name", r: 3.5, tip: true })],
-  }));
+  // On one scale, the cost of deep graphs would flatten the line of what they give.
+  for (const [value, name] of [["tokens_per_step", "Tokens per step"], ["drafted_per_accepted", "Rows of the draft per accepted token"]]) {
+    picture(`${name}, by ${key}`, () => ({
+      x: { label: key }, y: { label: null, grid: true },
+      marks: [Plot.lineY(tried, { x: "value", y: value, stroke: colour("accent"), strokeWidth: 2 }), Plot.dot(tried, { x: "value", y: value, fill: colour("accent"), r: 3.5, tip: true })],
+    }));
+  }
 }
 const byForm = Object.entries(data.analyses?.forms ?? {}).flatMap(([form, tried]) => tried.map((row) => ({ form, ...row })));
 for (const [x, label] of [["nodes", "nodes"], ["draft_rows_per_step", "rows of the draft per step"]]) {
