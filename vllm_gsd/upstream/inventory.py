@@ -1,17 +1,18 @@
 """Every change that this plugin makes to vLLM, in one table.
 
-``install`` applies the entries marked "load" and checks that the installed vLLM has the symbols. The table also lists
-the vLLM objects that carry our own attributes; the ``by`` of such an entry names functions of ``wire``.
+``install`` applies the entries marked "load" and checks that the installed vLLM has the symbols. ``carried`` has the
+entries of vLLM objects that carry our data.
 """
 
 from __future__ import annotations
 
+from vllm_gsd.upstream.carried import CARRIED
 from vllm_gsd.upstream.patch import Patch, When
 
 # The vLLM versions that pass the contract tests.
 SUPPORTED_VLLM = "0.32 or 0.33"
 
-PATCHES = (
+CHANGES = (
     # --- when the plugin is loaded; configurations without gsd pass through unchanged ------------------
     Patch(
         "vllm.engine.arg_utils:EngineArgs.add_cli_args",
@@ -415,62 +416,6 @@ PATCHES = (
         expiry="Upstream unlinks the memory itself.",
         contract="test_inventory.py::test_queues_remove_their_memory_by_its_name",
     ),
-    # --- our data on vLLM's objects --------------------------------------------------------------------
-    Patch(
-        "vllm.v1.outputs:ModelRunnerOutput",
-        by="wire.attach_stats",
-        when="engine",
-        delta="An attribute carries a step's statistics to the scheduler.",
-        reason="The class has no field for a proposer's statistics.",
-        expiry="Upstream adds such a field.",
-        contract="test_upstream.py::test_model_runner_output_takes_our_attribute",
-    ),
-    Patch(
-        "vllm.v1.metrics.stats:SchedulerStats.kv_connector_stats",
-        by="wire.attach_metrics",
-        when="engine",
-        delta="Carries the gsd metrics to the front end.",
-        reason="It is the only field on that path that holds an arbitrary dict.",
-        expiry="Upstream adds a field for a proposer's metrics.",
-        contract="test_upstream.py::test_fields",
-        kind="attribute",
-    ),
-    Patch(
-        "vllm.v1.core.sched.output:SchedulerOutput",
-        by="wire.attach_salts wire.attach_kept",
-        when="engine",
-        delta="Attributes carry cache salts, and the nodes that grammars allow, to the workers.",
-        reason="The class has no fields for them.",
-        expiry="Upstream adds such fields.",
-        contract="test_upstream.py::test_draft_tokens_and_scheduler_output_take_our_attributes",
-    ),
-    Patch(
-        "vllm.v1.outputs:DraftTokenIds",
-        by="wire.attach_proposed wire.attach_parents",
-        when="engine",
-        delta="Attributes carry the graphs of requests with structured output to the scheduler.",
-        reason="Its draft tokens are a list, which upstream treats as a chain.",
-        expiry="Upstream supports trees of draft tokens.",
-        contract="test_upstream.py::test_draft_tokens_and_scheduler_output_take_our_attributes",
-    ),
-    Patch(
-        "vllm.v1.attention.backend:AttentionMetadata",
-        by="wire.attach_tree_rows",
-        when="engine",
-        delta="An attribute carries the rows that attend through the tree mask.",
-        reason="The class has no field for a mask.",
-        expiry="Upstream adds such a field.",
-        contract="test_inventory.py::test_attention_metadata_take_our_attribute",
-    ),
-    Patch(
-        "vllm.config.speculative:SpeculativeConfig",
-        by="wire.allow_traces",
-        when="engine",
-        delta="An attribute tells the front end that requests may be traced.",
-        reason="It is all of an engine's configuration that request validation sees.",
-        expiry="Upstream validates requests with the engine's whole configuration.",
-        contract="test_inventory.py::test_speculative_configs_take_our_attribute",
-    ),
     # --- in engines that our tools start ---------------------------------------------------------------
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward",
@@ -494,6 +439,8 @@ PATCHES = (
         kind="method",
     ),
 )
+
+PATCHES = (*CHANGES, *CARRIED)
 
 
 def patches(*when: When) -> list[Patch]:
