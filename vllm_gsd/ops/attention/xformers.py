@@ -132,8 +132,8 @@ def _attend_slots(
     used = torch.zeros(len(rows), len(slots), dtype=torch.bool, device=device)
     used.index_put_((request[:, None], slots[None]), attends, accumulate=True)
     index, block_size = prefix_lens[:, None].long() + slots, caches[0].shape[1]
-    # No row attends the slots beyond the block table, so any block will do for them. What the model made NaN of would
-    # spoil the rows that do not attend it.
+    # No row attends the slots beyond the block table, so any block will do for them. A slot that
+    # holds NaN would spoil the rows that do not attend it, too.
     block = block_table.gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1)).long().clamp(min=0)
     key, value = (
         cache[block, index % block_size]
