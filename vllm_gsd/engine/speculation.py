@@ -190,9 +190,9 @@ class Speculation:
         if self.recorder is not None:
             self.recorder.forget(request_ids)
 
-    def admit_again(self, request_id: str) -> None:
-        """Forget what was constant for a request whose parameters change: a chunk of a streaming-input session."""
-        self.known.pop(request_id, None)
+    def admit_again(self, request: Any) -> None:
+        """Learn the new parameters of a request, given as its runner's record: a chunk of a streaming-input session."""
+        self._admit(request.req_id, request)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the proposed trees of these requests, which will not be verified."""
@@ -437,13 +437,14 @@ class Speculation:
         return self.config.trace is not None and wire.asks_for_trace(request.sampling_params)
 
     def _admit(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
-        """Count a request that uses no graph, record one that asks for it, and keep what is constant for a request.
+        """Count a new request without a graph, record one that asks for it, and keep what is constant for a request.
 
         Returns:
             whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
         """
         reason = fallback_reason(request)
-        if reason is not None:
+        had_graph, *_ = self.known.get(request_id, (True,))
+        if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1
         if self.recorder is not None:
             self.recorder.admit(request_id, request)

@@ -117,8 +117,9 @@ class GraphModelRunner(CPUModelRunner):
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
-        self.speculation.admit_again(req_id)
-        return super()._update_streaming_request(req_id, new_req_data)
+        request = super()._update_streaming_request(req_id, new_req_data)
+        self.speculation.admit_again(request)
+        return request
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
