@@ -17,7 +17,7 @@ from vllm_gsd.engine.draft.copies import COPIED, Copies
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
-from vllm_gsd.engine.draft.limits import MOST_MISSED, within_reach
+from vllm_gsd.engine.draft.limits import MOST_MISSED, TOO_LONG, within_reach
 from vllm_gsd.engine.draft.model import kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
@@ -334,13 +334,14 @@ class Speculation:
             self.planner.put_off()
             return drafting
         was_drafting = self.planner.drafting
-        wanted = self.planner.wants_drafts(count, found, max(0.0, left))
+        readable = index[missed[index] < TOO_LONG]
+        wanted = self.planner.wants_drafts(len(readable), found, max(0.0, left))
         if self.planner.drafting != was_drafting:
             self.stats.counts["drafting_switches"] += 1
         if not wanted:
             self.stats.counts["drafts_skipped"] += count
             return drafting
-        chosen = index[within_reach(missed[index], self.most_missed)]
+        chosen = readable[within_reach(missed[readable], self.most_missed)]
         if self.planner.probing:
             chosen = chosen[:PROBE_REQUESTS]
             if len(chosen) == 0:
