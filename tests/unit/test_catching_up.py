@@ -11,9 +11,9 @@ from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.limits import TOO_LONG, within_reach
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.speculation import Speculation
-from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan
+from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
-from vllm_gsd.method.constants import NUM_SOURCES
+from vllm_gsd.method.constants import NGRAM, NUM_SOURCES
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.planner.planner import Planner
 
@@ -125,3 +125,7 @@ def test_v2_reads_no_more_of_prompts():
         speculator.ends = np.full(5, 6000 + answer)
         speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, NO_GRAPH), speculates, missed)
         assert caught_up == read
+    # Graphs of a probe have no copies, since the planner learns nothing from graphs that have.
+    speculator.plan.phase, kinds = Phase(tried=True), np.array([DRAFTED, COPIES_ONLY, NO_GRAPH, NO_GRAPH, DRAFTED])
+    speculator._grow_on_device(batch, np.arange(5), requests, kinds, speculates, missed)
+    assert sent[-1].trust[:, NGRAM].tolist() == [0, 1, 1, 1, 0]

@@ -13,7 +13,7 @@ from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layer
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.context_kv import ContextKV
-from vllm_gsd.engine.draft.copies import COPIED, Copies
+from vllm_gsd.engine.draft.copies import COPIED, Copies, leave_out_copies
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
@@ -279,7 +279,10 @@ class Speculation:
                 due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
             if hidden is not None:
-                trees = self._grow(requests, drafted[requests.index], hidden)
+                grown = drafted[requests.index]
+                if self.planner.probing:  # the planner learns from graphs without copies only
+                    leave_out_copies(requests.trust, grown)
+                trees = self._grow(requests, grown, hidden)
         proposals = [NO_NODES] * num_requests
         if trees is not None:
             self._propose(proposals, requests, trees)
