@@ -33,7 +33,7 @@ def leave_out_copies(trust: np.ndarray, graphs: np.ndarray) -> None:
         trust: float32 [num_graphs, sources], from ``SourceTrust``; updated.
         graphs: bool [num_graphs].
     """
-    trust[np.ix_(graphs, [NGRAM, SHARED])] = 0.0
+    trust[graphs, NGRAM] = trust[graphs, SHARED] = 0.0
 
 
 class Copies:
