@@ -33,6 +33,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
@@ -142,6 +143,8 @@ SIGNATURES = [
     ),
     (Scheduler._handle_stopped_request, ["request"]),
     (SpecDecodingStats.observe_draft, ["num_draft_tokens", "num_accepted_tokens"]),
+    # engine.v1.processors
+    (check_sequence_repetition, ["token_ids", "params"]),
     # engine.draft.model
     (
         SpeculativeConfig.create_draft_parallel_config,

@@ -12,7 +12,7 @@ from vllm_gsd.ops import HAVE_EXTENSION
 
 PROGRAM = """
 import sys
-if {blocked}:
+if {why!r} == "missing":
     sys.modules["vllm_gsd._C"] = None  # importing it now fails
 sys.path.insert(0, {folder!r})
 import torch
@@ -24,7 +24,7 @@ from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.ops.topk.api import argmax_of_walks, topk_softmax
 from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
 
-assert not ({blocked} and ops.HAVE_EXTENSION)
+assert not ({why!r} and ops.HAVE_EXTENSION)
 case = tree_case()
 torch.testing.assert_close(case.run(tree_attention), case.run(tree_attention_reference))
 kv_cache = torch.arange(64.0).view(1, 1, 4, 16)
@@ -38,10 +38,12 @@ assert not any(name == "vllm" or name.startswith("vllm.") for name in sys.module
 """
 
 
-@pytest.mark.parametrize("blocked", [True, False], ids=["without", "with"])
-def test_ops_work(blocked):
-    program = PROGRAM.format(blocked=blocked, folder=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+@pytest.mark.parametrize("why", ["", "missing", "off"])
+def test_ops_work(why):
+    """With the extension, and without it for a reason."""
+    program = PROGRAM.format(why=why, folder=str(Path(__file__).parent))
+    environment = {**os.environ, "VLLM_GSD_NO_EXTENSION": "1" if why == "off" else ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,10 +1,16 @@
-"""vLLM's acceptance counters count by depth, whenever the worker learns which graphs were verified."""
+"""vLLM's acceptance counters count by depth, whenever the worker learns which graphs were verified.
+
+Our counter of fallbacks counts a request once.
+"""
 
 from collections import Counter
 from types import SimpleNamespace
 
+from vllm import SamplingParams
+
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import GraphScheduling
+from vllm_gsd.engine.speculation import Speculation
 
 
 def test_graphs_are_counted_by_depth():
@@ -21,3 +27,18 @@ def test_graphs_are_counted_by_depth():
 
 def test_steps_without_graphs_count_nothing():
     assert GraphScheduling._acceptance(SimpleNamespace(num_spec_tokens=8), GraphStats().take()["verified"]) is None
+
+
+def test_a_session_of_streaming_input_is_one_request():
+    """Its first chunk uses graphs; all others opt out, and the last one requests more tokens."""
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.known, speculation.recorder = GraphStats(), {}, None
+    chunks = [SimpleNamespace(req_id="a", sampling_params=SamplingParams(max_tokens=3))]
+    for most in (3, 3, 9):
+        params = SamplingParams(max_tokens=most, extra_args={"gsd": False})
+        chunks.append(SimpleNamespace(req_id="a", sampling_params=params))
+    assert speculation.uses_graph(chunks[0])
+    for chunk in chunks[1:]:
+        speculation.admit_again(chunk)
+        assert not speculation.uses_graph(chunk)
+    assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.known == {"a": (False, False, 9)}

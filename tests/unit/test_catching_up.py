@@ -8,12 +8,14 @@ import torch
 
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.drafter import Drafter
-from vllm_gsd.engine.draft.limits import within_reach
+from vllm_gsd.engine.draft.limits import TOO_LONG, within_reach
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.speculation import Speculation
-from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase
+from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
-from vllm_gsd.method.constants import NUM_SOURCES
+from vllm_gsd.method.constants import NGRAM, NUM_SOURCES
+from vllm_gsd.planner.costs import Costs
+from vllm_gsd.planner.planner import Planner
 
 
 def test_least_missed_first_and_none_beyond():
@@ -44,6 +46,36 @@ def test_texts_that_are_too_long_for_the_draft_are_counted(kind):
     missed = drafter.missed(tracker, ["a", "b", "c"], length)
     assert speculation.choose_drafting(np.arange(3), np.zeros(0), 1.0, missed).tolist() == [True, False, False]
     assert speculation.stats.counts["drafts_skipped"] == 2
+
+
+@pytest.mark.parametrize("costs", [None, Costs(np.array([1, 64]), np.array([10.0, 11.0]), np.array([0.1, 0.1]), 0.0)])
+@pytest.mark.parametrize("runner", [1, 2])
+def test_nothing_is_drafted_while_all_texts_are_too_long(runner, costs):
+    """Copies of such texts do not pay, and are not tried more often than usual."""
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.most_missed, speculation.num_nodes = GraphStats(), 4097, 4
+    speculation.planner, speculation.drafter = Planner(4, 6, 4, costs), SimpleNamespace()
+    speculation.request_tables, speculation.copies = lambda: [()], []
+    plan, tried = Plan(speculation, num_slots=2, num_nodes=4, num_levels=6), 0
+
+    def step(*missed):
+        """Whether each of two requests is drafted for, and the gauge."""
+        batch = SimpleNamespace(token_rows=np.arange(2), length=np.full(2, 9))
+        speculation.planner.begin(2, 200)
+        if runner == 1:
+            drafts = speculation.choose_drafting(np.arange(2), np.zeros(0), 1.0, np.array(missed)).tolist()
+        else:
+            kinds = plan.choose(batch, np.ones(2, np.bool_), np.array(missed))
+            drafts = (kinds == DRAFTED).tolist()
+        return drafts, speculation.take_stats()["state"]["drafting"]
+
+    assert step(3, TOO_LONG) == ([True, runner == 2 and costs is None], 1)
+    for _ in range(200):
+        drafts, gauge = step(TOO_LONG, TOO_LONG)
+        assert gauge == 0 and (drafts == [False] * 2 or (runner == 2 and costs is None))
+        tried += speculation.planner.due
+    assert tried == 2  # after 40 steps and 80 more
+    assert step(3, 3) == ([True, True], 1)
 
 
 def test_v2_reads_no_more_of_prompts():
@@ -93,3 +125,7 @@ def test_v2_reads_no_more_of_prompts():
         speculator.ends = np.full(5, 6000 + answer)
         speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, NO_GRAPH), speculates, missed)
         assert caught_up == read
+    # Graphs of a probe have no copies, since the planner learns nothing from graphs that have.
+    speculator.plan.phase, kinds = Phase(tried=True), np.array([DRAFTED, COPIES_ONLY, NO_GRAPH, NO_GRAPH, DRAFTED])
+    speculator._grow_on_device(batch, np.arange(5), requests, kinds, speculates, missed)
+    assert sent[-1].trust[:, NGRAM].tolist() == [0, 1, 1, 1, 0]

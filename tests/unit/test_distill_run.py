@@ -95,8 +95,18 @@ def test_a_run_whose_engine_fails_goes_on_without(target, tmp_path):
     places = tmp_path / "out", tmp_path / "work"
     run._check(Options(target=str(target)), *places)
     run._check(Options(target=str(target), engine=False, eager=True), *places)
-    with pytest.raises(DistillError, match="holds a run with other options"):
-        run._check(Options(target=str(target), layers=2), *places)
+    with pytest.raises(DistillError, match=r"holds a run with other options \(--layers, --learning-rate\)"):
+        run._check(Options(target=str(target), layers=2, learning_rate=0.5), *places)
+
+
+def test_a_run_of_an_earlier_version_is_refused_by_what_differs(target, tmp_path):
+    places, file = (tmp_path / "out", tmp_path / "work"), tmp_path / "work" / "options.json"
+    run._check(Options(target=str(target)), *places)
+    stored = json.loads(file.read_text())
+    del stored["rank"]
+    file.write_text(json.dumps({"cost": None, **stored}))
+    with pytest.raises(DistillError, match=r"other options \(--cost, --rank\); give another --work"):
+        run._check(Options(target=str(target)), *places)
 
 
 def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target, monkeypatch):

@@ -1,12 +1,13 @@
-"""The message for Ray nodes without this plugin."""
+"""The message for Ray nodes without this plugin, and the threads of a rank."""
 
 from importlib.metadata import version
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from vllm_gsd.config import GSDConfigError
-from vllm_gsd.engine.parallel import ray_nodes
+from vllm_gsd.engine.parallel import ray_executor, ray_nodes
 
 OURS = version("vllm-gsd")
 
@@ -41,3 +42,18 @@ def test_one_has_not(nodes, answer, message):
     with pytest.raises(GSDConfigError) as refused:
         ray_nodes.check_nodes(None)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 4), ("", 4), ("3", 3), ("3,2", 3)])
+def test_threads_of_a_rank(monkeypatch, given, threads):
+    """Two ranks share a node of eight cores."""
+    chosen, cpus = [], [SimpleNamespace(numa_node=0, physical_core=core) for core in range(8)]
+    monkeypatch.setattr(ray_executor, "get_allowed_cpu_list", lambda: cpus)
+    monkeypatch.setattr(ray_executor.torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(ray_executor, "ray", mock.MagicMock())
+    monkeypatch.setattr(ray_executor, "ray_ranks", mock.Mock())
+    monkeypatch.setattr(ray_executor.ray_executor_v2.RayWorkerProc, "initialize_worker", lambda *_: None)
+    environment = {} if given is None else {"OMP_NUM_THREADS": given}
+    rank = ray_executor.CPURayWorkerProc.__new__(ray_executor.CPURayWorkerProc)
+    rank.initialize_worker(0, {}, "", environment, assigned_physical_gpu_ids=[0, 1])
+    assert chosen == [threads]

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.engine.observe import trace_file
 from vllm_gsd.engine.observe.metrics import COUNTERS
-from vllm_gsd.engine.observe.recorder import _Traced
+from vllm_gsd.engine.observe.recorder import Recorder, _Traced
 from vllm_gsd.engine.observe.step_record import MOST_PRUNED, SOURCES, Step
 from vllm_gsd.engine.observe.trace_file import TraceFile
 from vllm_gsd.engine.verify.draft_tree import FlatTree, flat_tree
@@ -146,6 +147,20 @@ def test_the_answer_ends_at_max_tokens():
     assert not traced.ended
     assert traced.end_step([7, 8], 3, WITHOUT_TEXT, text)["tokens"]["token"] == [7]
     assert traced.ended
+
+
+def test_chunks_of_a_session_are_recorded_if_they_ask(tmp_path):
+    recorder = Recorder.__new__(Recorder)
+    recorder.file, recorder.traced, recorder.batch = TraceFile(str(tmp_path / "trace.jsonl")), {}, []
+    recorder.config = GSDConfig(method="gsd", model=None)
+    recorder.model_config = SimpleNamespace(model="target", skip_tokenizer_init=True)
+    followed = []
+    for asks in (True, True, False, True):
+        params = SamplingParams(extra_args={"gsd_trace": asks})
+        recorder.admit("a", SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2]))
+        followed.append(recorder.traced.get("a"))
+    assert [one is not None for one in followed] == [True, True, False, True]
+    assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == 3
 
 
 def test_the_file_is_private_and_bounded(tmp_path, monkeypatch):

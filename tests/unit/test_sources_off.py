@@ -11,13 +11,15 @@ from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.host import follow
-from vllm_gsd.method.constants import NGRAM, OFF_BELOW
-from vllm_gsd.method.graph import new_graphs
+from vllm_gsd.method.constants import NGRAM, OFF_BELOW, ORIGIN_DRAFT
+from vllm_gsd.method.graph import add_child, new_graphs
 from vllm_gsd.planner.calibration import SourceTrust
-from vllm_gsd.planner.planner import Planner
+from vllm_gsd.planner.costs import Costs
+from vllm_gsd.planner.planner import PROBE_EVERY, Planner
 
 NODES = 8
 CONFIG = GSDConfig(method="gsd", model=None, num_speculative_tokens=NODES)
+COSTS = Costs(np.array([1, 8, 64]), np.array([20.0, 21.0, 77.0]), np.array([1.0, 1.2, 3.0]), attention=0.0)
 
 
 def new_speculation() -> Speculation:
@@ -85,3 +87,37 @@ def test_nodes_that_were_bad_for_a_long_time_are_soon_found_to_be_good():
     for _ in range(5):
         calibration.observe(*(of[:4] for of in node), np.ones(4, np.bool_))
     assert calibration.first_level > 0.6
+
+
+class KnowingDraft:
+    """A draft that finds the next tokens of a text."""
+
+    def __init__(self, planner: Planner, text: np.ndarray):
+        self.planner, self.text = planner, text
+
+    def missed(self, tracker, request_ids, length):
+        return np.ones_like(length)
+
+    def catch_up(self, batch, tracker, due, drafting):
+        self.planner.caught_up(int(drafting.sum()))
+        return drafting, self if drafting.any() else None
+
+    def grow(self, graphs, drafted, hidden, requests):
+        self.planner.drafted(np.array([[0.9, 0.01, 0.01, 0.01]], np.float32))
+        node = 0
+        for token in self.text[requests.length[0] :][:4]:
+            node = add_child(graphs, 0, node, int(token), np.float32(0.9), ORIGIN_DRAFT)
+
+
+def test_a_draft_that_became_good_is_noticed_beside_copies():
+    """Copies of some kind are found for every position of the text."""
+    text = np.random.default_rng(0).integers(1, 4, 2000).astype(np.int32)
+    speculation, length, drafted = new_speculation(), 100, []
+    planner = speculation.planner = Planner(CONFIG.top_k, CONFIG.max_depth, NODES, COSTS)
+    planner.worth[:], planner.drafting = 0.0, False
+    speculation.drafter, speculation.draft_kv = KnowingDraft(planner, text), object()
+    speculation.most_missed = 4097
+    for _ in range(4 * PROBE_EVERY):
+        length = step(speculation, text, length)
+        drafted.append(planner.drafting)
+    assert any(drafted) and not any(drafted[: PROBE_EVERY - 1])

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
@@ -308,11 +310,26 @@ def test_no_request_waits_for_nodes_of_others():
 
 def test_no_request_waits_for_nodes_of_others_without_async_scheduling():
     drafts = [[1, 2, 3, 4], [], [5, 6]]
-    assert cut_to_fit(drafts, 9, more=False) == cut_to_fit(drafts, 10, more=True) == drafts
-    assert cut_to_fit(drafts, 8, more=False) == [[1], [], [5]]
-    assert cut_to_fit(drafts, 9, more=True) == [[1], [], [5]]
-    assert cut_to_fit(drafts, 3, more=True) == [[], [], []]
-    assert cut_to_fit([], 1, more=True) == []
+    assert cut_to_fit(drafts, 9, more=0) == cut_to_fit(drafts, 10, more=1) == drafts
+    assert cut_to_fit(drafts, 8, more=0) == [[1, 2, 3], [], [5, 6]]
+    assert cut_to_fit(drafts, 6, more=0) == [[1], [], [5]]
+    assert cut_to_fit(drafts, 9, more=1) == [[1], [], [5]]
+    assert cut_to_fit(drafts, 3, more=1) == [[], [], []]
+    assert cut_to_fit([], 1, more=1) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 16), max_size=8), st.integers(1, 80), st.integers(0, 3))
+def test_nodes_are_shared_fairly_and_completely(sizes, num_tokens, more):
+    """No request gets fewer nodes than another unless it has no more, and another node for each does not fit."""
+    cut = [*map(len, cut_to_fit([[0] * size for size in sizes], num_tokens, more))]
+    share = max(cut, default=0)
+    assert cut == [min(size, share) for size in sizes]
+    left = num_tokens - len(sizes) - more - sum(cut)
+    assert left >= 0 or share == 0
+    if cut != sizes:
+        lacking = sum(size > share for size in sizes)
+        assert left - more * share < lacking + more
 
 
 @pytest.mark.parametrize("queue", ["waiting", "kv_holding_waiting"])
@@ -320,7 +337,8 @@ def test_nodes_leave_room_for_a_request_of_either_queue(monkeypatch, queue):
     """vLLM has a queue of its own for requests that keep their KV, such as sessions of streaming input."""
     monkeypatch.setattr(GraphScheduling, "schedule", lambda self: None)
     scheduler = GraphScheduler.__new__(GraphScheduler)
-    scheduler.running, scheduler.max_num_running_reqs = [SimpleNamespace(spec_token_ids=[1, 2, 3])], 2
+    running = SimpleNamespace(spec_token_ids=[1, 2, 3], is_prefill_chunk=False)
+    scheduler.running, scheduler.max_num_running_reqs = [running], 2
     scheduler.waiting, scheduler.kv_holding_waiting, scheduler.max_num_scheduled_tokens = [], [], 4
     for waiting, nodes in ([], [1, 2, 3]), ([object()], [1]):
         setattr(scheduler, queue, waiting)

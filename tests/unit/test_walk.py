@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.request import Request as ScheduledRequest
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
@@ -116,26 +119,47 @@ def test_two_steps_in_a_row(sampler):
     assert torch.equal(generator.get_state(), expected_generator.get_state())
 
 
-def test_seeded_walks_end_with_the_text(sampler):
-    """A session of streaming input goes on with the generator, so nothing is drawn behind a stop token."""
-    stop, ended = {0, 1, 2}, 0
-    for seed in SEEDS:
+REPETITION = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(stop_token_ids=[0, 1, 2]),
+        SamplingParams(repetition_detection=REPETITION),
+        SamplingParams(repetition_detection=REPETITION, min_tokens=4, max_tokens=9),
+    ],
+    ids=["stop tokens", "repetition", "minimum"],
+)
+def test_seeded_walks_end_with_the_text(sampler, params):
+    """A session of streaming input goes on with the generator, so nothing is drawn behind the end of a text."""
+    ended = 0
+    for seed in range(250):
         model, requests, trees = random_batch(seed, sampling)
         generators = [request.generator() for request in requests]
         logits, rows = lay_out(model, requests, trees)
-        outputs, stops = [request.output for request in requests], [stop] * len(requests)
-        output, paths = walk(sampler, logits, metadata_of(requests, generators), rows, outputs, False, stops)
+        outputs, ends = [request.output for request in requests], [params] * len(requests)
+        output, paths = walk(sampler, logits, metadata_of(requests, generators), rows, outputs, False, ends)
         walks = zip(requests, generators, trees, paths.last.tolist(), output.sampled_token_ids.tolist(), strict=True)
         for request, generator, tree, place, line in walks:
             if generator is None:
                 continue
             tokens = [token for token in line if token != PLACEHOLDER]
             expected, _, left = plain(sampler, model, request, len(tokens))
-            assert tokens == expected and not stop & {*tokens[:-1]}
+            assert tokens == expected
+            assert not any(ends_by_vllm(params, request.output + tokens[:count]) for count in range(1, len(tokens)))
             assert tree.path(place) == (*tokens[:-1],)
             assert torch.equal(generator.get_state(), left.get_state())
             ended += tree.child(place, tokens[-1]) is not None
     assert ended > 5
+
+
+def ends_by_vllm(params, output):
+    """Whether vLLM's scheduler ends a text with these output tokens."""
+    record = ScheduledRequest("", prompt_token_ids=[1], sampling_params=params, pooling_params=None)
+    record.max_tokens = 99
+    record.append_output_token_ids(output)
+    return check_stop(record, 99)
 
 
 @pytest.mark.parametrize("seed", SEEDS[:10])

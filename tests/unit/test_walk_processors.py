@@ -113,14 +113,14 @@ def plain(sampler, model, request, kind, count):
     return tokens
 
 
-def walked(sampler, model, requests, trees, kind, stops=()):
+def walked(sampler, model, requests, trees, kind, params=()):
     """Tokens of each request, places, and the processor."""
     logits, rows = lay_out(model, requests, trees)
     processor = started(kind, requests)
     metadata = with_processor(metadata_of(requests, [request.generator() for request in requests]), processor)
     stateful = any(request.min_tokens or request.min_p or request.bias for request in requests)
     outputs = [request.output for request in requests]
-    output, paths = walk(sampler, logits, metadata, rows, outputs, stateful, stops)
+    output, paths = walk(sampler, logits, metadata, rows, outputs, stateful, params)
     return [[t for t in line if t != PLACEHOLDER] for line in output.sampled_token_ids.tolist()], paths.last, processor
 
 
@@ -163,7 +163,9 @@ def test_not_asked_about_what_follows_the_end_of_a_text(sampler, kind):
     path = plain(sampler, model, request, kind, 4)
     tree = Tree([(place, token) for place, token in enumerate(path[:3])])
     end = next(i for i, token in enumerate(path) if token not in path[:i] and i > 0)
-    emitted, places, processor = walked(sampler, model, [request], [tree], kind, [{path[end]}])
+    emitted, places, processor = walked(
+        sampler, model, [request], [tree], kind, [SamplingParams(stop_token_ids=[path[end]])]
+    )
     assert emitted == [path[: end + 1]]
     assert places.tolist() == [end]
     assert processor.calls(0) == list(range(end + 1))

@@ -13,11 +13,11 @@ from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layer
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.context_kv import ContextKV
-from vllm_gsd.engine.draft.copies import COPIED, Copies
+from vllm_gsd.engine.draft.copies import COPIED, Copies, leave_out_copies
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
-from vllm_gsd.engine.draft.limits import MOST_MISSED, within_reach
+from vllm_gsd.engine.draft.limits import MOST_MISSED, TOO_LONG, within_reach
 from vllm_gsd.engine.draft.model import kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
@@ -190,9 +190,9 @@ class Speculation:
         if self.recorder is not None:
             self.recorder.forget(request_ids)
 
-    def admit_again(self, request_id: str) -> None:
-        """Forget what was constant for a request whose parameters change: a chunk of a streaming-input session."""
-        self.known.pop(request_id, None)
+    def admit_again(self, request: Any) -> None:
+        """Learn the new parameters of a request, given as its runner's record: a chunk of a streaming-input session."""
+        self._admit(request.req_id, request)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the proposed trees of these requests, which will not be verified."""
@@ -279,7 +279,10 @@ class Speculation:
                 due = np.where(prompts, length, due)
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
             if hidden is not None:
-                trees = self._grow(requests, drafted[requests.index], hidden)
+                grown = drafted[requests.index]
+                if self.planner.probing:  # the planner learns from graphs without copies only
+                    leave_out_copies(requests.trust, grown)
+                trees = self._grow(requests, grown, hidden)
         proposals = [NO_NODES] * num_requests
         if trees is not None:
             self._propose(proposals, requests, trees)
@@ -334,13 +337,14 @@ class Speculation:
             self.planner.put_off()
             return drafting
         was_drafting = self.planner.drafting
-        wanted = self.planner.wants_drafts(count, found, max(0.0, left))
+        readable = index[missed[index] < TOO_LONG]
+        wanted = self.planner.wants_drafts(len(readable), found, max(0.0, left))
         if self.planner.drafting != was_drafting:
             self.stats.counts["drafting_switches"] += 1
         if not wanted:
             self.stats.counts["drafts_skipped"] += count
             return drafting
-        chosen = index[within_reach(missed[index], self.most_missed)]
+        chosen = readable[within_reach(missed[readable], self.most_missed)]
         if self.planner.probing:
             chosen = chosen[:PROBE_REQUESTS]
             if len(chosen) == 0:
@@ -437,13 +441,14 @@ class Speculation:
         return self.config.trace is not None and wire.asks_for_trace(request.sampling_params)
 
     def _admit(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
-        """Count a request that uses no graph, record one that asks for it, and keep what is constant for a request.
+        """Count a new request without a graph, record one that asks for it, and keep what is constant for a request.
 
         Returns:
             whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
         """
         reason = fallback_reason(request)
-        if reason is not None:
+        had_graph, *_ = self.known.get(request_id, (True,))
+        if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1
         if self.recorder is not None:
             self.recorder.admit(request_id, request)

@@ -13,12 +13,19 @@ All other references are in ``tests/kernels/references``.
 import importlib
 import importlib.util
 import logging
+import os
 
 import torch
 
 
 def _load_extension() -> bool:
-    """Register ``torch.ops.vllm_gsd``. Return False if the extension is not built or, with a warning, does not load."""
+    """Register ``torch.ops.vllm_gsd``.
+
+    Returns:
+        False if ``VLLM_GSD_NO_EXTENSION=1`` turns the extension off, it is not built or, with a warning, does not load.
+    """
+    if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
+        return False
     try:
         importlib.import_module("vllm_gsd._C")
     except ImportError as error:

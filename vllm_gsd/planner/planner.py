@@ -143,7 +143,8 @@ class Planner:
         if self.given_levels is not None:
             return self.given_levels > 0
         if self.costs is None:
-            return True
+            self.drafting = num_drafted > 0
+            return self.drafting
         without = max(self._plain_rate(), self._rate(found))
         rate = self._drafts_rate(found, left, num_drafted)
         self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
@@ -151,7 +152,7 @@ class Planner:
             self._probe_after(PROBE_EVERY)
             self.resting = self._plain_step_is_due()
             return not self.resting
-        self.probing = self.due
+        self.probing = self.due and num_drafted > 0
         return self.probing
 
     def _plain_step_is_due(self) -> bool:

@@ -26,6 +26,16 @@ COPIED[[*SOURCE_OF_COPIES]] = True
 PACKED = {"shared"}
 
 
+def leave_out_copies(trust: np.ndarray, graphs: np.ndarray) -> None:
+    """Graft no copies onto some graphs, as if their requests rejected these.
+
+    Args:
+        trust: float32 [num_graphs, sources], from ``SourceTrust``; updated.
+        graphs: bool [num_graphs].
+    """
+    trust[graphs, NGRAM] = trust[graphs, SHARED] = 0.0
+
+
 class Copies:
     """The sources that need no draft model.
 

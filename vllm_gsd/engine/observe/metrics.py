@@ -43,7 +43,8 @@ COUNTERS = {
 }
 
 GAUGES = {
-    "drafting": "1 while drafting with the draft model pays off; 0 otherwise, or without a draft model.",
+    "drafting": "1 while drafting with the draft model pays off; 0 otherwise, without a draft model, or while it can "
+    "read none of the texts, because of their length.",
     "tracked_requests": "Entries in the largest per-request table of gsd; 0 when no request is left.",
 }
 

@@ -84,8 +84,9 @@ class Recorder:
         return text
 
     def admit(self, request_id: str, request: Any) -> None:
-        """Begin to follow a new request, if it asks for a trace."""
+        """Begin to follow a new request, or a later chunk of a session of streaming input, if it asks for a trace."""
         params = request.sampling_params
+        self.traced.pop(request_id, None)
         if not wire.asks_for_trace(params):
             return
         prompt = list(request.prompt_token_ids or ())

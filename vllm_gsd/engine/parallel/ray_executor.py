@@ -32,9 +32,10 @@ class CPURayWorkerProc(ray_executor_v2.RayWorkerProc):
         """Set the number of threads to this rank's share of the node's cores, then proceed as upstream."""
         ranks_here = len(kwargs.pop("assigned_physical_gpu_ids"))
         cores = {(cpu.numa_node, cpu.physical_core) for cpu in get_allowed_cpu_list()}
-        # Ray sets OMP_NUM_THREADS to 1 in this process, so the value of the engine's process decides.
-        driver_env_vars = args[3]
-        torch.set_num_threads(int(driver_env_vars.get("OMP_NUM_THREADS", 0)) or max(1, len(cores) // ranks_here))
+        # Ray sets OMP_NUM_THREADS to 1 in this process, so the value of the engine's process decides. It may be a list,
+        # with a number for each level of nested threads.
+        threads = args[3].get("OMP_NUM_THREADS", "").partition(",")[0]
+        torch.set_num_threads(int(threads or 0) or max(1, len(cores) // ranks_here))
         ray_ranks.keep_shared_memory_to_nodes(ray.get_runtime_context().get_node_id()[:8])
         super().initialize_worker(*args, **kwargs)
 

@@ -201,6 +201,7 @@ class GraphScheduler(GraphScheduling):
         """Schedule as ``GraphScheduling`` does, but let no request wait for the nodes of others."""
         waiting = bool(self.waiting or self.kv_holding_waiting)  # the latter are sessions of streaming input
         more = waiting and len(self.running) < self.max_num_running_reqs
+        more += sum(request.is_prefill_chunk for request in self.running)
         drafts = [request.spec_token_ids for request in self.running]
         for request, tokens in zip(self.running, cut_to_fit(drafts, self.max_num_scheduled_tokens, more), strict=True):
             structured.set_drafts(request, tokens)
@@ -225,7 +226,7 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
             self.dynamic_sd_lookup = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
 
 
-def cut_to_fit(drafts: list[list[int]], num_tokens: int, more: bool) -> list[list[int]]:
+def cut_to_fit(drafts: list[list[int]], num_tokens: int, more: int) -> list[list[int]]:
     """The first nodes of each running request, so few that all requests have room in a step.
 
     Upstream would give the first requests all their nodes, and let the others wait until these have finished.
@@ -233,11 +234,16 @@ def cut_to_fit(drafts: list[list[int]], num_tokens: int, more: bool) -> list[lis
     Args:
         drafts: the nodes of each running request.
         num_tokens: the most tokens of a step.
-        more: whether another request may start in the step.
+        more: how many requests use any room: those in their prompts, and another one that may start in the step.
     """
-    if sum(map(len, drafts)) + len(drafts) + more <= num_tokens:
+    left, sharing, share = num_tokens - len(drafts) - more, len(drafts) + more, 0
+    if sum(map(len, drafts)) <= left:
         return drafts
-    share = max(0, num_tokens // (len(drafts) + more) - 1)
+    for size in sorted(map(len, drafts)):
+        share = max(0, left // sharing)
+        if size > share:
+            break
+        left, sharing = left - size, sharing - 1  # what it does not need is left to the others
     return [nodes[:share] for nodes in drafts]
 
 

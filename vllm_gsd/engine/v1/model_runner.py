@@ -24,7 +24,7 @@ from vllm_gsd.engine.attention.tree_rows import serves_chains
 from vllm_gsd.engine.observe.measure import idle_tokens
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v1.match import match_step
-from vllm_gsd.engine.v1.processors import stop_tokens, tell_of_processors
+from vllm_gsd.engine.v1.processors import tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
 from vllm_gsd.engine.verify.draft_tree import Paths
 from vllm_gsd.engine.verify.step import VerifyStep, check_attached
@@ -117,8 +117,9 @@ class GraphModelRunner(CPUModelRunner):
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
-        self.speculation.admit_again(req_id)
-        return super()._update_streaming_request(req_id, new_req_data)
+        request = super()._update_streaming_request(req_id, new_req_data)
+        self.speculation.admit_again(request)
+        return request
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -236,7 +237,7 @@ class GraphModelRunner(CPUModelRunner):
                 step.trees,
                 [request.output_token_ids for request in requests],
                 stateful=any(map(_has_processor, requests)),
-                stops=(stop_tokens(request.sampling_params) for request in requests),
+                params=(request.sampling_params for request in requests),
             )
         with self.speculation.stats.timed("compaction_seconds"):
             self._compact(step, paths)

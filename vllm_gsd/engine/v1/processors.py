@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 from vllm import SamplingParams
 from vllm.logger import init_logger
+from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     AdapterLogitsProcessor,
@@ -58,9 +59,14 @@ def asks_by_request(processor: LogitsProcessor) -> bool:
     )
 
 
-def stop_tokens(params: SamplingParams) -> set[int]:
-    """The tokens that end a request's text, as in upstream's ``check_stop``."""
-    return {*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])}
+def ends_text(params: SamplingParams, output: list[int], token: int) -> bool:
+    """Whether ``token`` after ``output`` ends a request's text, as upstream's ``check_stop`` says, lengths apart."""
+    if token == params.eos_token_id or token in (params.stop_token_ids or ()):
+        return True
+    repetition = params.repetition_detection
+    if repetition is None or len(output) + 1 < params.min_tokens:
+        return False
+    return check_sequence_repetition([*output, token], repetition)
 
 
 def tell_of_processors(processors: LogitsProcessors) -> None:

@@ -17,13 +17,14 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.engine.parallel.ranks import from_first_rank
-from vllm_gsd.engine.v1.processors import CustomProcessors
+from vllm_gsd.engine.v1.processors import CustomProcessors, ends_text
 from vllm_gsd.engine.verify.draft_tree import Paths, WalkTrees
 from vllm_gsd.host import follow, step_into
 from vllm_gsd.ops.topk.api import argmax_of_walks
 from vllm_gsd.upstream.instances import count_thinking_as_without_speculation
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.sample.sampler import Sampler
 
 Value = TypeVar("Value")
@@ -38,7 +39,7 @@ def walk(
     trees: WalkTrees,
     outputs: list[list[int]],
     stateful: bool,
-    stops: Iterable[set[int]] = (),
+    params: Iterable[SamplingParams] = (),
 ) -> tuple[SamplerOutput, Paths]:
     """Sample every request's accepted path and bonus token.
 
@@ -49,8 +50,9 @@ def walk(
         outputs: the requests' lists of output tokens. Penalties, bad words and logits processors read them, so they are
             extended during the walk and restored before returning.
         stateful: whether a built-in logits processor is active. These index the batch by request and need all its rows.
-        stops: the stop tokens of each request. For positions after them, custom logits processors are not called, and
-            the generators of seeded requests, with which a session of streaming input goes on, are not used.
+        params: the sampling parameters of each request, which say where its text ends. For positions after that, custom
+            logits processors are not called, and the generators of seeded requests, with which a session of streaming
+            input goes on, are not used.
 
     Returns:
         vLLM's record of the sampled tokens, int32 [num_requests, deepest walk + 1] padded with -1, and ours.
@@ -65,7 +67,7 @@ def walk(
     if not stateful and _only_argmax(metadata):
         return _walk_greedily(logits, trees)
     original_lengths = [len(output) for output in outputs]
-    walked = _walk_by_depth(sampler, logits, metadata, trees, outputs, stateful, custom, stops)
+    walked = _walk_by_depth(sampler, logits, metadata, trees, outputs, stateful, custom, params)
     for output, length in zip(outputs, original_lengths, strict=True):
         del output[length:]
     return walked
@@ -96,13 +98,13 @@ def _walk_by_depth(
     outputs: list[list[int]],
     stateful: bool,
     custom: CustomProcessors,
-    stops: Iterable[set[int]],
+    params: Iterable[SamplingParams],
 ) -> tuple[SamplerOutput, Paths]:
     """Sample one token per active walk at each depth; arguments and results as in ``walk``. Extends ``outputs``."""
     num_requests = len(trees.starts) - 1
     starts = trees.starts[:-1]
     places = np.zeros(num_requests, np.int32)
-    ends = list(stops) if custom or metadata.generators else []
+    ends = list(params) if custom or metadata.generators else []
     active = np.ones(num_requests, np.bool_)
     columns: list[np.ndarray] = []
     logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
@@ -124,7 +126,7 @@ def _walk_by_depth(
         stood = places.copy()
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
         if custom or ends:
-            _end_walks(custom, ends, column, active)
+            _end_walks(custom, ends, outputs, column, active)
             places = np.where(active, places, stood)
         if not active.any():
             break
@@ -140,15 +142,23 @@ def _walk_by_depth(
     return _records(tokens, places, _stack_logprobs(logprobs, num_requests, len(columns)))
 
 
-def _end_walks(custom: CustomProcessors, stops: list[set[int]], column: np.ndarray, active: np.ndarray) -> None:
+def _end_walks(
+    custom: CustomProcessors,
+    params: list[SamplingParams],
+    outputs: list[list[int]],
+    column: np.ndarray,
+    active: np.ndarray,
+) -> None:
     """End the walks that must not take another step.
 
     Args:
+        params: the sampling parameters of each request; empty if no text's end matters.
+        outputs: the output tokens of each request before those in ``column``.
         column: int64 [num_requests], the tokens sampled last.
         active: bool [num_requests], walks that continue; updated.
     """
-    for request, tokens in enumerate(stops):
-        active[request] &= int(column[request]) not in tokens
+    for request in np.flatnonzero(active) if params else ():
+        active[request] = not ends_text(params[request], outputs[request], int(column[request]))
     if custom.in_step:
         active &= active.all()
 

@@ -17,6 +17,7 @@ import torch
 
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import COPIED
+from vllm_gsd.engine.draft.limits import TOO_LONG
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.method.constants import ORIGIN_AGREED, ORIGIN_DRAFT
 from vllm_gsd.ops.flatten.api import DeviceTrees
@@ -97,6 +98,10 @@ class Plan:
         self.phase = Phase()
         if not self.active:
             self.shares[slots] = np.where(wanted, self.num_nodes, 0)
+            if missed is not None and wanted.any():  # the device leaves long texts out by itself, but counts nothing
+                readable = int(np.count_nonzero(missed[wanted] < TOO_LONG))
+                self.speculation.planner.wants_drafts(readable, np.zeros(0))
+                self.speculation.stats.counts["drafts_skipped"] += int(wanted.sum()) - readable
             return kinds
         if missed is None:
             kinds = wanted * COPIES_ONLY

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_gsd.engine.draft.batch import DraftBatch
+from vllm_gsd.engine.draft.copies import leave_out_copies
 from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
 from vllm_gsd.engine.schedule.fallback import fallback_reason
@@ -137,7 +138,7 @@ class GraphSpeculator(BaseSpeculator):
         """Start or resume a request in a slot."""
         former = self.requests.get(request.req_id)
         if former is not None and former.sampling_params != request.sampling_params:
-            self.speculation.admit_again(request.req_id)
+            self.speculation.admit_again(request)
             if self.grammars is not None:
                 self.grammars.forget([request.req_id])
         self.requests[request.req_id] = request
@@ -333,6 +334,8 @@ class GraphSpeculator(BaseSpeculator):
             self.proposals.drop(slots)
             return
         trust, words = speculation.trust.of(batch.request_ids), self.drafting.tree_words
+        if self.plan.phase.tried:  # the planner learns from graphs without copies only
+            leave_out_copies(trust, kinds == DRAFTED)
         known_batch = KnownBatch(
             slots=slots,
             wanted=kinds,

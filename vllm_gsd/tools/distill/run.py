@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
+from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
@@ -120,8 +121,11 @@ def _check(options: Options, out: Path, work: Path) -> None:
     make_folder(work, "--work")
     given = json.loads(json.dumps({**asdict(options), "target": str(Path(options.target).resolve())}))
     first = kept(work / "options.json", lambda: given)
-    if {**first, **dict.fromkeys(OF_ENGINES)} != {**given, **dict.fromkeys(OF_ENGINES)}:
-        raise DistillError(f"{str(work)!r} holds a run with other options; give another --work or delete it.")
+    others = [name for name in {**first, **given} if first.get(name, ...) != given.get(name, ...)]
+    if differing := [flag(name) for name in others if name not in OF_ENGINES]:
+        raise DistillError(
+            f"{str(work)!r} holds a run with other options ({', '.join(differing)}); give another --work or delete it."
+        )
 
 
 def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
