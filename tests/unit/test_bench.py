@@ -1,5 +1,6 @@
 """The computations of ``vllm-gsd bench``, without engines."""
 
+import json
 import random
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_forms_share_one_engine_and_analyses_are_compiled_if_anything_is(tmp_pat
     monkeypatch.setattr(run, "make_report", lambda *_: {})
     monkeypatch.setattr(run, "bench_page", lambda report: "")
     monkeypatch.setattr(run, "analyse", lambda draft, gsd, compiled, work, tick: compiled)
-    work = turns.Work(requests(2), [1], 1, 9, {}, tmp_path, apart)
+    work = turns.Work(requests(2), [1], 1, 9, {"model": "target"}, tmp_path, apart)
     plan = run.Plan(["gsd"], ["compiled", "eager"], [1], Drafts.of("draft"), {}, [], forms=True, analyses=True)
     assert run.bench(plan, work, {}, tmp_path)["analyses"] is True
     assert started == [GRAPH]
@@ -218,6 +219,7 @@ def command(tmp_path, monkeypatch):
         (["--contexts", "8", "--limit", "1"], "--contexts needs two prompts"),
         (["--engine-args", '{"max_num_seqs": 3}'], '--engine-args has "max_num_seqs"'),
         (["--draft-model", "other"], '--draft-model is given, but "draft" is a language model'),
+        (["--forms", "--engine-args", '{"tensor_parallel_size": 2}'], "--forms needs Model Runner V1 and one rank"),
         (["--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a folder'),
     ],
 )
@@ -225,6 +227,23 @@ def test_mistakes_are_refused_before_an_engine_starts(command, extra, sentence):
     done = command(*extra)
     assert done.exit_code == 1, done.output
     assert sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_forms_are_refused_on_gpus(command, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "--forms needs Model Runner V1 and one rank, so no GPU" in command("--forms").stderr
+
+
+@pytest.mark.parametrize(
+    ("draft", "sentence"), [("nowhere", '--draft is "nowhere"'), ("other", "has 65 tokens in its vocabulary")]
+)
+def test_drafts_that_do_not_fit_are_refused_before_an_engine_starts(command, tmp_path, draft, sentence):
+    for name, size in (("target", 64), ("other", 65)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
+    path = draft if draft == "nowhere" else str(tmp_path / draft)
+    done = command("--target", str(tmp_path / "target"), "--draft", path)
+    assert done.exit_code == 1 and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path):

@@ -126,6 +126,25 @@ def test_weights_that_are_missing_or_damaged(model, damage):
     assert failed.topic == "weights of the draft" and str(draft) in failed.detail and memory == {}
 
 
+def test_weights_that_only_vllm_reads_are_no_failure(model, monkeypatch):
+    """Weights in PyTorch's own format, and those of a draft of which the hub's cache has only the config.json."""
+    target, draft = model("target"), model("draft")
+    (draft / "model.safetensors").rename(draft / "pytorch_model.bin")
+    findings, memory = pair(target, draft)
+    assert statuses(findings)["weights of the draft"] == "note" and "no safetensors" in findings[-1].detail
+    (draft / "pytorch_model.bin").unlink()
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(draft / "config.json"))
+    findings, memory = pair(target, "some/draft")
+    assert statuses(findings)["weights of the draft"] == "note" and "downloads" in findings[-1].detail and memory == {}
+
+
+def test_vocabulary_that_the_config_leaves_out(model):
+    """As in Gemma 3 4B's config.json: the engine knows its size and compares the draft."""
+    target = model("target", text_config={"model_type": "gemma3_text", "hidden_size": 32})
+    findings, memory = pair(target, model("draft"))
+    assert statuses(findings) == {"target": "note"} and memory == {}
+
+
 def test_weights_in_shards(model):
     folder = model("target")
     save_file({f"other.{name}": weight for name, weight in WEIGHTS.items()}, folder / "other.safetensors")

@@ -61,9 +61,10 @@ def test_missing_package_is_one_sentence(tmp_path):
     assert "your own pair" in done.stderr
 
 
-def test_cache_that_cannot_be_written_is_one_sentence(tmp_path):
+@pytest.mark.parametrize("name", ["file", "x" * 300], ids=["a file", "cannot be looked up"])
+def test_cache_that_cannot_be_written_is_one_sentence(tmp_path, name):
     (tmp_path / "file").write_text("")
-    done = run("models", "--cache-dir", str(tmp_path / "file"))
+    done = run("models", "--cache-dir", str(tmp_path / name))
     assert done.returncode == 1
     assert done.stdout == ""
     assert "Traceback" not in done.stderr

@@ -138,7 +138,7 @@ WRONG_TEXTS = [
     (b'{"method": "gsd", "model": "x", "theta_prob": NaN}', ["NaN", "finite"]),
     (b'{"method": "gsd", "model": "x", "theta_prob": -Infinity}', ["-Infinity", "finite"]),
     (b'{"method": "gsd", "model": "x", "theta_prob": 1e999}', ['"theta_prob" is Infinity', "from 0 to 1"]),
-    (b'{"method": "gsd", "model": "x", "top_k": ' + b"1" * 5000 + b"}", ["5000 digits"]),
+    (b'{"method": "gsd", "model": "x", "top_k": ' + b"1" * 5000 + b"}", ["5000 digits", "more than 7"]),
     (b"[" * 100_000, ["nested too deeply"]),
     ('{"method": "gsd", "model": "entwürfe"}'.encode("latin-1"), ["is not UTF-8", "JSON file"]),
     ('{"method": "gsd", "model": "x"}'.encode("utf-16"), ["is not UTF-8", "JSON file"]),

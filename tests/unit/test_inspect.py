@@ -121,6 +121,7 @@ def test_the_command(tmp_path):
         ([str(trace), "--request", "x"], '--request is "x"'),
         ([str(trace), "--out", str(tmp_path)], "must be a file that can be written"),
         (["--prompt", "x", "--target", "t", "--gsd", '{"method": "gsd", "modle": 1}'], '"modle"'),
+        ([str(trace), "--out", "x" * 300], "must be a file that can be written"),
         (["--prompt", "x", "--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a file'),
         (["--prompt", "x", "--trace", "/dev/null/x"], '--trace is "/dev/null/x", but must be a file'),
         (["--prompt", "x", "--request", "one"], "--request is given with --prompt, but is for traces"),
@@ -144,3 +145,23 @@ def test_an_engine_that_fails_is_not_blamed_on_the_page(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["inspect", *options, "--out", str(out)])
     assert done.exit_code == 1 and not out.exists()
     assert done.stderr == 'The engine of "no/such-model" failed (OSError: no/such-model is no model).\n'
+
+
+@pytest.mark.parametrize(
+    ("gsd", "model"),
+    [
+        ([], "DRAFT"),
+        (["--gsd", '{"method": "gsd", "top_k": 4}'], "DRAFT"),
+        (["--gsd", '{"method": "gsd", "model": null, "sources": ["ngram"]}'], None),
+        (["--gsd", '{"method": "gsd", "model": null}', "--draft", "other"], "other"),
+    ],
+)
+def test_the_built_in_draft_replaces_no_given_one(tmp_path, monkeypatch, gsd, model):
+    def no_engine(target, speculative_config, **_):
+        raise OSError(json.dumps(speculative_config["model"]))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine, SamplingParams=None))
+    pair = SimpleNamespace(target="TARGET", draft="DRAFT")
+    monkeypatch.setattr("vllm_gsd.tools.models.built_in_pair", lambda: pair)
+    done = CliRunner().invoke(app, ["inspect", "--prompt", "x", "--out", str(tmp_path / "page.html"), *gsd])
+    assert done.stderr == f'The engine of "TARGET" failed (OSError: {json.dumps(model)}).\n'

@@ -18,7 +18,7 @@ from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.machine import Machine, PlanError, curve
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.report import Report
-from vllm_gsd.tools.plan.shapes import read_shapes
+from vllm_gsd.tools.plan.shapes import Shapes, read_shapes
 from vllm_gsd.tools.plan.trace import observed
 
 GUESSES = Acceptance(np.array([0.7, 0.6, 0.65]), np.array([1.0, 0.3, 0.1]))
@@ -137,11 +137,23 @@ def test_shapes_count_the_weights_of_the_built_in_models():
         assert read_shapes(folder).parameters == matrices - embedding
 
 
+@pytest.mark.parametrize("format", ["own", "speculators"])
+def test_shapes_of_an_eagle3_head_are_those_of_its_own_vocabulary(tmp_path, format):
+    layer = {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "vocab_size": 1000, "head_dim": None,
+    }  # fmt: skip
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 100, **layer}
+    if format == "speculators":
+        config = {"speculators_model_type": "eagle3", "draft_vocab_size": 100, "transformer_layer_config": layer}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention, mlp, head = 64 * (32 + 2 * 16) + 32 * 32, 3 * 32 * 48, 100 * 32
+    assert read_shapes(tmp_path) == Shapes(attention + mlp + head, 2 * 2 * 16, 1)
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus(name):
     """For a 3B target with a small draft, speculation pays for one request, and less when compute-bound."""
-    from vllm_gsd.tools.plan.shapes import Shapes
-
     one = machine_of(name, Shapes(3e9, 1e5), Shapes(1e8, 1e4), WORK)
     model = Model(one, GUESSES, WORK)
     assert model.pays(1, FORM)
@@ -261,6 +273,7 @@ def test_a_plan_for_a_gpu(tmp_path):
             "is of kind dspark, but plans are for drafts",
         ),
         (["--machine", "tpu", "--target", "TARGET", "--draft", "TARGET"], '--machine is "tpu"'),
+        (["--machine", "tpu"], '--machine is "tpu"'),
         (["--machine", "h100", "--target", "nowhere"], "has no config.json"),
         (["--validate", "1,2"], 'has no "plain" at batch size 2'),
         (["--validate", "x"], '--validate is "x"'),

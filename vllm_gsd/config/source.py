@@ -148,5 +148,5 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _short_integer(digits: str) -> int:
     if len(digits) > 20:  # Python's own message about thousands of digits is not meant for users
-        raise ValueError(f"a number has {len(digits)} digits, but none needs more than 3")
+        raise ValueError(f"a number has {len(digits)} digits, but none needs more than 7")
     return int(digits)

@@ -59,14 +59,14 @@ def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
     """
     gguf = find_gguf()
     folder = (cache_dir or default_cache_dir()).expanduser().absolute() / _target_name()
-    if not is_complete(folder):
-        try:
+    try:
+        if not is_complete(folder):
             _convert_atomically(gguf, folder)
-        except OSError as error:
-            raise ModelsError(
-                f"The target model cannot be written to {str(folder)!r} ({error.strerror or error}); "
-                "choose another place with --cache-dir or VLLM_GSD_CACHE."
-            ) from error
+    except OSError as error:
+        raise ModelsError(
+            f"The target model cannot be written to {str(folder)!r} ({error.strerror or error}); "
+            "choose another place with --cache-dir or VLLM_GSD_CACHE."
+        ) from error
     return ModelPair(target=folder, draft=DRAFT, draft_model=DRAFT_MODEL)
 
 

@@ -31,8 +31,8 @@ def try_file(file: Path, option: str) -> None:
     Raises:
         OutputError: this fails.
     """
-    existed = file.exists()
     try:
+        existed = file.exists()
         file.open("a").close()
         if not existed:
             file.unlink()

@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config.draft_check import check_draft, local_folder
+from vllm_gsd.config.draft_kind import read_config
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.analyses import analyse, num_runs
-from vllm_gsd.tools.bench.methods import BenchError, Drafts, checked, missing_for, settings_of
+from vllm_gsd.tools.bench.methods import FORMS, OFF, BenchError, Drafts, checked, missing_for, settings_of
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import make_report
 from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
@@ -83,14 +87,30 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
 def _check(plan: Plan, work: Work, methods: list[str]) -> None:
     """Refuse what would fail only after the comparison."""
     checked(plan.drafts.own, plan.gsd)  # even if no method reads it
+    if plan.drafts.own is not None and (plan.analyses or {OFF, *FORMS} & set(methods)):
+        _check_draft(str(work.engine_args["model"]), plan.drafts.own, plan.gsd)
     if plan.analyses and plan.drafts.own is None:
         raise BenchError("--analyses needs a draft model.")
     if plan.analyses and (fixed := [key for key in ("sources", "budget") if key in plan.gsd]):
         raise BenchError(f'--gsd has "{fixed[0]}", which --analyses sets itself; leave it out.')
     if plan.forms and "gsd" not in methods:
         raise BenchError('--forms needs "gsd" among --methods.')
+    if plan.forms and (torch.cuda.is_available() or work.engine_args.get("tensor_parallel_size", 1) != 1):
+        raise BenchError("--forms needs Model Runner V1 and one rank, so no GPU and no tensor_parallel_size.")
     if plan.contexts:
         contexts.check(work, plan.contexts)
+
+
+def _check_draft(target: str, draft: str, gsd: dict[str, Any]) -> None:
+    """Refuse a draft that does not fit a target on this machine, before methods run that need none."""
+    folder = local_folder(target)
+    config = {} if folder is None else read_config(folder)
+    vocab_size = (config.get("text_config") or config).get("vocab_size")
+    if isinstance(vocab_size, int):
+        try:
+            check_draft(draft, vocab_size, target, gsd.get("draft_vocab_size"))
+        except GSDConfigError as error:
+            raise BenchError(str(error).replace('"model"', "--draft", 1)) from None
 
 
 def _write(report: dict[str, Any], out: Path) -> None:

@@ -33,6 +33,9 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
         vocab_size, target_config = _target(target)
     except ModelFileError as error:
         return [Finding("target", "failed", str(error))], {}
+    if vocab_size is None:
+        unknown = "its config.json does not say vocab_size, so the draft is compared with the engine's"
+        return [Finding("target", "note", f"{target}; {unknown}")], {}
     found = [Finding("target", "ok", f"{target}, {vocab_size} tokens in its vocabulary")]
     if config.model is None:
         graphs = "graphs are made of copied text" if config.speculates else "nothing is drafted"
@@ -48,6 +51,8 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
     draft = local_folder(config.model)
     if draft is None:
         return [*found, Finding("memory of the draft", "unknown", "it is not on this machine")], {}
+    if why := _without_headers(config.model, draft):
+        return [*found, Finding("weights of the draft", "note", f"their size is not known, because {why}")], {}
     try:
         memory = draft_memory(draft, stored_dtype(target_config), features)
     except ModelFileError as error:
@@ -80,12 +85,24 @@ def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
     }
 
 
-def _target(target: str) -> tuple[int, dict[str, Any]]:
+def _without_headers(model: str, draft: Path) -> str:
+    """Why there are no safetensors files although vLLM will find weights; empty if it is not known to."""
+    if any(draft.glob("*.safetensors")):
+        return ""
+    if any(draft.glob("*.bin")):
+        return "they are no safetensors files"
+    return "" if Path(model).exists() else "vLLM downloads them when it starts"
+
+
+def _target(target: str) -> tuple[int | None, dict[str, Any]]:
+    """The size of its vocabulary, None if its class has a default, and its text config."""
     folder = local_folder(target)
     if folder is None:
         where = "no folder and no model in the hub's cache on this machine"
         raise ModelFileError(f"The target {target} is {where}; download it first.")
     config = read_config(folder)
+    if config.get("vocab_size") is None and "model_type" in config:
+        return None, config
     try:
         return int(config["vocab_size"]), config
     except (LookupError, TypeError, ValueError):

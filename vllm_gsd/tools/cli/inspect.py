@@ -84,10 +84,12 @@ def _pair(target: str | None, draft: str | None, gsd: str | None, trace: Path) -
     from vllm_gsd.config.source import read
     from vllm_gsd.tools.models import built_in_pair
 
-    keys: dict[str, Any] = {"method": "gsd", "model": None} if gsd is None else read(gsd)
+    keys: dict[str, Any] = {"method": "gsd"} if gsd is None else read(gsd)
     if target is None:
         pair = built_in_pair()
-        target, draft = str(pair.target), draft or keys.get("model") or str(pair.draft)
+        target, keys = str(pair.target), {"model": str(pair.draft), **keys}
+    elif gsd is None:
+        keys["model"] = None
     if draft is not None:
         keys = {**keys, "model": draft}
     keys = {**keys, "trace": str(trace.absolute())}

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_gsd.tools.output import make_folder
 from vllm_gsd.tools.plan.fleet import BUSY, replicas
-from vllm_gsd.tools.plan.gpus import machine_of
+from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.machine import PlanError
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.options import Options
@@ -34,6 +34,8 @@ def plan(options: Options) -> dict[str, Any]:
     """
     import matplotlib  # noqa: F401  # if it is missing, this fails before anything is written
 
+    if options.machine not in ("report", *GPUS):
+        raise PlanError(f'--machine is "{options.machine}", but must be report or one of {", ".join(GPUS)}.')
     report = Report(options.report)
     draft = report.draft if options.draft is None else str(options.draft)
     check_draft(draft)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.config.draft_kind import EAGLE, EAGLE3, kind_of_config
+from vllm_gsd.config.eagle3_folder import flattened
 from vllm_gsd.tools.plan.machine import PlanError
 
 
@@ -20,17 +22,17 @@ class Shapes:
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """The shapes of a Llama-like dense model, or of an EAGLE head.
+    """The shapes of a Llama-like dense model, or of an EAGLE or EAGLE-3 head.
 
     Raises:
         PlanError: there is no config.json, or it is not of that kind.
     """
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config = flattened(json.loads((folder / "config.json").read_text("utf-8")))
         if (trimmed := folder / "draft_vocab.json").exists():
             config["vocab_size"] = len(json.loads(trimmed.read_text())["token_ids"])
         shapes = shapes_of(config)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise PlanError(
             f"{folder} has no config.json of a Llama-like model ({error!r}); give a folder, not a hub id."
         ) from error
@@ -42,9 +44,10 @@ def read_shapes(folder: Path) -> Shapes:
 def shapes_of(config: dict[str, Any]) -> Shapes:
     """The shapes that a config.json describes."""
     hidden, layers, heads = (config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    inner, vocab = config["intermediate_size"], config["vocab_size"]
+    inner, vocab = config["intermediate_size"], config.get("draft_vocab_size") or config["vocab_size"]
     size = config.get("head_dim") or hidden // heads
     kv = 2 * size * (config.get("num_key_value_heads") or heads)
     layer = hidden * (2 * size * heads + kv) + 3 * hidden * inner
-    joins = 2 * hidden * hidden if str(config.get("architectures", [""])[0]).startswith("Eagle") else 0
+    # EAGLE projects a token's embedding and state to one row. In EAGLE-3 queries, keys and values read both.
+    joins = {EAGLE: 2 * hidden * hidden, EAGLE3: hidden * (size * heads + kv)}.get(kind_of_config(config), 0)
     return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv), layers)
