@@ -1,7 +1,5 @@
 """Makes vLLM multiply with our kernel where that is faster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ They share a layout, a style and the libraries that draw (D3 and Observable Plot
 scripts as JSON in which no ``<`` is left, and the content-security policy lets only the page's own scripts run.
 """
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 from typing import Any

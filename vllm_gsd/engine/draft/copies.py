@@ -3,8 +3,6 @@
 A further source of this kind is added here, for both model runners.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sized
 
 import numpy as np

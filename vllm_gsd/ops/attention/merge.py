@@ -6,8 +6,6 @@ FlashAttention (Dao et al., 2022) and Flash-Decoding merge in this way. Here it 
 that another kernel attends and a tree that ours attends.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops.dispatch import check_tensor, require_triton

@@ -37,8 +37,6 @@ values are two tensors, as in all of vLLM's GPU backends, and may be fp8. A requ
     tiles: None to choose by shape.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

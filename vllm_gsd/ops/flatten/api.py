@@ -1,7 +1,5 @@
 """Flattening on the device; the results equal those of ``method.flatten``, without a heap."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Neither function reads anything back: all shapes depend on numbers that the host passes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

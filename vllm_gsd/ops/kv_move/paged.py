@@ -1,7 +1,5 @@
 """Compaction on GPUs: move the KV of accepted nodes to contiguous slots, in all layers with one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

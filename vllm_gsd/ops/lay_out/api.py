@@ -4,8 +4,6 @@ Equal to ``method.lay_out`` on the host. A request's verified rows are its last 
 row per node. Rows without a node attend to the root and themselves, and stand at the root's position.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for

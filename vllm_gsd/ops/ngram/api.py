@@ -1,7 +1,5 @@
 """Hypotheses from texts, on the device; the results equal those of ``method.ngram`` on the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

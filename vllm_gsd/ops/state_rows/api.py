@@ -4,8 +4,6 @@ Row -1 belongs to no request. Writes to it are discarded and reads from it retur
 use the last row for it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops import use_kernel

@@ -1,7 +1,5 @@
 """The most probable tokens of each row of logits, and the argmax of the rows along greedy walks."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops import use_kernel

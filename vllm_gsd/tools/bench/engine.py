@@ -4,8 +4,6 @@
 and each further line is one job. The engine core runs in this process, so its parts can be timed and nothing polls.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

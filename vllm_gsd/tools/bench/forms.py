@@ -3,8 +3,6 @@
 Separate engines differ by a few percent for reasons unrelated to the form, which is as much as the forms differ.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from statistics import median

@@ -4,8 +4,6 @@ It wraps the functions that make up a step, on the live objects of an engine in 
 another, the time counts only for the inner part.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable

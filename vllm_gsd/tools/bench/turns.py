@@ -4,8 +4,6 @@ This treats all methods alike on a machine whose speed drifts. The engines stay 
 own process. With ``apart`` they are started anew for each turn, in case memory cannot hold them all.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

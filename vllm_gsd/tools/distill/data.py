@@ -3,8 +3,6 @@
 A file of answers is ``answers/{name}.parquet`` with ``input_ids`` (request and answer), ``prompt_len`` and ``text``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -6,8 +6,6 @@ states before the anchor, both linearly. Attention then carries what the states 
 token tells.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches of answers with the target's states, as the models of the speculators package read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """What the three kinds of students have in common: how the Trainer and the measurements see them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

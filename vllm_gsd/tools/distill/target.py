@@ -1,7 +1,5 @@
 """What training needs of the target: its configuration, and its predictions from the states of its last layer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

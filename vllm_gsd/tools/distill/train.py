@@ -1,7 +1,5 @@
 """Training a student with transformers' ``Trainer``, which resumes from the last checkpoint."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers a prompt with an engine in this process and records what its token graphs did."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A node at depth d that is the j-th best child of its parent is accepted, once it
 ``depth[d] * sibling[j]``. Sequoia (Chen et al. 2024) assumes the same of its trees, without the factor by depth.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a step takes on a machine, in milliseconds, as the planner counts it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

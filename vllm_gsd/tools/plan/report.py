@@ -1,7 +1,5 @@
 """Reads a report of ``vllm-gsd bench``: the machine that it measured, the draft's acceptance, the workload."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
