@@ -78,10 +78,6 @@ def paged_tree_attention(
     read, and slots that a row does not attend may hold NaN. The call is safe to capture: grid and memory depend on
     shapes, ``max_rows`` and ``num_splits`` only. Nothing is read back, so the contents of block_table, prefix_lens and
     tree_mask are not checked.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or options do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask)
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}

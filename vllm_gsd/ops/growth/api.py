@@ -52,10 +52,6 @@ def begin(
         draft_length: int64 ``[slots]``, leading tokens with draft KV; updated.
         block_table: int32 ``[num_graphs, max_blocks]``; block_size: tokens of a block.
         limits: of the engine.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.growth.triton import begin_kernel, triton
 
@@ -97,10 +93,6 @@ def grow_level(
             negative for none.
         probs: float32 ``[num_graphs, width, k]``, falling.
         block_table, block_size, limits: as for ``begin``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.growth.triton import grow_kernel, triton
 

@@ -37,10 +37,6 @@ def lay_out_rows(
         a step verifies, so all steps share their kernels.
 
     The call is safe to capture: shapes depend on the arguments' shapes only, nothing is read back.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the graphs have too many places.
-        RuntimeError: Triton cannot run on these tensors.
     """
     device, count = slots.device, len(slots)
     check_tensor("slots", slots, device, 1, torch.int64)
