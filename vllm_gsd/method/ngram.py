@@ -95,6 +95,7 @@ def graft_tree(
     shares: np.ndarray,
     matched: int,
     origin: int,
+    since: Sequence[int] = (),
 ) -> None:
     """Insert the continuations that a suffix tree holds; existing nodes are shared.
 
@@ -107,25 +108,8 @@ def graft_tree(
         matched: number of tokens that matched; a continuation is as sure as that of an n-gram in the request's own
             text.
         origin: ORIGIN_* of the nodes.
-    """
-    graft_late_tree(graphs, row, tokens, parents, shares, matched, (), origin)
-
-
-def graft_late_tree(
-    graphs: GraphBatch,
-    row: int,
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    shares: np.ndarray,
-    matched: int,
-    since: Sequence[int],
-    origin: int,
-) -> None:
-    """``graft_tree`` for a suffix tree that was looked up before the text had its last tokens.
-
-    Args:
-        since: these tokens. What continues the node that they lead to is inserted, and nothing if they leave the tree.
-        graphs, row, tokens, parents, shares, matched, origin: as for ``graft_tree``, at the time of the look-up.
+        since: tokens that the text has got since the look-up, on the device only. What continues the node that they
+            lead to is inserted, and nothing if they leave the tree.
     """
     reached = 0
     for token in since:

@@ -72,7 +72,7 @@ def pack_tree(
 
 
 def graft_trees(graphs: DeviceGraphs, trees: torch.Tensor, match_probs: torch.Tensor, texts: torch.Tensor) -> None:
-    """Insert what suffix trees of other texts suggest, as ``method.ngram.graft_late_tree`` does; one launch.
+    """Insert what suffix trees of other texts suggest, as ``method.ngram.graft_tree`` does; one launch.
 
     Args:
         graphs: as ``begin``, ``grow_level`` and ``graft_ngrams`` left them; updated.
