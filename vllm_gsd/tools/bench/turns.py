@@ -22,22 +22,16 @@ WARM_REQUESTS, WARM_TOKENS = 3, 24
 
 @dataclass(frozen=True)
 class Work:
-    """What every engine does.
+    """What every engine does."""
 
-    Args:
-        requests: the prompts. They repeat in a batch that is larger.
-        engine_args: arguments of vLLM's ``LLM``, without the speculative config and the mode.
-        choose_with: the number of requests used to choose the best settings.
-    """
-
-    requests: list[Request]
+    requests: list[Request]  # the prompts, which repeat in a batch that is larger
     batch_sizes: list[int]
     repeats: int
     max_tokens: int
-    engine_args: dict[str, Any]
+    engine_args: dict[str, Any]  # arguments of vLLM's ``LLM``, without the speculative config and the mode
     logs: Path
     apart: bool = False
-    choose_with: int = 4
+    choose_with: int = 4  # requests used to choose the best settings
 
     def job(self, batch: int, limit: int | None = None) -> dict[str, Any]:
         """One run at a batch size: every request once, or as many as fill the batch."""
