@@ -17,9 +17,7 @@ def render(name: str, data: dict[str, Any], **values: Any) -> str:
     """The page of the template ``pages/NAME.html`` and the script ``pages/NAME.js``.
 
     Args:
-        name: the page.
         data: what the script draws, ready for JSON.
-        values: variables of the template.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True

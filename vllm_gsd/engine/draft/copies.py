@@ -28,7 +28,6 @@ class Copies:
     """The sources that need no draft model.
 
     Args:
-        config: gsd's configuration.
         num_nodes: maximum number of nodes that are verified of a graph.
     """
 

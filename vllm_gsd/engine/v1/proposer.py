@@ -67,7 +67,6 @@ class GraphProposer:
             sampled_token_ids: tokens that each request has just emitted; empty for unfinished prefills.
             num_tokens_no_spec: int32 [>= num_requests], committed tokens of each request.
             token_ids_cpu: int32 [>= num_requests, max_model_len], the tokens.
-            slot_mappings: unused; part of vLLM's interface.
 
         Returns:
             the draft tokens of each request's flattened graph; an empty list if there is nothing to verify.

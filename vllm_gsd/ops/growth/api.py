@@ -47,11 +47,9 @@ def begin(
         graphs: updated.
         rows: output, rows of text; ``source`` is the KV slot of the hidden state that the row reads.
         last: output, int64 ``[num_graphs]``, the row of each request's last token.
-        known: of these requests.
         texts: int32 ``[slots, most]``; total_len: int32 ``[slots]``, tokens in use.
         draft_length: int64 ``[slots]``, leading tokens with draft KV; updated.
         block_table: int32 ``[num_graphs, max_blocks]``; block_size: tokens of a block.
-        limits: of the engine.
     """
     from vllm_gsd.ops.growth.triton import begin_kernel, triton
 

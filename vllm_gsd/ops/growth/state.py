@@ -91,12 +91,9 @@ def new_graphs(
     """Allocate graphs; ``begin`` resets them.
 
     Args:
-        count: number of graphs.
         capacity: maximum number of nodes of each, including the root.
         num_nodes: most nodes of each that are verified.
         merge_ngram: length of the n-grams by which nodes merge; 0 without merging.
-        max_slots: most draft KV slots of each.
-        device: where to allocate.
 
     Raises:
         ValueError: there is no room for a root.

@@ -23,7 +23,6 @@ def lay_out_rows(
     """Assign the graphs of a batch to its verified rows.
 
     Args:
-        kept: the latest graph of every slot.
         slots: int64 ``[num_requests]``, the slot of each request.
         valid: int32 ``[num_requests]``, 0 where the slot's graph is not the request's.
         starts: int32 ``[num_requests + 1]``; request r verifies the rows ``[starts[r], starts[r + 1])``.

@@ -31,7 +31,6 @@ def measure(
     """Run every prompt after each length of text, one request at a time, in turns.
 
     Args:
-        settings: one per method.
         lengths: tokens of context before the answer.
 
     Returns:

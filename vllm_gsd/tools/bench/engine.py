@@ -104,7 +104,6 @@ class TimedRun:
     """Drives the engine step by step and times its requests and its steps without a prefill.
 
     Args:
-        params: sampling parameters of all requests.
         clock: the clock over the parts of a step, None to leave it off.
         counters: the engine's counters now, to give each request its own; None where requests overlap.
     """

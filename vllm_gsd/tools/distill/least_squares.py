@@ -41,7 +41,6 @@ def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) ->
 
     Args:
         model: the model, in float32, on the device of the target and the packs.
-        packs: makes their batches, standardised.
     """
     data = spread(data, TEXTS)
     tokens = np.concatenate([answer.input_ids for answer in data])

@@ -38,7 +38,6 @@ class Target:
     ``embedding`` and ``head`` are [vocabulary, hidden], ``norm`` [hidden]; all but ``head`` are float32.
 
     Args:
-        device: where the weights go.
         dtype: that of the head, in which logits are computed.
     """
 

@@ -25,8 +25,6 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
 
     Args:
         model: the student, in float32.
-        data: from ``load_answers``.
-        packs: makes their batches.
         minutes: the time limit, from which the number of steps is planned; None for no limit.
 
     Returns:
