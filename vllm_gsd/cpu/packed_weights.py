@@ -17,7 +17,6 @@ class PacksWeights:
     vllm_config: Any
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the target, and with it the draft."""
         packs_here = uses_cpu_kernels(self.vllm_config) and packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
         wire.note_packed_weights(self.vllm_config, packing() if packs_here else None)
         if not packs_here:

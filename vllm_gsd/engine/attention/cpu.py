@@ -108,7 +108,6 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """See ``CPUAttentionBackendImpl.do_kv_cache_update``."""
         if self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER):
             return
         if self._halves is None or self._halves[0] is not kv_cache:

@@ -66,7 +66,6 @@ class Copies:
             self.shared.salts.update(cache_salts)
 
     def clear(self) -> None:
-        """Forget all responses."""
         if self.shared is not None:
             self.shared.clear()
 

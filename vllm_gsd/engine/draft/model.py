@@ -85,7 +85,6 @@ class DraftModel:
 
     @property
     def hidden_size(self) -> int:
-        """Size of a hidden state."""
         return self.model_config.get_hidden_size()
 
     def features_of(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> torch.Tensor:

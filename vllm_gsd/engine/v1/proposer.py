@@ -29,11 +29,9 @@ class GraphProposer:
         self.clock = StepClock(self.speculation.planner)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the draft model."""
         self.speculation.load_model(target_model)
 
     def bind(self, runner: GraphModelRunner) -> None:
-        """Set the runner whose batch the proposer drafts for."""
         self.runner = runner
 
     def initialize_attention(self) -> None:

@@ -33,7 +33,6 @@ class PartsClock:
         return wrap_parts(llm, self._timed)
 
     def restart(self) -> None:
-        """Reset to zero."""
         self.seconds.clear()
         self.draft_levels = 0
 

@@ -72,7 +72,6 @@ class Engine:
         return self._ask({"opted_out": self.setting.opted_out, **job})
 
     def close(self) -> None:
-        """Stop the process."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it died between two jobs
             self.process.stdin.close()
@@ -112,7 +111,6 @@ class Engines(ExitStack):
         self.alive: dict[str, Engine] = {}
 
     def run(self, setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
-        """Run a job on the engine of this setting."""
         if self.work.apart:
             with running(setting, self.work) as engine:
                 return engine.run(job)

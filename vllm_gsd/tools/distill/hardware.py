@@ -22,7 +22,6 @@ class Hardware(NamedTuple):
         return self._replace(attention="sdpa", pack=min(self.pack, 4))
 
     def autocast(self) -> torch.autocast:
-        """The context of the student's forward pass."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def wait(self) -> None:

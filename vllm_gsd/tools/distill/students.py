@@ -40,7 +40,6 @@ class Student(nn.Module):
         self.to(self.hardware.device)
 
     def packs(self, source: Source) -> Packs:
-        """What makes the batches that it takes."""
         return Packs(source, self.padding, self.shift, self.hardware.dtype)
 
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
