@@ -5,8 +5,6 @@ these. An object that we create (by calling a class, ``from_...`` or ``copy``) i
 with one of our classes. Needs only the standard library.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

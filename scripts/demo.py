@@ -9,8 +9,6 @@ apart, and the number of tokens in a forward pass then decides which one wins. O
 none with --dtype float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

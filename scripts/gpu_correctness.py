@@ -1,7 +1,5 @@
 """Checks every kernel: its error against float64, compared with PyTorch's in the same dtype, and CUDA graph replays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One engine of ``gpu_e2e``. It reads a task and writes an answer, both as JSON files."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

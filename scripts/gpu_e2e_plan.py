@@ -1,7 +1,5 @@
 """The plan of ``gpu_e2e`` and the evaluation of its results. Needs neither vLLM nor torch."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from typing import Any

@@ -3,8 +3,6 @@
 Every call is captured into a CUDA graph. Calls take turns, and the L2 cache is flushed before each. Times are medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

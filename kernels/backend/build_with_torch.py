@@ -4,8 +4,6 @@ Compiled code fits one release of torch only. pip builds in an environment of it
 environment that is installed into; here it is brought into sight. Where there is none, the build requires vLLM's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

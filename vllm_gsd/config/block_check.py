@@ -1,7 +1,5 @@
 """Checks the folder of a draft of whole blocks (DFlash, DFlash2, DSpark)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

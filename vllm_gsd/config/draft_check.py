@@ -1,7 +1,5 @@
 """Checks whether a draft model fits a target, from its small files, before any weights are loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 vLLM leaves missing tensors uninitialised, so they are found here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A draft need not propose every token, since the target can still produce all of 
 level of a small draft reads, and a few thousand tokens make up most text.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

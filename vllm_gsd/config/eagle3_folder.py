@@ -1,7 +1,5 @@
 """Checks the folder of an EAGLE-3 head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading a speculative config from a file, inline JSON or a dict, and reporting mistakes in it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

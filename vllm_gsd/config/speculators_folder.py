@@ -3,8 +3,6 @@
 vLLM's own ``SpeculatorsConfig`` translates them once they are accepted.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

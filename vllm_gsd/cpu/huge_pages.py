@@ -3,8 +3,6 @@
 Matrices of small models are smaller than a huge page (2 MiB), so several share a page.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 

@@ -4,8 +4,6 @@ A decoding step is memory-bound. If the kernel prefetches the next weights while
 products of one or two dozen rows take no extra time. Verifying a graph then costs hardly more than a plain step.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.cpu.huge_pages import HugePages

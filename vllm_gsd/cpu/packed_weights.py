@@ -1,7 +1,5 @@
 """Makes vLLM multiply with our kernel where that is faster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ class PacksWeights:
     vllm_config: Any
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the target, and with it the draft."""
         packs_here = uses_cpu_kernels(self.vllm_config) and packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
         wire.note_packed_weights(self.vllm_config, packing() if packs_here else None)
         if not packs_here:

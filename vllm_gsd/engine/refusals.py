@@ -28,12 +28,10 @@ class Engine:
 
     @property
     def model(self) -> ModelConfig:
-        """The target's configuration."""
         return self.vllm_config.model_config
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The engine's parallel configuration."""
         return self.vllm_config.parallel_config
 
     @property
@@ -43,7 +41,6 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block of the KV cache."""
         return self.vllm_config.cache_config.block_size
 
     @property

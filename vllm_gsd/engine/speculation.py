@@ -105,11 +105,9 @@ class Speculation:
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the draft model's attention layers."""
         return [] if self.drafter is None else self.drafter.model.layer_names
 
     def warm_up(self, num_tokens: int) -> None:
-        """Compile the draft model."""
         if self.drafter is not None:
             self.drafter.model.run_idle(num_tokens)
 
@@ -182,7 +180,6 @@ class Speculation:
     # --- between steps ----------------------------------------------------------------------------
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Drop all state of finished requests."""
         self.drop(request_ids)
         for request_id in request_ids:
             self.known.pop(request_id, None)

@@ -45,7 +45,6 @@ def kv_share(available: int, specs: Iterable[KVCacheSpec], feature_bytes: int) -
 
     Args:
         available: bytes for both.
-        specs: KV cache specs of all layers.
         feature_bytes: bytes of hidden states per token; 0 if the draft does not read any.
     """
     kv_bytes = sum(spec.page_size_bytes / spec.block_size for spec in specs)

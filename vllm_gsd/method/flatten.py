@@ -100,7 +100,6 @@ def flatten(
     """Unroll every graph of the batch, best first.
 
     Args:
-        graphs: GraphBatch of ``num_graphs`` graphs.
         num_nodes: int32 [num_graphs], maximum number of nodes of each tree.
         max_depth: int32 [num_graphs], maximum depth, from max_tokens and max_model_len.
         factor: factors of a ``Calibration``, float32 [sources, depths, bins]; None for no calibration.

@@ -33,7 +33,6 @@ def add_candidates(
     """Add the draft model's candidates below the frontier nodes.
 
     Args:
-        graphs: GraphBatch of ``num_graphs`` graphs.
         frontier: int32 [num_graphs, width], nodes that the draft model has just run.
         frontier_len: int32 [num_graphs], number of nodes in each frontier.
         tokens: int64 [sum(frontier_len), k], candidates of each frontier node, best first; negative for none.
@@ -80,7 +79,6 @@ def next_frontier(
     """Choose the nodes to expand next, best survival first, and write them to ``frontier``.
 
     Args:
-        graphs: GraphBatch.
         first_new: int32 [num_graphs], first node that no earlier level has considered.
         num_nodes: int32 [num_graphs], node budget of each request, at least 1.
         room: int32 [num_graphs], free draft KV slots of each request.

@@ -68,7 +68,6 @@ def add_lattices(
     Pruning is that of level-wise growth (``growth``); the survival of a candidate is that of the best path to it.
 
     Args:
-        graphs: GraphBatch of ``num_graphs`` graphs.
         drafted: bool [num_graphs], the graphs with a block.
         tokens: int64 [sum(drafted), depth, k], the candidates of each depth, different ones; negative for none.
         probs: float32 [sum(drafted), depth, k, k], as ``choose_candidates`` gives them.

@@ -21,7 +21,6 @@ def longest_matches(text: np.ndarray, min_match: int, most: int) -> list[tuple[i
     Args:
         text: int [n >= 1], tokens of the request.
         min_match: length of the shortest suffix that counts, at least 1.
-        most: maximum number of occurrences.
 
     Returns:
         for each of the best occurrences, the start of its continuation and the number of tokens that matched before it.
@@ -46,9 +45,7 @@ def graft_ngrams(
     """Insert continuations of earlier occurrences of the text's suffix into a graph.
 
     Args:
-        graphs, row: GraphBatch and the graph in it.
         text: int [n], the request's committed tokens; the last one is the graph's root.
-        max_matches: maximum number of occurrences to use.
         max_depth: maximum number of tokens copied from each.
         min_match: length of the shortest suffix that counts.
 
@@ -95,11 +92,11 @@ def graft_tree(
     shares: np.ndarray,
     matched: int,
     origin: int,
+    since: Sequence[int] = (),
 ) -> None:
     """Insert the continuations that a suffix tree holds; existing nodes are shared.
 
     Args:
-        graphs, row: GraphBatch and the graph in it.
         tokens, parents: int64 and int32 [places], token of each node and place of its parent. Place 0 is the root, with
             any token and the parent NONE; parents come first.
         shares: float32 [places], share of the suffix's occurrences that continue along the node's whole path; 1 for the
@@ -107,25 +104,8 @@ def graft_tree(
         matched: number of tokens that matched; a continuation is as sure as that of an n-gram in the request's own
             text.
         origin: ORIGIN_* of the nodes.
-    """
-    graft_late_tree(graphs, row, tokens, parents, shares, matched, (), origin)
-
-
-def graft_late_tree(
-    graphs: GraphBatch,
-    row: int,
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    shares: np.ndarray,
-    matched: int,
-    since: Sequence[int],
-    origin: int,
-) -> None:
-    """``graft_tree`` for a suffix tree that was looked up before the text had its last tokens.
-
-    Args:
-        since: these tokens. What continues the node that they lead to is inserted, and nothing if they leave the tree.
-        graphs, row, tokens, parents, shares, matched, origin: as for ``graft_tree``, at the time of the look-up.
+        since: tokens that the text has got since the look-up, on the device only. What continues the node that they
+            lead to is inserted, and nothing if they leave the tree.
     """
     reached = 0
     for token in since:

@@ -3,9 +3,12 @@
 Two kinds of kernels serve them. The C++ extension ``vllm_gsd._C`` (``kernels/cpu``) serves CPU tensors, and Triton
 kernels serve GPU tensors. ``dispatch`` chooses the Triton kernels.
 
+An operator raises ValueError where shapes, dtypes, devices or numbers do not fit, and RuntimeError where it needs
+Triton and that cannot run on the tensors. Both messages are one sentence.
+
 Some operators also have a PyTorch version in this package, because it runs in production:
-``tree_attention_reference``, ``topk_softmax_reference``, ``argmax_of_walks_reference``, ``move_kv_reference`` and the
-references of ``state_rows`` serve CPUs where the extension is not built.
+``tree_attention_reference``, ``topk_softmax_reference``, ``argmax_of_walks_reference``, ``move_kv_reference`` and what
+``state_rows`` does elsewhere serve CPUs where the extension is not built.
 
 All other references are in ``tests/kernels/references``.
 """

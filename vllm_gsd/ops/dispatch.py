@@ -1,7 +1,5 @@
 """Choosing between a Triton kernel and PyTorch, and the checks that the operators share."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

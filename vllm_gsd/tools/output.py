@@ -1,7 +1,5 @@
 """Tries places for results before the work, so that hours of it are not lost."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -4,8 +4,6 @@ They share a layout, a style and the libraries that draw (D3 and Observable Plot
 scripts as JSON in which no ``<`` is left, and the content-security policy lets only the page's own scripts run.
 """
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ def render(name: str, data: dict[str, Any], **values: Any) -> str:
     """The page of the template ``pages/NAME.html`` and the script ``pages/NAME.js``.
 
     Args:
-        name: the page.
         data: what the script draws, ready for JSON.
-        values: variables of the template.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True

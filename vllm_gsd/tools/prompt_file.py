@@ -1,7 +1,5 @@
 """Prompt files: one JSON object per line with ``turns`` (Spec-Bench), ``messages`` or ``prompt``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast

@@ -1,7 +1,5 @@
 """The part of the ``inventory`` that lists vLLM objects which carry our data. ``by`` names functions of ``wire``."""
 
-from __future__ import annotations
-
 from vllm_gsd.upstream.patch import Patch
 
 CARRIED = (

@@ -1,7 +1,5 @@
 """Applies the changes of the inventory when the plugin is loaded: all of them, or none."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import multiprocessing

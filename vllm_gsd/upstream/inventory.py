@@ -4,8 +4,6 @@
 entries of vLLM objects that carry our data.
 """
 
-from __future__ import annotations
-
 from vllm_gsd.upstream.carried import CARRIED
 from vllm_gsd.upstream.patch import Patch, When
 

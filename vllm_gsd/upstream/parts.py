@@ -1,7 +1,5 @@
 """Wraps the methods that make up a step on the live objects of an engine in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replaces symbols of the inventory, temporarily or permanently."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import getattr_static

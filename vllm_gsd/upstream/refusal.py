@@ -4,8 +4,6 @@ The plugin changes nothing else then. It installs one check for the command line
 of several symbols that exists.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

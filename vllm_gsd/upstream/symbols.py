@@ -1,7 +1,5 @@
 """Checks that the installed vLLM has the symbols of the inventory, each of the expected kind."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

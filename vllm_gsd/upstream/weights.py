@@ -1,7 +1,5 @@
 """Makes vLLM's layers use our CPU kernel for matrix products."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -17,7 +17,7 @@ from vllm_gsd.method.constants import (
 )
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, find_child
-from vllm_gsd.method.ngram import graft_late_tree, graft_ngrams, longest_matches
+from vllm_gsd.method.ngram import graft_ngrams, graft_tree, longest_matches
 from vllm_gsd.ops.flatten.api import DeviceTrees, flatten_graphs
 from vllm_gsd.ops.growth import state
 from vllm_gsd.ops.ngram.api import graft_ngrams as graft_on_device
@@ -70,7 +70,7 @@ def test_suffix_trees_are_the_specifications(device, seed):
         shares = np.append(np.float32(1), random.uniform(0.05, 1, size - 1).astype(np.float32))
         tree = random.integers(0, vocab, size), parents, shares, int(random.integers(2, 20))
         pack_tree(words[row], *tree, known)
-        graft_late_tree(pair.host, row, *tree, pair.texts[row, known:length], ORIGIN_SHARED)
+        graft_tree(pair.host, row, *tree, ORIGIN_SHARED, pair.texts[row, known:length])
     graft_trees(pair.graphs, tensor(words, device), new_matches(1, 1, device)[1], tensor(pair.texts, device))
     pair.check()
 

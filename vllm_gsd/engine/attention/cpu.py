@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeBackend, TreeRows, TreeRowsOnly, serves_chains
 from vllm_gsd.ops.attention.cpu import tree_attention
-from vllm_gsd.ops.kv_move.layout import KVLayout
+from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
 from vllm_gsd.upstream import wire
 
 # What takes the place of upstream's while the layers are built.
@@ -108,44 +108,24 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """See ``CPUAttentionBackendImpl.do_kv_cache_update``."""
         if self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER):
             return
         if self._halves is None or self._halves[0] is not kv_cache:
-            blocks, kv_heads, block_size, _ = kv_cache.shape
-            halves = kv_cache.view(blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
-            self._halves = (kv_cache, *halves)
+            self._halves = (kv_cache, *pages_of(kv_cache))
         _, keys, values = self._halves
         vllm_ops.cpu_attn_reshape_and_cache(
-            key,
-            value,
-            keys,
-            values,
-            slot_mapping,
-            layer.isa,
-            k_scale=layer._k_scale_float,
-            v_scale=layer._v_scale_float,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+            key, value, keys, values, slot_mapping, layer.isa, k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float, kv_cache_dtype=self.kv_cache_dtype,
+        )  # fmt: skip
 
     def _tree(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreeRows, output: torch.Tensor
     ) -> None:
+        layout = kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype)
         tree_attention(
-            output,
-            query,
-            kv_cache,
-            kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype),
-            tree.block_table,
-            tree.query_start_loc,
-            tree.prefix_lens,
-            tree.positions,
-            tree.mask,
-            self.scale,
-            sliding_window=self.sliding_window,
-            softcap=self.logits_soft_cap,
-            sinks=self.sinks,
-        )
+            output, query, kv_cache, layout, tree.block_table, tree.query_start_loc, tree.prefix_lens, tree.positions,
+            tree.mask, self.scale, self.sliding_window, self.logits_soft_cap, self.sinks,
+        )  # fmt: skip
 
 
 class TreeCPUAttentionBackend(TreeBackend, CPUAttentionBackend):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
@@ -26,7 +26,6 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeBackend, TreeRows
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.paged import paged_tree_attention
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
     from vllm.v1.attention.backend import AttentionLayer, AttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
-
-#: Allowed values of ``"tree_attention"`` in a gsd.json.
-IMPLEMENTATIONS: tuple[str, ...] = get_args(GSDConfig.model_fields["tree_attention"].annotation)
 
 # The backends that replace upstream's while layers are built.
 BACKENDS = {
@@ -61,11 +57,8 @@ def choose(implementation: str = "kernel") -> None:
 
     Raises:
         ImportError: the implementation's package is missing.
-        ValueError: the implementation is unknown.
     """
     global _chosen
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"tree attention is {implementation!r}, but must be one of {', '.join(IMPLEMENTATIONS)}")
     if implementation == "xformers":
         load_xformers()
     if implementation == "flash_prefix":

@@ -144,7 +144,6 @@ def block_candidates(
 
     Args:
         kind: one of ``HEADS``.
-        model: vLLM's draft model.
         hidden: [n, depth, hidden], the draft's hidden states of the rows that predict the depths.
         roots: int64 [n], the last committed tokens.
         k: candidates of a depth; fewer where the pool has fewer.

@@ -40,7 +40,6 @@ class ContextKV:
             attn.impl.do_kv_cache_update(attn, keys.view(-1, *heads), values.view(-1, *heads), attn.kv_cache, slots)
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Move keys and values between slots; see ``TargetKV.move``."""
         self.kv.move(sources, destinations)
 
 

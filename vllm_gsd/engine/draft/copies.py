@@ -3,8 +3,6 @@
 A further source of this kind is added here, for both model runners.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sized
 
 import numpy as np
@@ -40,7 +38,6 @@ class Copies:
     """The sources that need no draft model.
 
     Args:
-        config: gsd's configuration.
         num_nodes: maximum number of nodes that are verified of a graph.
     """
 
@@ -79,7 +76,6 @@ class Copies:
             self.shared.salts.update(cache_salts)
 
     def clear(self) -> None:
-        """Forget all responses."""
         if self.shared is not None:
             self.shared.clear()
 

@@ -45,7 +45,6 @@ class Drafter:
 
     Args:
         config: gsd's configuration; ``config.model`` must not be None.
-        planner: decides how far to draft.
         capacity: maximum number of nodes in a graph.
     """
 

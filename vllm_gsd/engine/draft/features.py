@@ -11,14 +11,7 @@ from vllm_gsd.ops.state_rows.api import move_rows, read_rows, write_rows
 
 
 class Features:
-    """Hidden states by physical KV slot. Writes to slot -1 are discarded.
-
-    Args:
-        num_slots: slots of the KV cache.
-        size: size of a hidden state.
-        dtype: data type of the stored states.
-        device: device of the stored states.
-    """
+    """Hidden states by physical KV slot. Writes to slot -1 are discarded."""
 
     def __init__(self, num_slots: int, size: int, dtype: torch.dtype, device: torch.device):
         # Uninitialised, so that the system provides memory only as slots are used. The last row receives slot -1.

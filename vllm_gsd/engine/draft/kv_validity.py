@@ -21,8 +21,6 @@ class DraftKVTracker:
     """Follows the scheduler's block assignments and the draft model's writes.
 
     Args:
-        num_blocks: physical blocks of the KV cache.
-        block_size: tokens per block.
         shift: how many tokens after its own the draft's row of a token reads. The last rows of a cached text belong to
             the text that followed it when it was cached, so they are computed again.
     """

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import replace
 from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
@@ -26,6 +25,7 @@ from vllm_gsd.config import draft_vocab
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
 from vllm_gsd.config.draft_kind import AUX_KINDS, EAGLE3, EAGLE_KINDS, LANGUAGE_MODEL, kind_of_config
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
+from vllm_gsd.engine.attention.layers import attention_layers
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
 from vllm_gsd.engine.draft.aux_states import aux_layers, uses_aux_states
 from vllm_gsd.engine.draft.trimmed_head import TrimmedHead
@@ -85,7 +85,6 @@ class DraftModel:
 
     @property
     def hidden_size(self) -> int:
-        """Size of a hidden state."""
         return self.model_config.get_hidden_size()
 
     def features_of(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> torch.Tensor:
@@ -111,8 +110,7 @@ class DraftModel:
         """
         from vllm.compilation.backends import set_model_tag
 
-        layer_type: Any = AttentionLayerBase
-        before = set(get_layers_from_vllm_config(self.vllm_config, layer_type))
+        before = set(attention_layers(self.vllm_config))
         target = self.vllm_config.parallel_config
         parallel = SpeculativeConfig.create_draft_parallel_config(
             target, self.tensor_parallel_size or target.tensor_parallel_size, self.model_config
@@ -131,7 +129,7 @@ class DraftModel:
             self.model = get_model(vllm_config=config, prefix="draft_model")
         if supports_multimodal(self.model):  # a draft reads the text and the placeholders of images
             self.model = self.model.get_language_model()
-        self.layer_names = sorted(set(get_layers_from_vllm_config(self.vllm_config, layer_type)) - before)
+        self.layer_names = sorted(set(attention_layers(self.vllm_config)) - before)
         if is_head:
             drafts.share_ends(self.model, target_model)
             # The replaced embedding and LM head are in reference cycles. Free them before vLLM freezes the collector.
@@ -266,12 +264,8 @@ class DraftModel:
         count = len(input_ids)
         if not self.has_kv_cache:
             return self.run_idle(count)
-        with set_forward_context(
-            by_layer,
-            self.vllm_config,
-            num_tokens=count,
-            slot_mapping=dict.fromkeys(self.layer_names, slots),
-        ):
+        slot_mapping = dict.fromkeys(self.layer_names, slots)
+        with set_forward_context(by_layer, self.vllm_config, num_tokens=count, slot_mapping=slot_mapping):
             return self._call(input_ids, positions, features)
 
     def _call(self, input_ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:

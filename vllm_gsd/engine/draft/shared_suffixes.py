@@ -145,7 +145,6 @@ class SharedSuffixes:
         return trees
 
     def clear(self) -> None:
-        """Remove all responses."""
         while self.kept:
             self._drop_oldest()
 

@@ -27,7 +27,6 @@ class TrimmedHead(torch.nn.Module):
         lookup: returns the LM head's rows [n, hidden] for tokens, int64 [n] on ``device``.
         vocab_size: number of tokens of the full LM head.
         token_ids: int64 numpy [n], the frequent tokens.
-        device: device of the weights.
         recent: size of the ring buffer of rare tokens.
         kernels: whether our kernel or int8 multiplies where that is faster; otherwise vLLM's own product does.
     """

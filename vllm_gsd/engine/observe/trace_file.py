@@ -1,7 +1,5 @@
 """The file that traces are written to: JSON lines, bounded, readable by its owner only."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

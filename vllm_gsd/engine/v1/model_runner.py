@@ -71,13 +71,11 @@ class GraphModelRunner(CPUModelRunner):
         return self.speculation.aux_layers
 
     def warming_up_model(self) -> None:
-        """Compile the draft model together with the target."""
         super().warming_up_model()
         with _set_global_compilation_settings(self.vllm_config):
             self.speculation.warm_up(min(64, self.max_num_tokens))
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """KV cache specs that keep all tokens; see ``without_windows``."""
         return without_windows(super().get_kv_cache_spec())
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +206,6 @@ class GraphModelRunner(CPUModelRunner):
     def propose_draft_token_ids(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> list[list[int]] | torch.Tensor:
-        """Propose draft tokens as upstream does, and time it."""
         request_ids, clock = self.input_batch.req_ids, self.drafter.clock
         clock.proposing(request_ids, scheduler_output.total_num_scheduled_tokens)
         with self.speculation.stats.timed("draft_seconds"):

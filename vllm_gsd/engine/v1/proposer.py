@@ -29,11 +29,9 @@ class GraphProposer:
         self.clock = StepClock(self.speculation.planner)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the draft model."""
         self.speculation.load_model(target_model)
 
     def bind(self, runner: GraphModelRunner) -> None:
-        """Set the runner whose batch the proposer drafts for."""
         self.runner = runner
 
     def initialize_attention(self) -> None:
@@ -67,7 +65,6 @@ class GraphProposer:
             sampled_token_ids: tokens that each request has just emitted; empty for unfinished prefills.
             num_tokens_no_spec: int32 [>= num_requests], committed tokens of each request.
             token_ids_cpu: int32 [>= num_requests, max_model_len], the tokens.
-            slot_mappings: unused; part of vLLM's interface.
 
         Returns:
             the draft tokens of each request's flattened graph; an empty list if there is nothing to verify.

@@ -44,7 +44,6 @@ def walk(
     """Sample every request's accepted path and bonus token.
 
     Args:
-        sampler: vLLM's sampler.
         logits: [num_rows, vocab], the target's logits for all rows of ``trees``.
         metadata: the batch's sampling metadata, one entry per request.
         outputs: the requests' lists of output tokens. Penalties, bad words and logits processors read them, so they are
@@ -186,7 +185,6 @@ def _metadata_of(metadata: SamplingMetadata, chosen: np.ndarray, all_rows: bool,
     Args:
         chosen: int64, indices of these requests.
         all_rows: whether the rows of all requests are sampled.
-        num_requests: requests of the batch.
     """
     if len(chosen) == num_requests:
         return metadata

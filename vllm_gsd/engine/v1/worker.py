@@ -20,7 +20,6 @@ class GraphCPUWorker(SharesMemory, PacksWeights, cpu_worker.CPUWorker):
     backends = BACKENDS
 
     def init_device(self) -> None:
-        """Set up the device as upstream does, but create a ``GraphModelRunner``."""
         if not HAVE_EXTENSION:
             logger.warning(
                 "gsd: the compiled kernels are missing, so slower PyTorch code runs; reinstall vllm-gsd in this "

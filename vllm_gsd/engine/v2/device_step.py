@@ -1,7 +1,5 @@
 """Proposed graphs on the device, by request slot."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CUDA graphs of the whole draft phase, one for each of a few numbers of requests and of levels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ grammar, so it has a second copy of each grammar, and takes its choice as the sc
 scheduler checks all nodes again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -8,8 +8,6 @@ the latest graphs; CUDA graphs of it were captured for a few numbers of levels. 
 learn of the same graphs at the same time, and use the first rank's clock.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -70,10 +70,7 @@ class VerifyStep:
         """Add the tree mask to the target layers' attention metadata.
 
         Args:
-            groups: the runner's attention groups.
             draft_layers: layers of the draft, which are skipped.
-            attn_metadata: attention metadata by layer name.
-            common: vLLM's metadata of the batch.
         """
         assert self.tree_rows is not None
         if self.batch_starts is not None:
@@ -157,7 +154,7 @@ def attach_part(
         tree_rows: rows of the requests that use the mask.
         rows: their rows of the batch, int64 on the host.
         tree_requests: int64 [num_tree_requests], indices of these requests.
-        groups, draft_layers, attn_metadata, common: as in ``VerifyStep.attach_tree_rows``.
+        draft_layers: layers of the draft, which are skipped.
     """
     if len(rows) == common.num_actual_tokens:
         attach_to(replace(tree_rows, rows=None), groups, draft_layers, attn_metadata)
@@ -209,10 +206,6 @@ def attach_to(
 
 def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None:
     """Check that every target layer will use the tree mask.
-
-    Args:
-        layers: names of the target's attention layers.
-        attn_metadata: attention metadata by layer name.
 
     Raises:
         RuntimeError: a layer's metadata has no tree rows, so the layer would attend as if the tree were a chain.

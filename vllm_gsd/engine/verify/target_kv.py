@@ -82,7 +82,6 @@ def target_kv_of(layers: dict[str, Attention], names: list[str], draft_layers: l
 
     Args:
         layers: attention layers by name, with allocated caches.
-        names: names of the group's layers.
         draft_layers: names of the draft's layers, which are left out.
     """
     kept = {name: layers[name] for name in names if name not in set(draft_layers)}

@@ -9,8 +9,6 @@ therefore prompts need no mask.
     out = sum(e^s[key] * v[key]) / (sum(e^s[key]) + e^sink)        over the keys that the row attends
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops import use_kernel

@@ -6,8 +6,6 @@ FlashAttention (Dao et al., 2022) and Flash-Decoding merge in this way. Here it 
 that another kernel attends and a tree that ours attends.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops.dispatch import check_tensor, require_triton
@@ -35,10 +33,6 @@ def merge_attention(
 
     A row without keys in any part becomes 0 and its lse -inf. Arithmetic is in float32. The call is safe to capture:
     shapes are fixed and nothing is read back.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     check_parts(output, parts, part_lses, lse, end_row)
     require_triton("merge_attention", output)

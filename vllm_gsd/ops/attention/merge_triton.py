@@ -9,26 +9,10 @@ import triton.language as tl
     do_not_specialize_on_alignment=["lse", "end_row"],
 )
 def merge_kernel(
-    output,
-    lse,
-    parts,
-    part_lses,
-    end_row,
-    num_parts,
-    out_row,
-    out_head,
-    lse_row,
-    part_part,
-    part_row,
-    part_head,
-    part_lse_part,
-    part_lse_row,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_END: tl.constexpr,
-    STORE_LSE: tl.constexpr,
-):
+    output, lse, parts, part_lses, end_row, num_parts, out_row, out_head, lse_row, part_part, part_row, part_head,
+    part_lse_part, part_lse_row, HEAD_SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_END: tl.constexpr, STORE_LSE: tl.constexpr,
+):  # fmt: skip
     """Grid (rows, heads). Parts are added in a fixed order, so equal inputs give equal bits."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

@@ -37,8 +37,6 @@ values are two tensors, as in all of vLLM's GPU backends, and may be fp8. A requ
     tiles: None to choose by shape.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -80,10 +78,6 @@ def paged_tree_attention(
     read, and slots that a row does not attend may hold NaN. The call is safe to capture: grid and memory depend on
     shapes, ``max_rows`` and ``num_splits`` only. Nothing is read back, so the contents of block_table, prefix_lens and
     tree_mask are not checked.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or options do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask)
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}

@@ -5,8 +5,6 @@ bias attends the tree's slots, and both results are merged by log-sum-exp. xform
 first call.
 """
 
-from __future__ import annotations
-
 import itertools
 from types import ModuleType
 

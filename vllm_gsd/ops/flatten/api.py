@@ -1,7 +1,5 @@
 """Flattening on the device; the results equal those of ``method.flatten``, without a heap."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -44,10 +42,6 @@ def flatten_graphs(graphs: DeviceGraphs, trees: DeviceTrees, factor: torch.Tenso
         trees: output, a row for each of vLLM's request slots; graphs of padding are written nowhere.
         factor: the factors of ``planner.calibration.Calibration``, float32 ``[sources, NUM_DEPTHS, NUM_BINS]``.
         trust: the result of ``SourceTrust.of``, float32 ``[num_graphs, sources]``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.flatten.triton import flatten_kernel, triton
 

@@ -3,8 +3,6 @@
 Neither function reads anything back: all shapes depend on numbers that the host passes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -49,15 +47,9 @@ def begin(
         graphs: updated.
         rows: output, rows of text; ``source`` is the KV slot of the hidden state that the row reads.
         last: output, int64 ``[num_graphs]``, the row of each request's last token.
-        known: of these requests.
         texts: int32 ``[slots, most]``; total_len: int32 ``[slots]``, tokens in use.
         draft_length: int64 ``[slots]``, leading tokens with draft KV; updated.
         block_table: int32 ``[num_graphs, max_blocks]``; block_size: tokens of a block.
-        limits: of the engine.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.growth.triton import begin_kernel, triton
 
@@ -99,10 +91,6 @@ def grow_level(
             negative for none.
         probs: float32 ``[num_graphs, width, k]``, falling.
         block_table, block_size, limits: as for ``begin``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.growth.triton import grow_kernel, triton
 

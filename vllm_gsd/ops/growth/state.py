@@ -52,7 +52,6 @@ class DeviceGraphs(NamedTuple):
         return self.best.shape[1]
 
     def first(self, count: int) -> DeviceGraphs:
-        """The first ``count`` graphs."""
         return self._replace(**{name: of[:count] for name, of in self._asdict().items() if name != "counts"})
 
 
@@ -69,7 +68,6 @@ class Rows(NamedTuple):
     source: torch.Tensor
 
     def first(self, count: int, width: int) -> Rows:
-        """The rows of the first ``count`` requests, ``width`` for each."""
         rows = count * width
         return Rows(**{name: of[: count if name == "prefix" else rows] for name, of in self._asdict().items()})
 
@@ -91,12 +89,9 @@ def new_graphs(
     """Allocate graphs; ``begin`` resets them.
 
     Args:
-        count: number of graphs.
         capacity: maximum number of nodes of each, including the root.
         num_nodes: most nodes of each that are verified.
         merge_ngram: length of the n-grams by which nodes merge; 0 without merging.
-        max_slots: most draft KV slots of each.
-        device: where to allocate.
 
     Raises:
         ValueError: there is no room for a root.

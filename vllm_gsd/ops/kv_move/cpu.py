@@ -1,7 +1,5 @@
 """Compaction on CPUs: move the keys and values of accepted nodes to contiguous slots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Compaction on GPUs: move the KV of accepted nodes to contiguous slots, in all layers with one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -60,10 +58,6 @@ def move_paged_kv(caches: PagedCaches, src_slots: torch.Tensor, dst_slots: torch
 
     The call is safe to capture: shapes are fixed, nothing is read back, and the caches keep their addresses. Therefore
     slots are not checked against the caches' size.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     check_moves(caches, src_slots, dst_slots)
     require_triton("move_paged_kv", src_slots)

@@ -6,21 +6,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_moves", "slots_row"])
 def kv_move_kernel(
-    caches,
-    src_slots,
-    dst_slots,
-    elements,
-    num_moves,
-    slots_row,
-    cache_block,
-    cache_head,
-    cache_token,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    caches, src_slots, dst_slots, elements, num_moves, slots_row, cache_block, cache_head, cache_token,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Grid (caches, KV heads x chunks of a row, requests). A program first reads all its rows, then writes."""
     chunks = tl.cdiv(WIDTH, BLOCK_W)
     head = (tl.program_id(1) // chunks).to(tl.int64)

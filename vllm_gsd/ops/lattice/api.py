@@ -119,11 +119,6 @@ def add_lattices(graphs: DeviceGraphs, tokens: torch.Tensor, probs: torch.Tensor
         graphs: as ``begin`` left them, with their roots only; updated.
         tokens: int64 ``[num_graphs, depth, k]``, the candidates of each depth, different ones; negative for none.
         probs: float32 ``[num_graphs, depth, k, k]``, as ``choose_candidates`` gives them, without NaN.
-        limits: of the engine.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.lattice.triton import lattice_kernel, triton
 

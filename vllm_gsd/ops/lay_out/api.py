@@ -4,8 +4,6 @@ Equal to ``method.lay_out`` on the host. A request's verified rows are its last 
 row per node. Rows without a node attend to the root and themselves, and stand at the root's position.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops.dispatch import check_tensor, require_triton, warps_for
@@ -25,7 +23,6 @@ def lay_out_rows(
     """Assign the graphs of a batch to its verified rows.
 
     Args:
-        kept: the latest graph of every slot.
         slots: int64 ``[num_requests]``, the slot of each request.
         valid: int32 ``[num_requests]``, 0 where the slot's graph is not the request's.
         starts: int32 ``[num_requests + 1]``; request r verifies the rows ``[starts[r], starts[r + 1])``.
@@ -39,10 +36,6 @@ def lay_out_rows(
         a step verifies, so all steps share their kernels.
 
     The call is safe to capture: shapes depend on the arguments' shapes only, nothing is read back.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the graphs have too many places.
-        RuntimeError: Triton cannot run on these tensors.
     """
     device, count = slots.device, len(slots)
     check_tensor("slots", slots, device, 1, torch.int64)

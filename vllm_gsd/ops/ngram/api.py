@@ -1,7 +1,5 @@
 """Hypotheses from texts, on the device; the results equal those of ``method.ngram`` on the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -33,10 +31,6 @@ def graft_ngrams(
         match_probs: as ``new_matches`` returns it.
         texts: int32 ``[slots, most]``.
         min_match: length of the shortest suffix that counts, at least 1.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.ngram.triton import graft_kernel, match_kernel, triton
 
@@ -78,17 +72,13 @@ def pack_tree(
 
 
 def graft_trees(graphs: DeviceGraphs, trees: torch.Tensor, match_probs: torch.Tensor, texts: torch.Tensor) -> None:
-    """Insert what suffix trees of other texts suggest, as ``method.ngram.graft_late_tree`` does; one launch.
+    """Insert what suffix trees of other texts suggest, as ``method.ngram.graft_tree`` does; one launch.
 
     Args:
         graphs: as ``begin``, ``grow_level`` and ``graft_ngrams`` left them; updated.
         trees: int32 ``[num_graphs, tree_words(most)]``, as ``pack_tree`` writes them; all zeros for nothing.
         match_probs: as ``new_matches`` returns it.
         texts: int32 ``[slots, most]``, as far as each graph's state says; they may have grown since the look-up.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: Triton cannot run on these tensors.
     """
     from vllm_gsd.ops.ngram.triton import graft_tree_kernel, triton
 

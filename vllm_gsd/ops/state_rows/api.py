@@ -4,8 +4,6 @@ Row -1 belongs to no request. Writes to it are discarded and reads from it retur
 use the last row for it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops import use_kernel
@@ -28,11 +26,6 @@ def read_rows(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | 
     """
     if use_kernel(states):
         return torch.ops.vllm_gsd.read_rows(states, rows, cleared)
-    return read_rows_reference(states, rows, cleared)
-
-
-def read_rows_reference(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`read_rows` in plain PyTorch."""
     read = states[rows]
     return read if cleared is None else read.masked_fill_(cleared[:, None], 0.0)
 
@@ -47,12 +40,7 @@ def write_rows(states: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -
     if use_kernel(states):
         torch.ops.vllm_gsd.write_rows(states, rows, values)
     else:
-        write_rows_reference(states, rows, values)
-
-
-def write_rows_reference(states: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """:func:`write_rows` in plain PyTorch."""
-    states[rows] = values
+        states[rows] = values
 
 
 def move_rows(states: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
@@ -65,11 +53,6 @@ def move_rows(states: torch.Tensor, sources: torch.Tensor, destinations: torch.T
     """
     if use_kernel(states):
         torch.ops.vllm_gsd.move_rows(states, sources, destinations)
-    else:
-        move_rows_reference(states, sources, destinations)
-
-
-def move_rows_reference(states: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    """:func:`move_rows` in plain PyTorch."""
+        return
     kept = torch.where(sources < 0, -1, destinations)
     states[kept] = states[sources.clamp(min=-1)]

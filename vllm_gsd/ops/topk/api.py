@@ -1,7 +1,5 @@
 """The most probable tokens of each row of logits, and the argmax of the rows along greedy walks."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.ops import use_kernel
@@ -23,9 +21,6 @@ def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
         logits are in ascending order of the tokens. Arithmetic is in float32, and the number of threads does not change
         the result. A row without a softmax (a NaN or +inf among its logits, or only -inf) gets probabilities 0 and
         arbitrary tokens. The first probability of every other row is above 0.
-
-    Raises:
-        ValueError: shape or dtype of ``logits`` does not fit, or k is out of range.
     """
     if use_triton(logits):
         return _topk_softmax_triton(logits, k)
@@ -84,9 +79,6 @@ def argmax_of_walks(
 
     Returns:
         int64 ``[rows]``; rows that are not visited get arbitrary tokens.
-
-    Raises:
-        ValueError: a shape or dtype does not fit, or a tree has no rows.
     """
     if not use_kernel(logits):
         return argmax_of_walks_reference(logits, tokens, parents, starts)

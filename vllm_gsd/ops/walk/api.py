@@ -56,10 +56,6 @@ def accept_walk(
         max_steps: bound on the accepted nodes of a path; None for no bound.
 
     The call is safe to capture: shapes depend on the arguments' shapes only, and nothing is read back.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or a number is out of range.
-        RuntimeError: Triton cannot run on these tensors.
     """
     places = check_walk(trees, sampled, starts, batch_starts, slot_mapping, invalid)
     if max_steps is not None and max_steps < 0:

@@ -4,8 +4,6 @@ Each run drafts with the draft model alone and as deep as it may, and verifies e
 influence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

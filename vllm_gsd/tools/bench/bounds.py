@@ -1,7 +1,5 @@
 """Means with confidence bounds."""
 
-from __future__ import annotations
-
 import numpy as np
 
 RESAMPLES = 10_000

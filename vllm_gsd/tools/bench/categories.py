@@ -1,7 +1,5 @@
 """A bench run by task category: the speed of each method, and the form of its graphs."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from statistics import median
 from typing import Any

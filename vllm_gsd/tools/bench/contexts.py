@@ -1,7 +1,5 @@
 """How a decoding step grows with its context: the same questions after shorter and longer texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain, cycle, islice
 from statistics import mean, median
@@ -33,7 +31,6 @@ def measure(
     """Run every prompt after each length of text, one request at a time, in turns.
 
     Args:
-        settings: one per method.
         lengths: tokens of context before the answer.
 
     Returns:

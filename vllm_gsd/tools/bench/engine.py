@@ -4,8 +4,6 @@
 and each further line is one job. The engine core runs in this process, so its parts can be timed and nothing polls.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -106,7 +104,6 @@ class TimedRun:
     """Drives the engine step by step and times its requests and its steps without a prefill.
 
     Args:
-        params: sampling parameters of all requests.
         clock: the clock over the parts of a step, None to leave it off.
         counters: the engine's counters now, to give each request its own; None where requests overlap.
     """

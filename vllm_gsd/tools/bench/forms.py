@@ -3,8 +3,6 @@
 Separate engines differ by a few percent for reasons unrelated to the form, which is as much as the forms differ.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from statistics import median
@@ -52,11 +50,7 @@ def measure(setting: Setting, engines: Engines, tick: Callable[[str], None]) -> 
 
 
 class FormSwitch:
-    """Changes the form of a running engine's graphs. Each form has its own planner and learns for itself.
-
-    Args:
-        runner: the engine's V1 model runner.
-    """
+    """Changes the form of a running engine's graphs. Each form has its own planner and learns for itself."""
 
     def __init__(self, runner: Any):
         if runner is None:

@@ -1,7 +1,5 @@
 """The page of a bench report."""
 
-from __future__ import annotations
-
 from pathlib import PurePath
 from typing import Any
 

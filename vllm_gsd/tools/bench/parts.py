@@ -4,8 +4,6 @@ It wraps the functions that make up a step, on the live objects of an engine in 
 another, the time counts only for the inner part.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -35,7 +33,6 @@ class PartsClock:
         return wrap_parts(llm, self._timed)
 
     def restart(self) -> None:
-        """Reset to zero."""
         self.seconds.clear()
         self.draft_levels = 0
 

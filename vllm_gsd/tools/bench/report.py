@@ -1,7 +1,5 @@
 """The report of a bench run: medians with their spread, and ratios to plain vLLM taken turn by turn."""
 
-from __future__ import annotations
-
 from statistics import mean, median
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The whole comparison: choose settings, take turns, analyse, and write JSON and a page."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ This treats all methods alike on a machine whose speed drifts. The engines stay 
 own process. With ``apart`` they are started anew for each turn, in case memory cannot hold them all.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,22 +22,16 @@ WARM_REQUESTS, WARM_TOKENS = 3, 24
 
 @dataclass(frozen=True)
 class Work:
-    """What every engine does.
+    """What every engine does."""
 
-    Args:
-        requests: the prompts. They repeat in a batch that is larger.
-        engine_args: arguments of vLLM's ``LLM``, without the speculative config and the mode.
-        choose_with: the number of requests used to choose the best settings.
-    """
-
-    requests: list[Request]
+    requests: list[Request]  # the prompts, which repeat in a batch that is larger
     batch_sizes: list[int]
     repeats: int
     max_tokens: int
-    engine_args: dict[str, Any]
+    engine_args: dict[str, Any]  # arguments of vLLM's ``LLM``, without the speculative config and the mode
     logs: Path
     apart: bool = False
-    choose_with: int = 4
+    choose_with: int = 4  # requests used to choose the best settings
 
     def job(self, batch: int, limit: int | None = None) -> dict[str, Any]:
         """One run at a batch size: every request once, or as many as fill the batch."""
@@ -80,7 +72,6 @@ class Engine:
         return self._ask({"opted_out": self.setting.opted_out, **job})
 
     def close(self) -> None:
-        """Stop the process."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it died between two jobs
             self.process.stdin.close()
@@ -120,7 +111,6 @@ class Engines(ExitStack):
         self.alive: dict[str, Engine] = {}
 
     def run(self, setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
-        """Run a job on the engine of this setting."""
         if self.work.apart:
             with running(setting, self.work) as engine:
                 return engine.run(job)

@@ -1,7 +1,5 @@
 """The findings of a check."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 # "failed": gsd cannot work. "unknown": an earlier failure prevented the check.

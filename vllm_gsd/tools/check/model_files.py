@@ -1,7 +1,5 @@
 """The sizes of a model, from its config.json and the headers of its weight files. It reads no weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a draft fits a target, and how much memory it takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The probes, each run in its own process: ``python -m vllm_gsd.tools.check.probe TOPIC QUESTION``."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

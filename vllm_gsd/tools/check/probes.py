@@ -3,8 +3,6 @@
 An import that fails, crashes or hangs therefore becomes a finding.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

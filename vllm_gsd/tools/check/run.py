@@ -1,7 +1,5 @@
 """All checks, ordered so that a failure explains the later ones."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``vllm-gsd check``."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

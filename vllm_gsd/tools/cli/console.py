@@ -1,7 +1,5 @@
 """Output of the commands: results go to stdout for scripts, everything else to stderr."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

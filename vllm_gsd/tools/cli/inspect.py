@@ -1,7 +1,5 @@
 """``vllm-gsd inspect``."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Entry point of ``vllm-gsd``, with one function per subcommand."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

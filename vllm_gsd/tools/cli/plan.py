@@ -1,7 +1,5 @@
 """``vllm-gsd plan``."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """The requests of all rounds, and the target's answers to them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

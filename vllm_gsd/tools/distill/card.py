@@ -1,7 +1,5 @@
 """The model card of a distilled draft."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

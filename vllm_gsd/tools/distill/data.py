@@ -3,8 +3,6 @@
 A file of answers is ``answers/{name}.parquet`` with ``input_ids`` (request and answer), ``prompt_len`` and ``text``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,19 +14,12 @@ SHORTEST = 2
 
 
 class Answer(NamedTuple):
-    """A request with the target's answer.
+    """A request with the target's answer."""
 
-    Args:
-        input_ids: int64 [n], the request's tokens and the answer's.
-        prompt_len: how many are the request's.
-        file: the name of its file.
-        first: the index of its first token among all of the file.
-    """
-
-    input_ids: np.ndarray
-    prompt_len: int
-    file: str
-    first: int
+    input_ids: np.ndarray  # int64 [n], the request's tokens and the answer's
+    prompt_len: int  # how many are the request's
+    file: str  # the name of its file
+    first: int  # the index of its first token among all of the file
 
 
 def read_answers(file: Path) -> list[Answer]:

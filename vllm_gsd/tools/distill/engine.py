@@ -1,7 +1,5 @@
 """The gain of a draft in the real engine: tokens per target step, and speed over plain vLLM and over our own engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -77,8 +77,7 @@ def own_requests(llm: Any, count: int, file: Path, batch: int = SHARD) -> list[C
     """Requests that the target makes up, by completing the user's turn of its chat template (Magpie, Xu et al. 2024).
 
     Args:
-        llm, batch: see ``answer``.
-        file: the file that stores the requests.
+        llm: see ``answer``.
 
     Returns:
         ``count`` chats, fewer if the target repeats itself, and none if it has no chat template.
@@ -150,8 +149,6 @@ def answer(
         llm: the target, or a function that starts it. The function is called only if an answer is missing.
         chats: the requests of the round, the same in every run.
         work: the folder of ``answers/{name}-00000.parquet``, ... and ``states`` (see ``data`` and ``states``).
-        max_tokens: maximum tokens of an answer.
-        batch: concurrent requests.
     """
     import pyarrow
     from pyarrow import parquet

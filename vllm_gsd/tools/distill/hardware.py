@@ -1,40 +1,27 @@
 """How training uses the processor that it runs on."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
 
 class Hardware(NamedTuple):
-    """What is best on a processor.
+    """What is best on a processor."""
 
-    Args:
-        device: where the student is.
-        dtype: what the target and the student's forward pass are computed in.
-        attention: the implementation that speculators' models use. All but "sdpa" need torch.compile.
-        batch: texts per optimiser step.
-        pack: texts in one forward pass.
-        anchors: blocks that are trained per text, at random places of the answer.
-        untimed, timed: forward passes before the speed is measured, and those that it is measured over.
-    """
+    device: str  # where the student is
+    dtype: torch.dtype  # what the target and the student's forward pass are computed in
+    attention: str  # the implementation that speculators' models use; all but "sdpa" need torch.compile
+    batch: int  # texts per optimiser step
+    pack: int  # texts in one forward pass
+    anchors: int  # blocks that are trained per text, at random places of the answer
+    untimed: int  # forward passes before the speed is measured
+    timed: int  # those that it is measured over
 
-    device: str
-    dtype: torch.dtype
-    attention: str
-    batch: int
-    pack: int
-    anchors: int
-    untimed: int
-    timed: int
-
-    def plain(self) -> Hardware:
+    def plain(self) -> Self:
         """The same without torch.compile. A dense mask and every intermediate result are in memory then."""
         return self._replace(attention="sdpa", pack=min(self.pack, 4))
 
     def autocast(self) -> torch.autocast:
-        """The context of the student's forward pass."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def wait(self) -> None:

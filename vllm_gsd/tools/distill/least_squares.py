@@ -6,8 +6,6 @@ states before the anchor, both linearly. Attention then carries what the states 
 token tells.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,19 +28,12 @@ SCORE = 32.0
 
 
 class Fit(NamedTuple):
-    """What the texts give.
+    """What the texts give."""
 
-    Args:
-        from_token, from_states: [hidden, hidden] and [layers * hidden, hidden]: the target's normalised last state from
-            an embedding and from the states.
-        states: [n, layers * hidden], a sample of states.
-        scale: the mean size of what the states predict.
-    """
-
-    from_token: torch.Tensor
-    from_states: torch.Tensor
-    states: torch.Tensor
-    scale: float
+    from_token: torch.Tensor  # [hidden, hidden], the target's normalised last state from an embedding
+    from_states: torch.Tensor  # [layers * hidden, hidden], the same from the states
+    states: torch.Tensor  # [n, layers * hidden], a sample of states
+    scale: float  # the mean size of what the states predict
 
 
 def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) -> None:
@@ -50,7 +41,6 @@ def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) ->
 
     Args:
         model: the model, in float32, on the device of the target and the packs.
-        packs: makes their batches, standardised.
     """
     data = spread(data, TEXTS)
     tokens = np.concatenate([answer.input_ids for answer in data])

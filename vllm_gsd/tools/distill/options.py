@@ -84,7 +84,6 @@ class Options:
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse options that do not fit each other."""
         if self.kind not in KINDS:
             raise DistillError(f'--kind is "{self.kind}", but must be one of {", ".join(KINDS)}.')
         for name in sorted({name for kind in KINDS.values() for name in kind}):

@@ -1,7 +1,5 @@
 """Batches of answers with the target's states, as the models of the speculators package read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +16,6 @@ class Packs:
     """Makes batches of answers and the target's states over them.
 
     Args:
-        source: gives the states of answers.
         padding: unused positions after each text. A block that begins at a text's end reaches into them.
         shift: whether a position holds a token with the states before it, as EAGLE-3 heads read them, or with its own.
         dtype: that of the states in the batches.

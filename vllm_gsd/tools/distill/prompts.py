@@ -4,8 +4,6 @@ Requests come in two rounds. The templates of the second round have a ``{passage
 answer questions about. It is filled with what the target wrote in the first round, so the package ships no texts.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

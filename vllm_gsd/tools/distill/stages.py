@@ -1,7 +1,5 @@
 """A stage of a run: says how long it takes, and keeps its result."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -9,8 +9,6 @@ over a pack costs little beside the student's training on it, or, for a large ta
 have cost once. Storing 9M tokens of a small target took 39 GB and more time than its training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

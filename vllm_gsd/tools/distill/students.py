@@ -1,7 +1,5 @@
 """What the three kinds of students have in common: how the Trainer and the measurements see them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +14,11 @@ from vllm_gsd.tools.distill.target import Target
 
 
 class Drafted(NamedTuple):
-    """What a student drafts over a batch when the text before is the true one.
+    """What a student drafts over a batch when the text before is the true one."""
 
-    Args:
-        logits: [m, drafted tokens].
-        rows: int64 [m], the flat positions of the batch whose states predict the same tokens.
-        chains: int64 [n, depth], the indices in ``logits`` of each chain's tokens, in order.
-    """
-
-    logits: torch.Tensor
-    rows: torch.Tensor
-    chains: torch.Tensor
+    logits: torch.Tensor  # [m, drafted tokens]
+    rows: torch.Tensor  # int64 [m], the flat positions of the batch whose states predict the same tokens
+    chains: torch.Tensor  # int64 [n, depth], the indices in ``logits`` of each chain's tokens, in order
 
 
 class Student(nn.Module):
@@ -48,7 +40,6 @@ class Student(nn.Module):
         self.to(self.hardware.device)
 
     def packs(self, source: Source) -> Packs:
-        """What makes the batches that it takes."""
         return Packs(source, self.padding, self.shift, self.hardware.dtype)
 
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:

@@ -1,7 +1,5 @@
 """What training needs of the target: its configuration, and its predictions from the states of its last layer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,6 @@ class Target:
     ``embedding`` and ``head`` are [vocabulary, hidden], ``norm`` [hidden]; all but ``head`` are float32.
 
     Args:
-        device: where the weights go.
         dtype: that of the head, in which logits are computed.
     """
 
@@ -59,17 +56,14 @@ class Target:
 
     @property
     def head_size(self) -> int:
-        """Numbers in an attention head."""
         return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
         return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokens that end an answer."""
         ends = self.config.get("eos_token_id")
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
@@ -81,7 +75,6 @@ class Target:
         return (self.norm * states * size.rsqrt()).to(head.dtype) @ head.T
 
     def copy_tokenizer(self, out: Path) -> None:
-        """Copy the files of the tokenizer to a draft."""
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
             if (self.folder / name).is_file():
                 shutil.copy(self.folder / name, out / name)

@@ -1,7 +1,5 @@
 """Training a student with transformers' ``Trainer``, which resumes from the last checkpoint."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,6 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
 
     Args:
         model: the student, in float32.
-        data: from ``load_answers``.
-        packs: makes their batches.
         minutes: the time limit, from which the number of steps is planned; None for no limit.
 
     Returns:

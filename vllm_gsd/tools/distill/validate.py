@@ -1,7 +1,5 @@
 """The quality of a draft: how often it agrees with the target on held-out answers, by depth."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gsd.tools.distill.data import Answer

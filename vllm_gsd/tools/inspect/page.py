@@ -1,7 +1,5 @@
 """The inspector's page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers a prompt with an engine in this process and records what its token graphs did."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,7 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     """Answer ``prompt`` greedily, as a chat where the target has a template for it, and return the trace.
 
     Args:
-        target: folder or hub id.
         gsd: keys of a gsd.json; its "trace" is the file to write.
-        max_tokens: most tokens of the answer.
-        engine_args: more arguments of vLLM's ``LLM``.
 
     Raises:
         TraceError: the engine does not start, fails, or did not record its steps.

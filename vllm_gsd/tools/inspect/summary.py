@@ -1,7 +1,5 @@
 """What a trace amounts to: speed in tokens per step, acceptance, and work that was wasted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads traces, the JSON lines that an engine writes for requests that ask for them (see ``docs/inspect.md``)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A node at depth d that is the j-th best child of its parent is accepted, once it
 ``depth[d] * sibling[j]``. Sequoia (Chen et al. 2024) assumes the same of its trees, without the factor by depth.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,15 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Conditional probabilities of the children of an accepted node.
+    """Conditional probabilities of the children of an accepted node."""
 
-    Args:
-        depth: float64 [max_depth], of the best child at each depth.
-        sibling: float64 [top_k], of the best, second best... child relative to the best one; the first is 1.
-    """
-
-    depth: np.ndarray
-    sibling: np.ndarray
+    depth: np.ndarray  # float64 [max_depth], of the best child at each depth
+    sibling: np.ndarray  # float64 [top_k], of the best, second best... child relative to the best one; the first is 1
 
     def graph(self, top_k: int, max_depth: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """The best graph of at most ``num_nodes`` nodes.

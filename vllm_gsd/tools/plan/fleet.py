@@ -1,7 +1,5 @@
 """How many replicas a load needs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

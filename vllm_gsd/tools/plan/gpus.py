@@ -1,7 +1,5 @@
 """Machines from data sheets of GPUs. A few steps on an H200 have been compared with what it predicts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vllm_gsd.planner.costs import Costs

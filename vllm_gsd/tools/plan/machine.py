@@ -1,7 +1,5 @@
 """What a step takes on a machine, in milliseconds, as the planner counts it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,28 +17,19 @@ class PlanError(ToolError):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with a target and a draft.
+    """A machine with a target and a draft."""
 
-    Args:
-        costs: forwards of both models.
-        plain, off: a step that verifies nothing, by running requests: in plain vLLM, and in our engine.
-        graph_ms, node_ms, draft_ms, level_ms: what verifying graphs at all, each node, drafting at all and each draft
-            level add to a step, beside the forwards.
-        prompt_ms: everything of a request that is no decoding, by method ("plain", "off", "gsd") and running requests.
-        most: most requests whose context fits into memory; None if unknown.
-        assumptions: sentences that tell where the numbers are from.
-    """
-
-    costs: Costs
-    plain: Curve
-    off: Curve
+    costs: Costs  # forwards of both models
+    plain: Curve  # a step that verifies nothing in plain vLLM, by running requests
+    off: Curve  # the same in our engine
+    # What verifying graphs at all, each node, drafting at all and each draft level add to a step, beside the forwards.
     graph_ms: float
     node_ms: float
     draft_ms: float
     level_ms: float
-    prompt_ms: dict[str, Curve]
-    most: int | None
-    assumptions: list[str]
+    prompt_ms: dict[str, Curve]  # what of a request is no decoding, by method ("plain", "off", "gsd") and requests
+    most: int | None  # most requests whose context fits into memory; None if unknown
+    assumptions: list[str]  # sentences that tell where the numbers are from
 
 
 def curve(points: list[tuple[float, float]]) -> Curve:

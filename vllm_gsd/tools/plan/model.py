@@ -1,7 +1,5 @@
 """Tokens per second of plain decoding, a chain and a graph, by the planner's own arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -40,7 +40,6 @@ class Options:
     within: Annotated[float, Option(min=0, help="Largest accepted error; if exceeded, the exit code is 1.")] = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse options that would be ignored."""
         given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         without = {
             "latency": (self.rate is None, "is only for a fleet; give --rate, too, or leave it out"),

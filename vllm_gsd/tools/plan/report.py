@@ -1,7 +1,5 @@
 """Reads a report of ``vllm-gsd bench``: the machine that it measured, the draft's acceptance, the workload."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -71,7 +69,6 @@ class Report:
 
     @property
     def form(self) -> Form:
-        """The limits of the graphs that were measured."""
         limits = ("top_k", "max_depth", "num_speculative_tokens")
         given = {name: self.keys[name] for name in (*limits, "preset") if name in self.keys}
         try:
@@ -95,7 +92,6 @@ class Report:
         return float(self.all[batch]["plain"]["decode"]["requests"])
 
     def machine(self) -> Machine:
-        """The machine of the report."""
         planner = self.first["planner"]
         rows, target, draft = (np.array(planner["costs"][name]) for name in ("rows", "target", "draft"))
         step, drafting = planner["overhead"]["step"], planner["overhead"]["draft"]

@@ -1,7 +1,5 @@
 """The whole plan: predictions by batch size, the best gsd.json, replicas; and predictions against measurements."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a forward of a model reads and computes, from its config.json."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -60,7 +60,6 @@ class Gpu:
 
     @classmethod
     def named(cls, name: str, count: int = 1) -> Gpu:
-        """A GPU of ``gpus.GPUS``."""
         tflops, bandwidth, _ = GPUS[name]
         return cls(bandwidth * 1e6 * BANDWIDTH, tflops * 1e9 * ARITHMETIC, count)
 

@@ -1,7 +1,5 @@
 """The acceptance of real requests, from the trace that an engine wrote of their steps."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
