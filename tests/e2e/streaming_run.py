@@ -1,7 +1,8 @@
 """A program that runs sessions of streaming input: ``streaming_run.py TARGET CONFIG`` prints the results as JSON.
 
 All chunks are the same. The first of a session requests one token, for which nothing is drafted. The second requests
-many. Further sessions end its answer at one of its tokens, or sample with a seed, and have a third chunk.
+many. Further sessions end its answer at one of its tokens, or sample with a seed, among few tokens until they repeat or
+among all until a stop token, and have a third chunk.
 """
 
 import asyncio
@@ -40,8 +41,9 @@ async def session(engine, name: str, *chunks: dict) -> list[int]:
 
 
 async def answers(target: str, config: dict | None) -> dict[str, list]:
-    """The tokens of the first session, of those that end at its tokens, and of seeded ones."""
+    """The tokens of the first session, of those that end at its tokens, and of two kinds of seeded ones."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RepetitionDetectionParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 1 << 26}
@@ -52,13 +54,16 @@ async def answers(target: str, config: dict | None) -> dict[str, list]:
     tokens = await session(engine, "session", first, second)
     ends = list(dict.fromkeys(tokens[FIRST + 1 :]))[:MOST_ENDS]
     sessions = [session(engine, f"ends {end}", first, {**second, "stop_token_ids": [end]}, third) for end in ends]
+    repetition = RepetitionDetectionParams(max_pattern_size=1, min_count=4)
+    repeating = {"temperature": 1.0, "allowed_token_ids": [70, 71], "repetition_detection": repetition}
     sessions += [
-        session(engine, f"seed {seed}", *({**chunk, **SEEDED, "seed": seed} for chunk in (first, second, third)))
+        session(engine, f"{name} {seed}", *({**chunk, **kind, "seed": seed} for chunk in (first, second, third)))
+        for name, kind in (("seeded", SEEDED), ("repeating", repeating))
         for seed in range(8)
     ]
     others = await asyncio.gather(*sessions)
     engine.shutdown()
-    return {"tokens": tokens, "ended": others[: len(ends)], "seeded": others[len(ends) :]}
+    return {"tokens": tokens, "ended": others[:-16], "seeded": others[-16:-8], "repeating": others[-8:]}
 
 
 def main(target: str, config: str) -> None:

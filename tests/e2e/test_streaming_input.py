@@ -38,7 +38,7 @@ def test_later_chunks_are_drafted_for(results):
     assert plain["accepted"] == 0 < gsd["accepted"]
 
 
-@pytest.mark.parametrize("kind", ["ended", "seeded"])
+@pytest.mark.parametrize("kind", ["ended", "seeded", "repeating"])
 def test_later_chunks_follow_the_text_that_was_emitted(results, kind):
     """A walk may accept tokens behind one that ends an answer. They must not count, nor may draws for them."""
     plain, gsd = results
