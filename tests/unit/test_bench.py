@@ -212,6 +212,7 @@ def command(tmp_path, monkeypatch):
         (["--gsd", '{"top-k": 300}'], '"top_k" is 300, but must be'),
         (["--gsd", '{"top-k": 3, "top_k": 3}'], "with '-' and with '_'"),
         (["--gsd", '{"method": "ngram"}'], '--gsd has "method"'),
+        (["--gsd", '{"sources": ["ngram"]}'], 'add "draft" or give --target without --draft.'),
         (["--gsd", '{"model": "other"}'], '--gsd has "model"'),
         (["--gsd", '{"budget": 8}', "--analyses"], '--gsd has "budget", which --analyses sets itself'),
         (["--gsd", '{"sources": ["draft"]}', "--analyses"], '--gsd has "sources", which --analyses sets itself'),
