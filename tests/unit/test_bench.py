@@ -16,6 +16,7 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.tools.bench import analyses, contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.engine import TimedRun
+from vllm_gsd.tools.bench.engine import run as answer_job
 from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import _decode, tokens_per_step
@@ -212,6 +213,7 @@ def command(tmp_path, monkeypatch):
         (["--gsd", '{"top-k": 300}'], '"top_k" is 300, but must be'),
         (["--gsd", '{"top-k": 3, "top_k": 3}'], "with '-' and with '_'"),
         (["--gsd", '{"method": "ngram"}'], '--gsd has "method"'),
+        (["--gsd", '{"sources": ["ngram"]}'], 'add "draft" or give --target without --draft.'),
         (["--gsd", '{"model": "other"}'], '--gsd has "model"'),
         (["--gsd", '{"budget": 8}', "--analyses"], '--gsd has "budget", which --analyses sets itself'),
         (["--gsd", '{"sources": ["draft"]}', "--analyses"], '--gsd has "sources", which --analyses sets itself'),
@@ -290,6 +292,21 @@ def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
     code = "pass"
     with pytest.raises(BenchError, match="died: see its log"):
         turns.Engine(PLAIN, work)
+
+
+def test_prompts_that_are_too_long_are_refused_by_the_first_engine(tmp_path, monkeypatch):
+    """All prompts are shown to an engine while it warms up, also those that it answers only in the turns."""
+    code = (
+        "import sys; print('{}', flush=True); sys.stdin.readline(); sys.stderr.write('Error: ' + sys.stdin.readline())"
+    )
+    start = subprocess.Popen
+    monkeypatch.setattr(turns.subprocess, "Popen", lambda _, **to: start([sys.executable, "-c", code], **to))
+    with pytest.raises(BenchError, match=r'"later": .*"p9"'):
+        turns.Engine(PLAIN, turns.Work([Request(f"p{i}") for i in range(10)], [1], 1, 4, {}, tmp_path))
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=9))
+    llm = SimpleNamespace(get_tokenizer=lambda: None, llm_engine=config)
+    with pytest.raises(ValueError, match="a prompt has 9 tokens, but --max-model-len is 9"):
+        answer_job(llm, None, chats=[[1]], concurrency=1, max_tokens=1, later=[[1], [1] * 9])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
-from vllm_gsd.tools.distill import generate, recorder, run, states, students
+from vllm_gsd.tools.distill import engine, generate, recorder, run, states, students
 from vllm_gsd.tools.distill.data import count_tokens, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.lm import LanguageModel, project
@@ -402,3 +403,19 @@ class TestOwnRequests:
         target.generate = lambda prompts, params, use_tqdm: target.turns.append(1) or []
         assert generate.own_requests(target, 10, tmp_path / "own.json") == []
         assert len(target.turns) == 1
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(20, 116), (1000, 1024)])
+def test_engines_that_measure_a_draft_have_no_more_positions_than_the_target(tmp_path, monkeypatch, prompt, length):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
+    result = {"requests": [{"tokens": 8, "steps": 4}], "seconds": 1.0}
+    given = []
+
+    @contextmanager
+    def running(setting, work):
+        given.append(work.engine_args["max_model_len"])
+        yield SimpleNamespace(run=lambda job: result)
+
+    monkeypatch.setattr(engine, "running", running)
+    found = engine.compare(tmp_path, tmp_path / "draft", [[1] * 10, [1] * prompt], 96, True, tmp_path / "logs")
+    assert given == 3 * [length] and found["ratio_to_plain"] == 1

@@ -165,3 +165,14 @@ def test_the_built_in_draft_replaces_no_given_one(tmp_path, monkeypatch, gsd, mo
     monkeypatch.setattr("vllm_gsd.tools.models.built_in_pair", lambda: pair)
     done = CliRunner().invoke(app, ["inspect", "--prompt", "x", "--out", str(tmp_path / "page.html"), *gsd])
     assert done.stderr == f'The engine of "TARGET" failed (OSError: {json.dumps(model)}).\n'
+
+
+@pytest.mark.parametrize(("positions", "length"), [(2048, 2048), (131072, 4096)])
+def test_an_engine_has_no_more_positions_than_its_target(tmp_path, monkeypatch, positions, length):
+    def no_engine(*_, max_model_len, **__):
+        raise OSError(max_model_len)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine, SamplingParams=None))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    options = ["--prompt", "x", "--target", str(tmp_path), "--out", str(tmp_path / "page.html")]
+    assert f"(OSError: {length})" in CliRunner().invoke(app, ["inspect", *options]).stderr

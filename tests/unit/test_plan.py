@@ -263,6 +263,22 @@ def test_a_plan_for_a_gpu(tmp_path):
     assert json.loads((tmp_path / "out/plan.json").read_text()) == plan
 
 
+def test_a_plan_for_a_gpu_trims_the_draft_as_the_report_did(tmp_path):
+    from vllm_gsd.tools.models import built_in_pair
+
+    pair, path = built_in_pair(), Path(report(tmp_path))
+    written = json.loads(path.read_text())
+    written["settings"]["draft"] = str(pair.target)
+    speeds = []
+    for size in ("256", "null"):
+        written["settings"]["gsd"] = f'{{"draft-vocab-size": {size}}}'
+        path.write_text(json.dumps(written))
+        done = run(str(path), "--machine", "h100", "--target", str(pair.target), "--out", str(tmp_path / "out"))
+        assert done.exit_code == 0, done.output
+        speeds.append(json.loads((tmp_path / "out/plan.json").read_text())["batches"]["1"]["graph"])
+    assert speeds[0] > speeds[1]
+
+
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [

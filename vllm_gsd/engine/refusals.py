@@ -212,7 +212,7 @@ REFUSALS = (
     Refusal(
         'an empty list of "sources" on GPUs',
         lambda e: not e.config.speculates,
-        "name a source: it stands for our CPU kernels alone",
+        "name a source, because an empty list means our CPU kernels and nothing else",
         name='"sources" [] on a GPU',
         platforms=("GPU",),
     ),

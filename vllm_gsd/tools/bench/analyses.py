@@ -89,8 +89,8 @@ def _row(result: dict[str, Any]) -> dict[str, float]:
     Returns:
         ``tokens_per_step`` and ``tokens_per_second``; ``tokens_per_draft_forward``; ``draft_rows_per_step``, the rows
         of the draft's forwards per target step; ``drafted_per_accepted``, the same per accepted token;
-        ``merged_share`` of the candidates; and ``accepted_merged_share``, of accepted nodes those that were reached
-        through a merged edge.
+        ``merged_share``, merged edges of all edges; and ``accepted_merged_share``, of accepted nodes those that were
+        reached through a merged edge.
     """
     counters = result["counters"]
     generated, steps = (sum(request[name] for request in result["requests"]) for name in ("tokens", "steps"))

@@ -55,6 +55,7 @@ def run(
     ignore_eos: bool = False,
     context: int | None = None,
     behind: list[Prompt] | None = None,
+    later: list[Prompt] | None = None,
 ) -> dict[str, Any]:
     """Answer the chats greedily, at most ``concurrency`` at a time.
 
@@ -64,6 +65,7 @@ def run(
         with_parts: whether the clock runs.
         context: the number of prompt tokens, None to leave prompts as they are.
         behind: chats that fill the context before a shorter chat.
+        later: chats of later jobs, which must not be too long either.
 
     Returns:
         ``seconds``; ``requests``, per chat ``prompt`` and ``tokens`` (their numbers), the ``steps`` that gave tokens,
@@ -79,6 +81,7 @@ def run(
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra_args)
     tokenizer = llm.get_tokenizer()
     prompts = [token_ids_of(tokenizer, chat) for chat in chats]
+    check_lengths([token_ids_of(tokenizer, chat) for chat in later or []], llm.llm_engine.model_config.max_model_len)
     if context is not None:
         others = [token_ids_of(tokenizer, chat) for chat in behind or []]
         prompts = [with_context(ids, others, context) for ids in prompts]
@@ -98,6 +101,13 @@ def run(
         "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
         "counters": gained(before, counters_of(llm)),
     }
+
+
+def check_lengths(prompts: list[list[int]], most: int) -> None:
+    """Refuse prompts (token ids) that leave no room for a token."""
+    longest = max(map(len, prompts), default=0)
+    if longest >= most:
+        raise ValueError(f"a prompt has {longest} tokens, but --max-model-len is {most}")
 
 
 class TimedRun:

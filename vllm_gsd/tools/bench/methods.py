@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_gsd.config import GSDConfig
+from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.config.draft_check import kind_of_model
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
 from vllm_gsd.tools.errors import ToolError
@@ -113,7 +113,10 @@ def checked(model: str | None, gsd: dict[str, Any]) -> dict[str, Any]:
         GSDConfigError: a key or a value is wrong.
     """
     config = {"method": "gsd", "model": model, **gsd}
-    GSDConfig.load(config, "--gsd")
+    try:
+        GSDConfig.load(config, "--gsd")
+    except GSDConfigError as error:  # --gsd has no "model"
+        raise GSDConfigError(str(error).replace('set "model" to null', "give --target without --draft")) from None
     return config
 
 

@@ -63,9 +63,11 @@ class Engine:
                 text=True,
             )
         self._ask(arguments)
+        # The first engine refuses prompts that are too long, even if they come only after hours.
+        later = {"later": [request.chat for request in work.requests]}
         for batch in work.batch_sizes:
             warm = work.job(batch, WARM_REQUESTS)
-            self._ask({**warm, "max_tokens": min(WARM_TOKENS, work.max_tokens)})
+            self._ask({**warm, "max_tokens": min(WARM_TOKENS, work.max_tokens), **later})
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """The result of a job, as ``engine.run`` describes it."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
+from vllm_gsd.config.draft_kind import read_config
 from vllm_gsd.tools.bench.methods import Setting
 from vllm_gsd.tools.bench.report import tokens_per_step
 from vllm_gsd.tools.bench.turns import Work, running, tokens_per_second
@@ -24,6 +25,9 @@ def compare(
     Raises:
         BenchError: an engine died.
     """
+    longest = max(map(len, prompts))
+    # vLLM refuses more positions than the target has. The longest answers are shorter then.
+    positions = read_config(target).get("max_position_embeddings", longest + max_tokens)
     work = Work(
         requests=[Request(cast(Any, ids)) for ids in prompts],  # an engine accepts token ids in place of a chat
         batch_sizes=[1],
@@ -32,7 +36,7 @@ def compare(
         engine_args={
             "model": str(target),
             "dtype": "bfloat16",
-            "max_model_len": max(map(len, prompts)) + max_tokens,
+            "max_model_len": max(longest + 1, min(longest + max_tokens, positions)),
             "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": False,
         },

@@ -25,6 +25,11 @@ HEAD_SIZE = 32
 EAGLE3_LAYERS = 3
 
 
+def _by_default(name: str) -> str:
+    """The defaults of an option that only some kinds have, for its help."""
+    return "by default " + ", ".join(f"{given[name]} ({kind})" for kind, given in KINDS.items() if name in given)
+
+
 class DistillError(ToolError):
     """The run is not possible as asked. The message is one sentence."""
 
@@ -61,12 +66,16 @@ class Options:
     )
     minutes: Annotated[float | None, Option(help="Time limit; it reduces answers and training steps.")] = None
     init: Annotated[str | None, Option(metavar="PATH", help="Continue training this draft of the same kind.")] = None
-    vocab_size: Annotated[int | None, Option(min=256, help="Number of tokens that the LM head computes.")] = None
-    layers: Annotated[int | None, Option(min=1, help="Layers of the draft (dspark, lm).")] = None
-    depth: Annotated[
-        int | None, Option(min=1, help="Tokens that are predicted one after another (dspark, eagle3).")
+    vocab_size: Annotated[
+        int | None, Option(min=256, help=f"Number of tokens that the LM head computes; {_by_default('vocab_size')}.")
     ] = None
-    rank: Annotated[int | None, Option(min=1, help="Rank of the bias by the token before (dspark).")] = None
+    layers: Annotated[int | None, Option(min=1, help=f"Layers of the draft; {_by_default('layers')}.")] = None
+    depth: Annotated[
+        int | None, Option(min=1, help=f"Tokens that are predicted one after another; {_by_default('depth')}.")
+    ] = None
+    rank: Annotated[int | None, Option(min=1, help=f"Rank of the bias by the token before; {_by_default('rank')}.")] = (
+        None
+    )
     width: Annotated[
         int | None,
         Option(min=64, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),

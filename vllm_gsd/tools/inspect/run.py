@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config.draft_check import local_folder
+from vllm_gsd.config.draft_kind import read_config
 from vllm_gsd.tools.inspect.trace import Trace, TraceError, read_traces
 from vllm_gsd.tools.prompt_file import token_ids_of
+
+# Most tokens of prompt and answer, unless the engine's arguments say otherwise.
+LONGEST = 4096
 
 
 def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engine_args: dict[str, Any]) -> Trace:
@@ -24,7 +29,12 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     path = Path(gsd["trace"])
     before = read_traces(path).keys() if path.exists() and path.stat().st_size else set()
     # Compiling takes longer than an answer.
-    defaults = {"max_num_seqs": 1, "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+    defaults = {
+        "max_num_seqs": 1,
+        "max_model_len": _longest(target),
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": True,
+    }
     try:
         llm = LLM(target, speculative_config=gsd, **{**defaults, **engine_args})
         ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
@@ -40,3 +50,10 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     if not new or not new[-1].steps:
         raise TraceError(f'The engine recorded no step in "{path}"; the file may be full.')
     return new[-1]
+
+
+def _longest(target: str) -> int:
+    """The length of the engine: as many positions as a target on this machine has, at most ``LONGEST``."""
+    folder = local_folder(target)
+    config = {} if folder is None else read_config(folder)
+    return min(LONGEST, (config.get("text_config") or config).get("max_position_embeddings") or LONGEST)

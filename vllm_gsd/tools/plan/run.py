@@ -45,7 +45,8 @@ def plan(options: Options) -> dict[str, Any]:
     else:
         if options.target is None:
             raise PlanError("--machine with a GPU needs --target, a folder with the target's config.json.")
-        machine = machine_of(options.machine, read_shapes(options.target), read_shapes(Path(draft)), workload)
+        shapes = read_shapes(options.target), read_shapes(Path(draft), report.keys.get("draft_vocab_size"))
+        machine = machine_of(options.machine, *shapes, workload)
     traced = observed(options.trace) if options.trace else None
     model, limits = Model(machine, report.acceptance(traced), workload), report.form
     most = min(BATCHES[-1], machine.most or BATCHES[-1])

@@ -19,15 +19,20 @@ class Shapes:
     layers: int = 0
 
 
-def read_shapes(folder: Path) -> Shapes:
+def read_shapes(folder: Path, drafted: int | None = None) -> Shapes:
     """The shapes of a Llama-like dense model, or of an EAGLE or EAGLE-3 head.
+
+    Args:
+        drafted: tokens that its LM head computes ("draft_vocab_size"); None for what its folder says.
 
     Raises:
         PlanError: there is no config.json, or it is not of that kind.
     """
     try:
         config = flattened(json.loads((folder / "config.json").read_text("utf-8")))
-        if (trimmed := folder / "draft_vocab.json").exists():
+        if drafted is not None:
+            config["vocab_size"] = drafted
+        elif (trimmed := folder / "draft_vocab.json").exists():
             config["vocab_size"] = len(json.loads(trimmed.read_text())["token_ids"])
         shapes = shapes_of(config)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
