@@ -38,6 +38,12 @@ def weights_of_ends(llm) -> list[tuple[int, int]]:
     return [(layer.weight.data_ptr(), layer.weight.dim()) for layer in (model.model.embed_tokens, model.lm_head)]
 
 
+def read_again(llm, folder):
+    """Read the target's weights again, from the folder of a model of the same shape."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    llm.reset_prefix_cache()
+
+
 def test_all_layers_are_packed(gsd):
     packed = gsd.call(layers_by_kind)
     for name in ("target", "draft"):
@@ -68,7 +74,22 @@ def test_embedding_and_lm_head(gsd, plain, tied_target, tiny_pair, random_prompt
             stack.callback(engine.close)
         embedding, lm_head = engines[1].call(weights_of_ends)
         assert embedding == lm_head and lm_head[1] == 5
-        assert_close(engines[0].generate(prompts, GREEDY), prompts, generates(engines[1], GREEDY))
+        expected = engines[0].generate(prompts, GREEDY)
+        assert_close(expected, prompts, generates(engines[1], GREEDY))
+        engines[1].call(read_again, tied_target)
+        assert engines[1].call(weights_of_ends) == [embedding, lm_head]
+        assert_close(expected, prompts, generates(engines[1], GREEDY))
+
+
+def test_weights_that_are_read_again(gsd, plain, tiny_pair, random_prompts):
+    """New weights are packed like the old ones, and lie where compiled code reads those."""
+    places, prompts = gsd.call(weights_of_ends), random_prompts(5, 5, 60)
+    for engine in (plain, gsd):
+        engine.call(read_again, tiny_pair.draft)
+    assert gsd.call(weights_of_ends) == places
+    assert_close(plain.generate(prompts, GREEDY), prompts, generates(gsd, GREEDY))
+    for engine in (plain, gsd):
+        engine.call(read_again, tiny_pair.target)
 
 
 def test_other_types_are_upstreams(start_engine):

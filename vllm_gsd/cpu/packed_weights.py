@@ -1,5 +1,6 @@
 """Makes vLLM multiply with our kernel where that is faster."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ class PacksWeights:
         model = self.vllm_config.model_config
         if model.head_dtype == model.dtype:  # otherwise vLLM uses the unpacked weight of the LM head
             weights.pack_lm_heads(embeddings)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Read the target's weights again; the new ones are packed as the old ones were."""
+        with weights.packing(packs_weights) if uses_cpu_kernels(self.vllm_config) else nullcontext():
+            super().reload_weights(*args, **kwargs)  # type: ignore[misc]
 
 
 def uses_cpu_kernels(vllm_config: Any) -> bool:

@@ -61,6 +61,10 @@ def pack_lm_heads(embeddings: Iterable[torch.nn.Module]) -> None:
 class _PackedEmbedding(UnquantizedEmbeddingMethod):
     """The embedding method of layers whose ``weight`` is packed."""
 
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack a weight that was read again."""
+        layer.weight = torch.nn.Parameter(pack_weight(layer.weight.detach()), requires_grad=False)
+
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
         return read_columns(layer.weight, input_)
 

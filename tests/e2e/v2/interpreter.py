@@ -164,15 +164,20 @@ def emulate_cuda_graphs() -> None:
 def start_as_on_gpus() -> None:
     """Profile memory, warm up kernels and capture CUDA graphs at start, which vLLM's CPU worker does not do.
 
-    The worker's attribute ``start`` records the numbers of rows and calls.
+    The worker's attribute ``start`` records the numbers of rows and calls, and memory pools.
     """
     from start_probes import Start
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    available, warm_up = CPUWorker.determine_available_memory, CPUWorker.compile_or_warm_up_model
+    load, available = CPUWorker.load_model, CPUWorker.determine_available_memory
+    warm_up = CPUWorker.compile_or_warm_up_model
+
+    def load_model(self, **kwargs):
+        self.start = Start()
+        with self.start.watch_pools(self):
+            load(self, **kwargs)
 
     def determine_available_memory(self):
-        self.start = Start()
         with self.start.watch_profile(self.model_runner):
             self.model_runner.profile_run()
         self.model_runner.profile_cudagraph_memory()
@@ -190,5 +195,6 @@ def start_as_on_gpus() -> None:
             self.model_runner.capture_model()
         return times
 
+    CPUWorker.load_model = load_model
     CPUWorker.determine_available_memory = determine_available_memory
     CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model

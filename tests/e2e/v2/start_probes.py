@@ -8,10 +8,44 @@ from request_tables import tables
 
 
 class Start:
-    """Records the numbers of rows and calls during a start."""
+    """Records the numbers of rows and calls during a start, and in which memory pools it builds what."""
 
     def __init__(self):
         self.seen: dict[str, int] = {}
+        self.pools: dict[str, str] = {}
+
+    @contextmanager
+    def watch_pools(self, worker):
+        """Record in which memory pool, which sleep mode keeps or discards, each of our classes is built."""
+        if worker.vllm_config.speculative_config is None:
+            yield
+            return
+        from vllm_gsd.engine.draft.model import DraftModel
+        from vllm_gsd.engine.v2.device_drafting import DeviceDrafting
+        from vllm_gsd.engine.v2.verified_rows import RowBuffers
+
+        tags: list[str] = []
+
+        @contextmanager
+        def pool(tag):
+            tags.append(tag)
+            yield
+            tags.pop()
+
+        def noting(method):
+            def noted(owner, *args, **kwargs):
+                self.pools[type(owner).__name__] = tags[-1]
+                return method(owner, *args, **kwargs)
+
+            return noted
+
+        with (
+            mock.patch.object(worker, "_maybe_get_memory_pool_context", pool),
+            mock.patch.object(DraftModel, "load", noting(DraftModel.load)),
+            mock.patch.object(DeviceDrafting, "__init__", noting(DeviceDrafting.__init__)),
+            mock.patch.object(RowBuffers, "__init__", noting(RowBuffers.__init__)),
+        ):
+            yield
 
     @contextmanager
     def watch_profile(self, runner):
@@ -66,7 +100,7 @@ def left(llm) -> dict[str, int]:
     }
 
 
-def start_of(llm) -> tuple[dict[str, int], dict[str, int]]:
-    """The recorded numbers of the start, and the state that it left."""
+def start_of(llm) -> tuple[dict[str, int], dict[str, str], dict[str, int]]:
+    """The recorded numbers and memory pools of the start, and the state that it left."""
     start = llm.llm_engine.model_executor.driver_worker.worker.start
-    return start.seen, start.left
+    return start.seen, start.pools, start.left

@@ -33,9 +33,13 @@ def expected(start_v2, requests):
 
 
 def test_a_start_as_on_gpus(start_v2):
-    """vLLM profiles the largest step and warms up with dummy requests, which leave no state behind."""
+    """vLLM profiles the largest step and warms up with dummy requests, which leave no state behind.
+
+    Sleep mode discards the pool "weights" at level 2, and vLLM restores those of the target only.
+    """
     engine = start_v2(GSD, gpu_attention=True, costs=True)
-    seen, left = engine.call(start_of)
+    seen, pools, left = engine.call(start_of)
+    assert pools == dict.fromkeys(["DraftModel", "DeviceDrafting", "RowBuffers"], "runtime")
     # Four requests, each with a root and eight nodes: all rows are verified, and the draft may have to read them all.
     assert seen["rows_sampled"] == seen["rows_drafted"] == 4 * 9
     assert seen["rows_kept"] == OPTIONS["max_num_batched_tokens"]
