@@ -35,10 +35,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         if not started:
             started.append(
                 generate.start_target(
-                    options.target,
-                    max_model_len=options.longest + max_tokens,
-                    batch=batch,
-                    eager=options.eager,
+                    options.target, max_model_len=options.longest + max_tokens, batch=batch, eager=options.eager
                 )
             )
         return started[0]
