@@ -112,11 +112,7 @@ JSON = [
         },
         "Describe a line.",
     ),
-    _json(
-        "constants",
-        _object(version={"const": 1}, kind={"const": "event"}, text=SENTENCE),
-        "Write an event.",
-    ),
+    _json("constants", _object(version={"const": 1}, kind={"const": "event"}, text=SENTENCE), "Write an event."),
     _json(
         "tuple",
         {"type": "array", "prefixItems": [COLOUR, {"type": "boolean"}], "items": False, "minItems": 2, "maxItems": 2},
@@ -177,10 +173,7 @@ def _is_query(text: str) -> bool:
 
 GRAMMAR = [
     _grammar(
-        "sum",
-        'root ::= number (" + " number){1,3} " = " number\nnumber ::= [0-9]{1,3}',
-        "Add some numbers.",
-        _is_sum,
+        "sum", 'root ::= number (" + " number){1,3} " = " number\nnumber ::= [0-9]{1,3}', "Add some numbers.", _is_sum
     ),
     _grammar(
         "ip-address",

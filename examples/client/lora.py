@@ -55,10 +55,7 @@ with tempfile.TemporaryDirectory() as folder:
     post("load_lora_adapter", {"lora_name": NAME, "lora_path": str(adapter.resolve())})
     for name in (model, NAME):
         answer = client.chat.completions.create(
-            model=name,
-            messages=[{"role": "user", "content": "Why is the sky blue?"}],
-            temperature=0,
-            max_tokens=40,
+            model=name, messages=[{"role": "user", "content": "Why is the sky blue?"}], temperature=0, max_tokens=40
         )
         print(f"{name}: {answer.choices[0].message.content}")
     post("unload_lora_adapter", {"lora_name": NAME})

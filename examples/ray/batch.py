@@ -113,11 +113,7 @@ def processor(args: argparse.Namespace):
     return build_processor(
         config,
         preprocess=lambda row: {"id": row["id"], "prompt": row["prompt"], "sampling_params": params},
-        postprocess=lambda row: {
-            "id": row["id"],
-            "text": row["generated_text"],
-            "tokens": row["num_generated_tokens"],
-        },
+        postprocess=lambda row: {"id": row["id"], "text": row["generated_text"], "tokens": row["num_generated_tokens"]},
         # These two need hardly any CPU time, and the engines may occupy all declared CPUs.
         preprocess_map_kwargs={"num_cpus": 0},
         postprocess_map_kwargs={"num_cpus": 0},

@@ -70,11 +70,7 @@ class Soak:
         start = time.monotonic()
         async with (
             openai.AsyncOpenAI(
-                base_url=f"{self.url}/v1",
-                api_key="none",
-                max_retries=0,
-                timeout=None,
-                default_headers=CLOSING,
+                base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=None, default_headers=CLOSING
             ) as client,
             httpx.AsyncClient(base_url=self.url, timeout=self.patience, headers=CLOSING) as http,
         ):

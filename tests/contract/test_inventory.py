@@ -20,11 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.models.gemma4_dspark import (
-    Gemma4DSparkAttention,
-    Gemma4DSparkForCausalLM,
-    Gemma4DSparkModel,
-)
+from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkAttention, Gemma4DSparkForCausalLM, Gemma4DSparkModel
 from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention, DFlashQwen3ForCausalLM

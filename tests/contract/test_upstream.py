@@ -109,17 +109,7 @@ SIGNATURES = [
     # engine.attention.cpu
     (
         CPUAttentionBackendImpl.forward,
-        [
-            "layer",
-            "query",
-            "key",
-            "value",
-            "kv_cache",
-            "attn_metadata",
-            "output",
-            "output_scale",
-            "output_block_scale",
-        ],
+        ["layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale"],
     ),
     (CPUAttentionBackendImpl.do_kv_cache_update, ["layer", "key", "value", "kv_cache", "slot_mapping"]),
     (CPUAttentionMetadataBuilder.build, ["common_prefix_len", "common_attn_metadata", "fast_build"]),
@@ -133,13 +123,7 @@ SIGNATURES = [
     (Scheduler.update_from_output, ["scheduler_output", "model_runner_output"]),
     (
         Scheduler.make_spec_decoding_stats,
-        [
-            "spec_decoding_stats",
-            "num_draft_tokens",
-            "num_accepted_tokens",
-            "num_invalid_spec_tokens",
-            "request_id",
-        ],
+        ["spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"],
     ),
     (Scheduler._handle_stopped_request, ["request"]),
     (SpecDecodingStats.observe_draft, ["num_draft_tokens", "num_accepted_tokens"]),
@@ -198,10 +182,7 @@ def test_signature(function, expected):
 @pytest.mark.parametrize(
     ("cls", "needed"),
     [
-        (
-            SchedulerOutput,
-            {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"},
-        ),
+        (SchedulerOutput, {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"}),
         (SchedulerOutput, {"scheduled_spec_decode_tokens", "total_num_scheduled_tokens"}),
         (NewRequestData, {"req_id", "block_ids", "num_computed_tokens"}),
         (CachedRequestData, {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"}),

@@ -59,11 +59,7 @@ SIGNATURES = [
     # engine.v2.model_runner: overridden
     (RUNNER, "GPUModelRunner.__init__", ["vllm_config", "device"]),
     (RUNNER, "GPUModelRunner.load_model", ["load_dummy_weights"]),
-    (
-        RUNNER,
-        "GPUModelRunner.initialize_kv_cache",
-        ["kv_cache_config", "is_profiling", "kv_cache_allocation_context"],
-    ),
+    (RUNNER, "GPUModelRunner.initialize_kv_cache", ["kv_cache_config", "is_profiling", "kv_cache_allocation_context"]),
     (RUNNER, "GPUModelRunner.finish_requests", ["scheduler_output"]),
     (RUNNER, "GPUModelRunner.add_requests", ["scheduler_output"]),
     (RUNNER, "GPUModelRunner.update_requests", ["scheduler_output"]),

@@ -78,8 +78,7 @@ def config(request):
 
 
 @pytest.mark.parametrize(
-    "workload",
-    ["greedy-1", "greedy-8", "greedy-32", "seeded-1", "seeded-8", "seeded-32", "mixed-32"],
+    "workload", ["greedy-1", "greedy-8", "greedy-32", "seeded-1", "seeded-8", "seeded-32", "mixed-32"]
 )
 def test_equals_plain_vllm(start_engine, workloads, plain, config, workload):
     engine = start_engine(CONFIGS[config])

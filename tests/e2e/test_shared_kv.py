@@ -28,10 +28,7 @@ SHAPE = {
     "pad_token_id": 0,
 }
 # Family in transformers, and the keys that only it has.
-FAMILIES = {
-    "Gemma3n": {"laurel_rank": 8, "activation_sparsity_pattern": None},
-    "Gemma4": {"global_head_dim": 32},
-}
+FAMILIES = {"Gemma3n": {"laurel_rank": 8, "activation_sparsity_pattern": None}, "Gemma4": {"global_head_dim": 32}}
 
 
 SAMPLING = [

@@ -130,7 +130,5 @@ def test_windows_shorter_than_a_path_are_refused(tmp_path):
         Exception, match=f'window {WINDOW}. with "num_speculative_tokens" {WINDOW}; set it below the window'
     ):
         Engine(
-            target,
-            {"method": "gsd", "model": str(draft), "num_speculative_tokens": WINDOW},
-            skip_tokenizer_init=True,
+            target, {"method": "gsd", "model": str(draft), "num_speculative_tokens": WINDOW}, skip_tokenizer_init=True
         )

@@ -100,11 +100,7 @@ def _gemma4(folder):
 
 
 # How to build a family, and its placeholder for an image in a prompt, which vLLM replaces with the image's tokens.
-FAMILIES = {
-    "Qwen3-VL": (_qwen3_vl, [BEGIN, IMAGE, END]),
-    "Gemma 3": (_gemma3, [BEGIN]),
-    "Gemma 4": (_gemma4, [IMAGE]),
-}
+FAMILIES = {"Qwen3-VL": (_qwen3_vl, [BEGIN, IMAGE, END]), "Gemma 3": (_gemma3, [BEGIN]), "Gemma 4": (_gemma4, [IMAGE])}
 
 
 def build(folder, family):

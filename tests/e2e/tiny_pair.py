@@ -82,11 +82,7 @@ def _write_tokenizer(folder: Path, vocab_size: int, eos: int) -> None:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: index for index, word in enumerate(words)},
-            "unk_token": "w2",
-        },
+        "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": "w2"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": words[eos]}

@@ -92,9 +92,7 @@ def test_nothing_to_move(op):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("src", "dst"),
-    [([80], [0]), ([0], [80]), ([-1], [0]), ([0], [-1]), ([0, 1], [2]), ([[0]], [[1]])],
-    ids=str,
+    ("src", "dst"), [([80], [0]), ([0], [80]), ([-1], [0]), ([0], [-1]), ([0, 1], [2]), ([[0]], [[1]])], ids=str
 )
 def test_refuses_slots(op, src, dst):
     with pytest.raises(ValueError, match="slot"):

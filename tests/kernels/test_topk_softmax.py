@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_gsd.method.verify import follow
 from vllm_gsd.ops import HAVE_EXTENSION
-from vllm_gsd.ops.topk.api import (
-    argmax_of_walks,
-    argmax_of_walks_reference,
-    topk_softmax,
-    topk_softmax_reference,
-)
+from vllm_gsd.ops.topk.api import argmax_of_walks, argmax_of_walks_reference, topk_softmax, topk_softmax_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 49152), (3, 5000), (40, 4097), (2, 1), (7, 13), (1, 4096), (5, 8192)]

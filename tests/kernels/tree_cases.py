@@ -47,12 +47,7 @@ def pairs_interleaved(block_size: int, head_size: int) -> KVLayout:
     )
 
 
-LAYOUTS = {
-    "plain": KVLayout.plain,
-    "transposed": transposed,
-    "pairs": pairs_interleaved,
-    "shuffled": random_separable,
-}
+LAYOUTS = {"plain": KVLayout.plain, "transposed": transposed, "pairs": pairs_interleaved, "shuffled": random_separable}
 
 
 def tree_rows(nodes: int, words: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -235,8 +235,7 @@ def test_share_of_pool():
 
 
 @pytest.mark.parametrize(
-    ("anchored", "size", "shape"),
-    [(True, 4, (4, 0)), (False, 4, (3, 1)), (True, None, (6, 0)), (False, 16, (6, 1))],
+    ("anchored", "size", "shape"), [(True, 4, (4, 0)), (False, 4, (3, 1)), (True, None, (6, 0)), (False, 16, (6, 1))]
 )
 def test_shapes_of_blocks(anchored, size, shape):
     assert block_shape(anchored, size, 6) == shape

@@ -310,7 +310,7 @@ def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monke
     monkeypatch.setattr(recorder.Recorder, "attached", lambda llm: None)
     (tmp_path / "answers").mkdir()
     monkeypatch.setattr(generate, "_generate", lambda llm, chats, *rest: [output(length) for length in (4, 1, 3)])
-    texts = generate.answer(AskingTarget("template"), [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
+    texts = generate.answer(lambda: AskingTarget("template"), [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
     assert texts == ["4 tokens", "1 tokens", "3 tokens"]
     data = load_answers(files(tmp_path), 640)
     assert [row.first for row in data] == [0, 6 + 3]
@@ -339,7 +339,7 @@ def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
     target, chats = Target("template"), [[number] for number in range(18)]
 
     def texts(batch):
-        return generate.answer(target, chats, tmp_path, "first", max_tokens=9, seed=0, batch=batch)
+        return generate.answer(lambda: target, chats, tmp_path, "first", max_tokens=9, seed=0, batch=batch)
 
     first = texts(batch=9)
     assert target.turns == [8, 8, 2] and [text.split()[0] for text in first] == [f"[{i}]" for i in range(18)]
@@ -384,7 +384,7 @@ class AskingTarget:
 class TestOwnRequests:
     def test_the_target_goes_on_where_a_user_begins(self, tmp_path):
         target = AskingTarget("template")
-        chats = generate.own_requests(target, 200, tmp_path / "own.json")
+        chats = generate.own_requests(lambda: target, 200, tmp_path / "own.json")
         assert len(chats) == len({json.dumps(chat) for chat in chats}) == 200
         assert chats[0] == [{"role": "user", "content": "Question 300"}]
         prompts, params = target.turns[0]
@@ -395,13 +395,13 @@ class TestOwnRequests:
 
     def test_without_a_chat_template_there_are_none(self, tmp_path):
         target = AskingTarget(None)
-        assert generate.own_requests(target, 10, tmp_path / "own.json") == []
+        assert generate.own_requests(lambda: target, 10, tmp_path / "own.json") == []
         assert not target.turns
 
     def test_a_target_that_says_nothing_new_is_not_asked_for_ever(self, tmp_path):
         target = AskingTarget("template")
         target.generate = lambda prompts, params, use_tqdm: target.turns.append(1) or []
-        assert generate.own_requests(target, 10, tmp_path / "own.json") == []
+        assert generate.own_requests(lambda: target, 10, tmp_path / "own.json") == []
         assert len(target.turns) == 1
 
 

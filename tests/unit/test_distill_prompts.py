@@ -41,8 +41,7 @@ def test_from_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[1]", '{"prompt": 3}', '{"turns": []}', '{"messages": [{"role": "user"}]}', '{"messages": []}'],
+    "text", ["", "{", "[1]", '{"prompt": 3}', '{"turns": []}', '{"messages": [{"role": "user"}]}', '{"messages": []}']
 )
 def test_bad_files(tmp_path, text):
     file = tmp_path / "prompts.jsonl"

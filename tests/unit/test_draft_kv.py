@@ -315,12 +315,7 @@ class World(RuleBasedStateMachine):
 
     # --- events
 
-    @rule(
-        tokens=PROMPTS,
-        chunk=st.sampled_from([14, 3, 1, 8]),
-        lookahead=st.integers(0, 5),
-        choice=st.integers(0, 15),
-    )
+    @rule(tokens=PROMPTS, chunk=st.sampled_from([14, 3, 1, 8]), lookahead=st.integers(0, 5), choice=st.integers(0, 15))
     def admit(self, tokens, chunk, lookahead, choice):
         self.names += 1
         self.begin(f"r{self.names}", Request(tokens), chunk, lookahead, choice)
@@ -334,9 +329,7 @@ class World(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(
-        choice=st.integers(0, 15),
-        new=st.lists(st.integers(0, 1), min_size=1, max_size=4),
-        lookahead=st.integers(0, 5),
+        choice=st.integers(0, 15), new=st.lists(st.integers(0, 1), min_size=1, max_size=4), lookahead=st.integers(0, 5)
     )
     def step(self, choice, new, lookahead):
         """The target continues with the next chunk of the prompt or with accepted tokens."""
@@ -356,11 +349,7 @@ class World(RuleBasedStateMachine):
         self.cache_full_blocks(request)
 
     @precondition(lambda self: self.running)
-    @rule(
-        choice=st.integers(0, 15),
-        pieces=st.lists(st.integers(1, 6), max_size=3),
-        nodes=st.integers(0, 5),
-    )
+    @rule(choice=st.integers(0, 15), pieces=st.lists(st.integers(1, 6), max_size=3), nodes=st.integers(0, 5))
     def draft(self, choice, pieces, nodes):
         """The draft catches up in one or more forwards, then writes drafted nodes after the text."""
         name = self.pick(choice)

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_grammar import Manager, ToyGrammar, toy_request
 
-from vllm_gsd.engine.schedule.grammar import (
-    GrammarTokens,
-    ProposedTree,
-    allowed_nodes,
-    judged_tree,
-    tree_bitmask,
-)
+from vllm_gsd.engine.schedule.grammar import GrammarTokens, ProposedTree, allowed_nodes, judged_tree, tree_bitmask
 from vllm_gsd.method.constants import NONE
 
 

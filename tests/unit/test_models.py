@@ -12,14 +12,7 @@ from safetensors.torch import load_file
 
 from vllm_gsd.config.draft_kind import EAGLE, LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools import models
-from vllm_gsd.tools.models import (
-    DRAFT,
-    DRAFT_MODEL,
-    ModelsError,
-    built_in_pair,
-    convert,
-    is_complete,
-)
+from vllm_gsd.tools.models import DRAFT, DRAFT_MODEL, ModelsError, built_in_pair, convert, is_complete
 
 gguf = pytest.importorskip("gguf")
 
@@ -130,12 +123,7 @@ def tiny(tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     weights = llama_weights()
-    return (
-        weights,
-        write_gguf(tmp_path / "tiny.gguf", weights),
-        write_tokenizer(tmp_path / "tokenizer"),
-        target,
-    )
+    return (weights, write_gguf(tmp_path / "tiny.gguf", weights), write_tokenizer(tmp_path / "tokenizer"), target)
 
 
 def test_conversion_gives_the_weights_back(tiny):

@@ -66,9 +66,7 @@ def step(planner, num_requests, values):
 
 
 values_of_rows = st.lists(
-    st.lists(st.floats(0.001, 1.0), max_size=4).map(lambda row: sorted(row, reverse=True)),
-    min_size=1,
-    max_size=4,
+    st.lists(st.floats(0.001, 1.0), max_size=4).map(lambda row: sorted(row, reverse=True)), min_size=1, max_size=4
 )
 
 

@@ -13,7 +13,10 @@ from made_up_trace import lines, records
 from vllm_gsd.tools.models import built_in_pair
 from vllm_gsd.tools.plan.acceptance import Acceptance
 from vllm_gsd.tools.plan.shapes import read_shapes
-from vllm_gsd.tools.plan.simulate import Gpu, recorded_acceptance, reduced, simulate
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from step_model import Gpu, recorded_acceptance, reduced, simulate
 
 REPOSITORY = Path(__file__).parents[2]
 TABLE = re.compile(r"^\*\*(.+?)\*\* .*?\n\n\| rows \| (.+?) \|\n.*?\n\| linear \| (.+?) \|$", re.M)

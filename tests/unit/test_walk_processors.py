@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import (
-    AdapterLogitsProcessor,
-    BatchUpdate,
-    LogitsProcessor,
-    LogitsProcessors,
-)
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, LogitsProcessors
 from walk_world import PARAMETERS, SEEDS, VOCAB, Model, Request, Tree, lay_out, metadata_of, random_batch, sampling
 
 from vllm_gsd.engine.v1 import processors

@@ -66,10 +66,7 @@ def read(value: Any) -> dict[str, Any]:
         fail(f"{origin} is empty, but must hold a JSON object")
     try:
         parsed = json.loads(
-            text,
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_int=_short_integer,
+            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_int=_short_integer
         )
     except json.JSONDecodeError as error:
         fail(f"{origin} is not JSON ({error.msg} at line {error.lineno}, column {error.colno})")

@@ -27,13 +27,7 @@ from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, Paths, flat_tree
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.host import flatten, reset_all, tally
-from vllm_gsd.method.constants import (
-    ACCEPTED,
-    GRAMMAR,
-    MOVED,
-    NUM_SOURCES,
-    VERIFIED,
-)
+from vllm_gsd.method.constants import ACCEPTED, GRAMMAR, MOVED, NUM_SOURCES, VERIFIED
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.method.graph import GraphBatch, new_graphs
 from vllm_gsd.planner.calibration import SourceTrust

@@ -31,10 +31,7 @@ MAX_MATCH = 16
 # longer matches. Measured on answers of SmolLM2-135M
 # (docs/experiments/2026-11-22-07-more-varied-answers-for-the-draft-wider.md). Only the ranking of hypotheses depends on
 # it, never which tokens are accepted.
-MATCH_PROB = (
-    *(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84),
-    *(0.87, 0.88, 0.89, 0.9, 0.91, 0.92, 0.93, 0.97),
-)
+MATCH_PROB = (*(0.0, 0.2, 0.5, 0.58, 0.67, 0.74, 0.78, 0.81, 0.84), *(0.87, 0.88, 0.89, 0.9, 0.91, 0.92, 0.93, 0.97))
 
 # --- calibration ------------------------------------------------------------------------------------
 

@@ -7,14 +7,7 @@ from device_graphs import Pair, empty_trees, random_texts, tensor
 from reference_graph import can_reach, read_graph
 
 from vllm_gsd.method.cells import calibrated
-from vllm_gsd.method.constants import (
-    NGRAM,
-    NONE,
-    ORIGIN_AGREED,
-    ORIGIN_DRAFT,
-    ORIGIN_NGRAM,
-    ORIGIN_SHARED,
-)
+from vllm_gsd.method.constants import NGRAM, NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM, ORIGIN_SHARED
 from vllm_gsd.method.flatten import flatten
 from vllm_gsd.method.graph import add_child, find_child
 from vllm_gsd.method.ngram import graft_ngrams, graft_tree, longest_matches

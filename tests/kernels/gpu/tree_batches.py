@@ -59,7 +59,4 @@ def tree_batch(seed: int, device: torch.device, most: int = 16, vocabulary: int 
         starts.int(),
         batch_starts.int(),
     ]
-    return TreeBatch(
-        DeviceTrees(*(values.to(device) for values in kept)),
-        *(values.to(device) for values in moved),
-    )
+    return TreeBatch(DeviceTrees(*(values.to(device) for values in kept)), *(values.to(device) for values in moved))

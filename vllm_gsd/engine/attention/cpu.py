@@ -101,12 +101,7 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         return self.attend(plain, layer, query, kv_cache, tree, output)
 
     def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         if self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER):
             return

@@ -123,12 +123,7 @@ class _TreeRowsImpl(AttendsTrees):
         return False
 
     def _tree(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        tree: TreeRows,
-        output: torch.Tensor,
+        self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreeRows, output: torch.Tensor
     ) -> None:
         num_rows = len(tree.positions)
         heads = (num_rows, self.num_heads, self.head_size)

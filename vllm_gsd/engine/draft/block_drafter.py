@@ -120,16 +120,10 @@ class BlockDrafter:
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, needed: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Draft a block for each wanted request that has room for it.
+        """Draft a block for each wanted request that has room for it; see ``Drafter.catch_up``.
 
-        Args:
-            batch: the batch; the draft has KV for all committed tokens but the last of each request.
-            tracker, needed: unused; there is nothing to catch up on.
-            wanted: bool [num_requests], requests to draft for.
-
-        Returns:
-            bool [num_requests], the requests drafted for, and the hidden states of the rows that predict,
-            [number of these requests, depth, hidden], or None if there are no such requests.
+        There is nothing to catch up on: the draft has KV for all committed tokens but the last of each request. The
+        hidden states are those of the rows that predict, [number of these requests, depth, hidden].
         """
         room = np.minimum(batch.capacity, self.max_positions)
         drafted = wanted & (batch.length - 1 + self.num_rows <= room)
@@ -163,13 +157,7 @@ class BlockDrafter:
         return batch.token_ids[batch.token_rows[chosen], batch.length[chosen] - 1].astype(np.int64)
 
     def grow(self, graphs: GraphBatch, drafted: np.ndarray, hidden: torch.Tensor, requests: GraphRequests) -> None:
-        """Lay the lattices of drafted blocks into the graphs.
-
-        Args:
-            graphs: one graph per request, each with a root only.
-            drafted: bool [num_graphs], graphs with a block.
-            hidden: [sum(drafted), depth, hidden], as ``catch_up`` returns them.
-        """
+        """Lay the lattices of drafted blocks into the graphs; arguments as for ``Drafter.grow``."""
         roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
         tokens, probs = (of.cpu().numpy() for of in self.candidates(hidden, roots))
         self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, 0, 0] == 0))

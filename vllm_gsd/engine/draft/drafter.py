@@ -231,14 +231,7 @@ class Drafter:
         self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, 0] == 0))
         self.planner.drafted(probs)
         added, merged, pruned = add_candidates(
-            graphs,
-            frontier,
-            frontier_len,
-            tokens,
-            probs,
-            num_nodes,
-            self.config.theta_sib,
-            merge_ngram,
+            graphs, frontier, frontier_len, tokens, probs, num_nodes, self.config.theta_sib, merge_ngram
         )
         if self.recorder is not None:
             self.recorder.level(frontier, frontier_len, tokens, probs)

@@ -49,13 +49,9 @@ GAUGES = {
 }
 
 # Counters with the label "reason".
-BY_REASON = {
-    "fallbacks": "Requests decoded without a graph, by reason.",
-}
+BY_REASON = {"fallbacks": "Requests decoded without a graph, by reason."}
 
-HISTOGRAMS = {
-    "accepted_length": "Accepted nodes per request and verification step.",
-}
+HISTOGRAMS = {"accepted_length": "Accepted nodes per request and verification step."}
 
 
 class GraphPrometheus:
@@ -70,18 +66,14 @@ class GraphPrometheus:
     def __init__(self, prom: KVConnectorProm, labelnames: list[str], per_engine: dict[int, list[object]]):
         self.counters = {
             name: create_metric_per_engine(
-                prom._counter_cls(name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames),
-                per_engine,
+                prom._counter_cls(name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames), per_engine
             )
             for name, text in COUNTERS.items()
         }
         self.gauges = {
             name: create_metric_per_engine(
                 prom._gauge_cls(
-                    name=f"vllm:gsd_{name}",
-                    documentation=text,
-                    labelnames=labelnames,
-                    multiprocess_mode="mostrecent",
+                    name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames, multiprocess_mode="mostrecent"
                 ),
                 per_engine,
             )
@@ -89,9 +81,7 @@ class GraphPrometheus:
         }
         self.per_engine = per_engine
         self.fallbacks = prom._counter_cls(
-            name="vllm:gsd_fallbacks",
-            documentation=BY_REASON["fallbacks"],
-            labelnames=[*labelnames, "reason"],
+            name="vllm:gsd_fallbacks", documentation=BY_REASON["fallbacks"], labelnames=[*labelnames, "reason"]
         )
         self.accepted_length = create_metric_per_engine(
             prom._histogram_cls(

@@ -12,13 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_gsd.engine.schedule.grammar import (
-    GrammarTokens,
-    GrammarTree,
-    allowed_nodes,
-    judged_tree,
-    tree_bitmask,
-)
+from vllm_gsd.engine.schedule.grammar import GrammarTokens, GrammarTree, allowed_nodes, judged_tree, tree_bitmask
 from vllm_gsd.upstream import structured, wire
 from vllm_gsd.upstream.instances import count_draft_tokens, end_before_last_token
 

@@ -8,14 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_gsd.engine.schedule.grammar import GrammarTree
-from vllm_gsd.method.constants import (
-    MERGED,
-    NATIVE,
-    NONE,
-    NUM_ORIGINS,
-    ORIGIN_GRAMMAR,
-    ORIGIN_ROOT,
-)
+from vllm_gsd.method.constants import MERGED, NATIVE, NONE, NUM_ORIGINS, ORIGIN_GRAMMAR, ORIGIN_ROOT
 from vllm_gsd.method.flatten import SOURCE_OF_COPIES, FlatTrees
 
 # Parent of a row that has no node. No walk steps into such a row.

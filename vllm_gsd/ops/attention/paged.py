@@ -1,34 +1,19 @@
 """Attention of tree rows over vLLM's paged KV cache on GPUs.
 
-The method and the names are those of :mod:`vllm_gsd.ops.attention.cpu`, which serves the CPU's cache. Here keys and
-values are two tensors, as in all of vLLM's GPU backends, and may be fp8. A request's keys are its committed tokens (the
-*prefix*, logical indices ``[0, prefix)``) and the nodes of its tree (*slots* 0, 1... at indices ``prefix + slot``):
+The method and the arguments are those of :mod:`vllm_gsd.ops.attention.cpu`, which serves the CPU's cache, but keys and
+values are two tensors, as in all of vLLM's GPU backends, and may be fp8:
 
     s[key] = scale * k_scale * q . k[key];  with softcap: s = softcap * tanh(s / softcap)
     out = v_scale * sum(e^s[key] * v[key]) / (sum(e^s[key]) + e^sink)      over the keys that the row attends
     lse = log(sum(e^s[key]) + e^sink)
 
-``xformers_tree_attention`` and the reference take the same arguments:
+``xformers_tree_attention`` and the reference take the same arguments. What differs from the CPU's:
 
-    output: ``[num_rows, num_heads, head_size]``, dtype of ``query``. Rows after the last request's are left unchanged.
-        A row that attends no key becomes 0.
-    query: ``[num_rows, num_heads, head_size]`` float32, bfloat16 or float16, head_size at most 256.
+    query: as there, head_size at most 256.
     key_cache, value_cache: ``[num_blocks, block_size, kv_heads, head_size]``, last stride 1; dtype of ``query``,
         float8_e5m2, or float8_e4m3fn from compute capability 8.9. vLLM's ``kv_cache`` of ``[num_blocks, kv_heads,
-        block_size, 2 * head_size]`` gives them by ``kv_cache.transpose(1, 2).split(head_size, -1)``. Query head h
-        uses KV head ``h // (num_heads // kv_heads)``.
-    block_table: int32 ``[num_reqs, max_blocks]``; logical index i of request r lies in block
-        ``block_table[r, i // block_size]`` at ``i % block_size``.
-    query_start_loc: int32 ``[num_reqs + 1]``; request r has the rows ``[start[r], start[r + 1])``, possibly none.
-    prefix_lens: int32 ``[num_reqs]``.
-    positions: int64 ``[num_rows]``, each row's position in its sequence (``prefix + d`` for a node at depth d). Only
-        sliding windows read it.
-    tree_mask: int64 ``[num_rows, words]``; bit j of word w is set if the row attends slot ``64 * w + j``.
-    scale: factor of the scores.
-    sliding_window: a row at position p attends the prefix's keys i with ``p - i < sliding_window``; -1 or 0 for all. It
-        does not apply to slots.
-    softcap: 0 for none.
-    sinks: float32, bfloat16 or float16 ``[num_heads]``, a logit without a value in each head's softmax.
+        block_size, 2 * head_size]`` gives them by ``kv_cache.transpose(1, 2).split(head_size, -1)``.
+    positions: only sliding windows read them. All rows attend the whole prefix otherwise.
     k_scale, v_scale: float32 of 1 or ``kv_heads`` elements, factors of the stored keys and values.
     lse: float32 ``[num_rows, num_heads]``, receives the natural log-sum-exp of each row's scores; -inf for no key.
     include_prefix: False to attend slots only, for ``merge_attention`` with attention over the prefix.

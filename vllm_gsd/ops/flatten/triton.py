@@ -4,18 +4,7 @@ import triton
 import triton.language as tl
 
 from vllm_gsd.method import constants
-from vllm_gsd.ops.growth.triton import (
-    MAX_DEPTH,
-    NUM_NODES,
-    ORIGIN,
-    PARENT,
-    SIZE,
-    SLOT,
-    SOURCES,
-    STATES,
-    TARGET,
-    TOKEN,
-)
+from vllm_gsd.ops.growth.triton import MAX_DEPTH, NUM_NODES, ORIGIN, PARENT, SIZE, SLOT, SOURCES, STATES, TARGET, TOKEN
 
 COPIED, SHARED = tl.constexpr(constants.ORIGIN_NGRAM), tl.constexpr(constants.ORIGIN_SHARED)
 AGREED, DEPTHS = tl.constexpr(constants.ORIGIN_AGREED), tl.constexpr(constants.NUM_DEPTHS)

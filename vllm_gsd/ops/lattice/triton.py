@@ -3,16 +3,7 @@
 import triton
 import triton.language as tl
 
-from vllm_gsd.ops.growth.triton import (
-    DRAFT,
-    FRONTIER,
-    MAX_DEPTH,
-    SIZE,
-    STATES,
-    TARGET,
-    keep_best,
-    store_nodes,
-)
+from vllm_gsd.ops.growth.triton import DRAFT, FRONTIER, MAX_DEPTH, SIZE, STATES, TARGET, keep_best, store_nodes
 
 
 @triton.jit

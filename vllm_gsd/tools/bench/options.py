@@ -39,10 +39,7 @@ class Options:
     ] = "plain,draft_model,eagle,ngram,suffix,gsd-off,gsd,gsd-tree,gsd-chain"
     modes: Annotated[str, Option(help="eager, compiled, or both. With both, the faster one counts.")] = "eager,compiled"
     chain_lengths: Annotated[str, Option(help="Draft lengths to try for vLLM's chains.")] = "1,2,3,4,5,6"
-    gsd: Annotated[
-        str,
-        Option(help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(KEYS)}."),
-    ] = "{}"
+    gsd: Annotated[str, Option(help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(KEYS)}.")] = "{}"
     batch_sizes: Annotated[str, Option(help="Concurrent requests, comma-separated.")] = "1"
     limit: Annotated[int | None, Option(min=1, help="Use at most this many prompts, spread evenly over the file.")] = 12
     max_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 96
@@ -61,8 +58,7 @@ class Options:
         bool, Option("--apart", help="Start a new engine for each turn, if memory cannot hold all engines.")
     ] = False
     contexts: Annotated[
-        str,
-        Option(help="Context lengths in tokens, comma-separated: measure how a step grows with them, at batch 1."),
+        str, Option(help="Context lengths in tokens, comma-separated: measure how a step grows with them, at batch 1.")
     ] = ""
     forms: Annotated[
         bool, Option("--forms", help="Compare graph, tree and chain in one engine, by category, with bounds.")

@@ -35,8 +35,7 @@ def main() -> None:
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     cache_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the target instead of $VLLM_GSD_CACHE or the user's cache."),
+        Path | None, typer.Option(help="Folder for the target instead of $VLLM_GSD_CACHE or the user's cache.")
     ] = None,
 ) -> None:
     """Prepare the built-in pair of models and print its folders."""

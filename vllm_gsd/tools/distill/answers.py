@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,11 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     most, max_tokens, batch = (options.answering(name) for name in ("answers", "max_tokens", "batch"))
     for name in ("answers", "states"):
         (work / name).mkdir(exist_ok=True)
-    started: list[Any] = []
 
+    @cache
     def llm() -> Any:
-        if not started:
-            started.append(
-                generate.start_target(
-                    options.target,
-                    max_model_len=options.longest + max_tokens,
-                    batch=batch,
-                    eager=options.eager,
-                )
-            )
-        return started[0]
+        longest = options.longest + max_tokens
+        return generate.start_target(options.target, max_model_len=longest, batch=batch, eager=options.eager)
 
     def answer(chats: list[prompts.Chat], name: str, seed: int) -> list[str]:
         return generate.answer(llm, chats, work, name, max_tokens=max_tokens, seed=seed, batch=batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def shard_path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:05d}.parquet"
 
 
-def own_requests(llm: Any, count: int, file: Path, batch: int = SHARD) -> list[Chat]:
+def own_requests(llm: Callable[[], Any], count: int, file: Path, batch: int = SHARD) -> list[Chat]:
     """Requests that the target makes up, by completing the user's turn of its chat template (Magpie, Xu et al. 2024).
 
     Args:
@@ -86,18 +87,17 @@ def own_requests(llm: Any, count: int, file: Path, batch: int = SHARD) -> list[C
     return requests
 
 
-def _made_up(llm: Any, count: int, batch: int) -> list[Chat]:
+def _made_up(llm: Callable[[], Any], count: int, batch: int) -> list[Chat]:
     from vllm import SamplingParams
 
-    if not hasattr(llm, "get_tokenizer"):
-        llm = llm()
-    tokenizer = llm.get_tokenizer()
+    target = llm()
+    tokenizer = target.get_tokenizer()
     begin, end = user_turn(tokenizer)
     found: dict[str, None] = {}
     at_once = max(LEAST_AT_ONCE, min(batch, count))
     for turn in range(MOST_TURNS if begin else 0):
         params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
-        asked = llm.generate([{"prompt_token_ids": begin}] * at_once, params, use_tqdm=False)
+        asked = target.generate([{"prompt_token_ids": begin}] * at_once, params, use_tqdm=False)
         # Texts that reach the token limit are kept too: they resemble long, truncated requests.
         texts = (output.outputs[0].text.strip() for output in asked)
         found.update(dict.fromkeys(text for text in texts if len(text) >= SHORTEST_REQUEST))
@@ -141,12 +141,12 @@ def wave(batch: int) -> int:
 
 
 def answer(
-    llm: Any, chats: list[Chat], work: Path, name: str, *, max_tokens: int, seed: int, batch: int = SHARD
+    llm: Callable[[], Any], chats: list[Chat], work: Path, name: str, *, max_tokens: int, seed: int, batch: int = SHARD
 ) -> list[str]:
     """Generate the missing answers of a round and return the text of every answer.
 
     Args:
-        llm: the target, or a function that starts it. The function is called only if an answer is missing.
+        llm: gives the target, and starts it first. Called only if an answer is missing.
         chats: the requests of the round, the same in every run.
         work: the folder of ``answers/{name}-00000.parquet``, ... and ``states`` (see ``data`` and ``states``).
     """
@@ -159,16 +159,15 @@ def answer(
 
     paths = [shard_path(work / "answers", name, number) for number in range(-(-len(chats) // SHARD))]
     missing = [number for number, path in enumerate(paths) if not path.exists()]
-    if missing and not hasattr(llm, "get_tokenizer"):
-        llm = llm()
+    target = llm() if missing else None
     with tqdm(total=len(missing), desc=f"answers, {name} round", unit="shard") as progress:
         while missing:
-            recorder = recording.Recorder.attached(llm)
+            recorder = recording.Recorder.attached(target)
             # Recorded states take much memory, so a recorder sees one shard at a time.
             count = wave(batch) if recorder is None else 1
             chosen, missing = missing[:count], missing[count:]
             asked = [chats[number * SHARD : (number + 1) * SHARD] for number in chosen]
-            outputs = _generate(llm, asked, max_tokens, [seed + number for number in chosen])
+            outputs = _generate(target, asked, max_tokens, [seed + number for number in chosen])
             if recorder is not None and (found := recorder.take(outputs)) is not None:
                 write(found, work / "states", paths[chosen[0]].stem)
             for place, number in enumerate(chosen):

@@ -79,8 +79,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     held_out = data[::HELD_OUT]
     training = [answer for i, answer in enumerate(data) if i % HELD_OUT] if len(data) > 1 else data
     results = kept(
-        work / "results.json",
-        lambda: _in_own_process(_train, options, work, answers / "states", training, held_out),
+        work / "results.json", lambda: _in_own_process(_train, options, work, answers / "states", training, held_out)
     )
     if options.engine:
         from vllm_gsd.tools.distill.engine import compare
@@ -220,13 +219,7 @@ def _train(
     with stage("measuring agreement"):
         found = agreement(model, held_out, packs)
     own = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return {
-        **found,
-        "steps": steps,
-        "batch": model.hardware.batch,
-        "trained": own,
-        "vocab_size": len(model.token_ids),
-    }
+    return {**found, "steps": steps, "batch": model.hardware.batch, "trained": own, "vocab_size": len(model.token_ids)}
 
 
 def _finish(

@@ -65,12 +65,7 @@ def plan(options: Options) -> dict[str, Any]:
         "batches": {str(batch): _row(model, batch, limits) for batch in BATCHES if batch <= most},
         "speculation_off_from": model.turns_off(limits, most),
         "most_requests": most,
-        "gsd_json": {
-            "method": "gsd",
-            "model": draft,
-            **report.keys,
-            **asdict(best),
-        },
+        "gsd_json": {"method": "gsd", "model": draft, **report.keys, **asdict(best)},
         "for_requests_at_once": usual,
         "fleet": fleet and {**fleet, "requests_per_second": options.rate, "busy": BUSY},
     }
