@@ -169,7 +169,9 @@ def start_as_on_gpus() -> None:
     from start_probes import Start
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    load, available = CPUWorker.load_model, CPUWorker.determine_available_memory
+    from vllm_gsd.engine.v2.worker import V2Worker
+
+    load, available = V2Worker.load_model, CPUWorker.determine_available_memory
     warm_up = CPUWorker.compile_or_warm_up_model
 
     def load_model(self, **kwargs):
@@ -178,6 +180,8 @@ def start_as_on_gpus() -> None:
             load(self, **kwargs)
 
     def determine_available_memory(self):
+        if not hasattr(self, "start"):  # an engine without gsd
+            self.start = Start()
         with self.start.watch_profile(self.model_runner):
             self.model_runner.profile_run()
         self.model_runner.profile_cudagraph_memory()
@@ -195,6 +199,6 @@ def start_as_on_gpus() -> None:
             self.model_runner.capture_model()
         return times
 
-    CPUWorker.load_model = load_model
+    V2Worker.load_model = load_model
     CPUWorker.determine_available_memory = determine_available_memory
     CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model

@@ -12,14 +12,11 @@ class Start:
 
     def __init__(self):
         self.seen: dict[str, int] = {}
-        self.pools: dict[str, str] = {}
+        self.pools: dict[str, list[str]] = {}
 
     @contextmanager
     def watch_pools(self, worker):
         """Record in which memory pool, which sleep mode keeps or discards, each of our classes is built."""
-        if worker.vllm_config.speculative_config is None:
-            yield
-            return
         from vllm_gsd.engine.draft.model import DraftModel
         from vllm_gsd.engine.v2.device_drafting import DeviceDrafting
         from vllm_gsd.engine.v2.verified_rows import RowBuffers
@@ -34,7 +31,7 @@ class Start:
 
         def noting(method):
             def noted(owner, *args, **kwargs):
-                self.pools[type(owner).__name__] = tags[-1]
+                self.pools[type(owner).__name__] = list(tags)  # of nested pools, torch would take the outermost
                 return method(owner, *args, **kwargs)
 
             return noted
@@ -100,7 +97,7 @@ def left(llm) -> dict[str, int]:
     }
 
 
-def start_of(llm) -> tuple[dict[str, int], dict[str, str], dict[str, int]]:
+def start_of(llm) -> tuple[dict[str, int], dict[str, list[str]], dict[str, int]]:
     """The recorded numbers and memory pools of the start, and the state that it left."""
     start = llm.llm_engine.model_executor.driver_worker.worker.start
     return start.seen, start.pools, start.left

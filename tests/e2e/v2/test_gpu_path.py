@@ -39,7 +39,7 @@ def test_a_start_as_on_gpus(start_v2):
     """
     engine = start_v2(GSD, gpu_attention=True, costs=True)
     seen, pools, left = engine.call(start_of)
-    assert pools == dict.fromkeys(["DraftModel", "DeviceDrafting", "RowBuffers"], "runtime")
+    assert pools == {name: ["runtime"] for name in ("DraftModel", "DeviceDrafting", "RowBuffers")}
     # Four requests, each with a root and eight nodes: all rows are verified, and the draft may have to read them all.
     assert seen["rows_sampled"] == seen["rows_drafted"] == 4 * 9
     assert seen["rows_kept"] == OPTIONS["max_num_batched_tokens"]

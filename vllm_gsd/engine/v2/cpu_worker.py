@@ -9,7 +9,7 @@ from vllm_gsd.engine.v2.worker import V2Worker
 from vllm_gsd.upstream import workers
 
 
-class GraphCPUWorker(V2Worker, PacksWeights, cpu_worker.CPUWorker):
+class GraphCPUWorker(PacksWeights, V2Worker, cpu_worker.CPUWorker):
     """The ``worker_cls`` of an engine with gsd that runs Model Runner V2 on a CPU."""
 
     backends = BACKENDS

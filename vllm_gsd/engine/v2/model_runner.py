@@ -9,7 +9,7 @@ contiguous slots. The speculator then drafts again. No part waits for the device
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,6 @@ class GraphModelRunner(GPUModelRunner):
     aux_hidden_states: list[torch.Tensor] | None = None  # set from ``execute_model`` to ``sample``
     moved: torch.Tensor | None = None  # with M-RoPE, int64 [rows], each row's position minus the one in row order
     has_dummy_loras = False  # while ``maybe_setup_dummy_loras`` is active
-    draft_memory: Callable[[], AbstractContextManager[Any]] = nullcontext  # where to load the draft; set by the worker
 
     @property
     def speculation(self) -> Speculation:
@@ -62,16 +61,18 @@ class GraphModelRunner(GPUModelRunner):
     # --- start-up ---------------------------------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target and the draft, then install our sampler and the tree mask."""
+        """Load the target; the worker then calls ``load_draft``."""
         self.use_aux_hidden_state_outputs = self.speculation.reads_aux
         super().load_model(*args, **kwargs)
         if (layers := self.speculation.aux_layers) is not None:  # upstream has set those of the target's model class
             self.model.set_aux_hidden_state_layers(layers)
-        with self.draft_memory():
-            self.speculation.load_model(self.model)
-            self.row_buffers = RowBuffers(self.max_num_reqs, self.decode_query_len, self.device)
-            self.speculator.prepare(self.req_states)
+
+    def load_draft(self) -> None:
+        """Load the draft, then install our sampler and the tree mask."""
+        self.speculation.load_model(self.model)
         self.rejection_sampler = GraphSampler(self.sampler)
+        self.row_buffers = RowBuffers(self.max_num_reqs, self.decode_query_len, self.device)
+        self.speculator.prepare(self.req_states)
         instances.wrap(self.model_state, "prepare_attn", self._with_tree_rows)
         if self.model_config.uses_mrope:
             instances.wrap(self.model_state, "prepare_inputs", self._with_positions_of_nodes)

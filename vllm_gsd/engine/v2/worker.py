@@ -4,21 +4,31 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from vllm.config import VllmConfig, set_current_vllm_config
+
 from vllm_gsd.engine.worker_memory import SharesMemory
+from vllm_gsd.upstream import workers
 
 
 class V2Worker(SharesMemory):
     """A worker whose speculator learns nothing from vLLM's warm-up requests."""
 
+    vllm_config: VllmConfig
     _maybe_get_memory_pool_context: Callable[[str], AbstractContextManager[Any]]  # upstream's
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft, the draft into memory that sleep mode keeps at every level.
+        """Load the target, then the draft into memory that sleep mode keeps at every level.
 
-        At level 2, sleep mode discards weights, and vLLM's ``reload_weights`` reads those of the target only.
+        At level 2, sleep mode discards the memory of upstream's ``load_model``, and vLLM's ``reload_weights`` reads the
+        target's weights only.
         """
-        self.model_runner.draft_memory = lambda: self._maybe_get_memory_pool_context("runtime")
         super().load_model(**kwargs)
+        with (
+            workers.attention_backends(self.backends),
+            self._maybe_get_memory_pool_context("runtime"),
+            set_current_vllm_config(self.vllm_config),
+        ):
+            self.model_runner.load_draft()
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as upstream does, then measure costs and reset the speculator."""
