@@ -115,7 +115,7 @@ def drafts(tiny_pair, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def command_lines(tiny_pair, drafts, tmp_path_factory):
+def command_lines(tiny_pair, tiny_blocks, drafts, tmp_path_factory):
     """Arguments of ``vllm serve`` by case."""
     folder = tmp_path_factory.mktemp("configs")
 
@@ -147,6 +147,7 @@ def command_lines(tiny_pair, drafts, tmp_path_factory):
         **{name: line_with_keys(name, {"model": model}) for name, model in models.items()},
         **{name: line_with_keys("good", {}, *name.split()) for name in ARGUMENTS},
         **{text: line(text) for text in INLINE},
+        "a draft to serve": [str(tiny_blocks["dflash of speculators"]), *line_with_keys("good", {})[1:]],
     }
 
 
@@ -197,6 +198,7 @@ CASES = {
     **{name: ['"model" is', name, *parts] for name, parts in DRAFTS.items()},
     **ARGUMENTS,
     **INLINE,
+    "a draft to serve": ["dflash of speculators", "serve its target", 'as "model" in the gsd config'],
 }
 
 

@@ -101,13 +101,20 @@ def create_engine_config(upstream: Callable[..., Any]) -> Callable[..., Any]:
         # The arguments are restored afterwards, because some callers (such as Ray Data) build a configuration from the
         # same arguments twice.
         given = {name: getattr(self, name) for name in ours}
+        model = self.model
         try:
             for name, value in ours.items():
                 setattr(self, name, value)
             vllm_config = upstream(self, *args, **kwargs)
         finally:
+            replaced = config.speculates and not wire.is_ours(self.speculative_config)
             for name, value in given.items():
                 setattr(self, name, value)
+            if replaced:  # vLLM serves the target of a speculators folder, with that folder as its draft
+                raise GSDConfigError(
+                    f'The model to serve, "{model}", is a draft in the format of the speculators package; serve its '
+                    f'target "{self.model}", and name the draft as "model" in the gsd config.'
+                )
         # Without speculation, either model runner works, so vLLM's choice is taken.
         check_engine(vllm_config, config, v2 if config.speculates else vllm_config.use_v2_model_runner)
         if vllm_config.model_config.attention_chunk_size is not None:

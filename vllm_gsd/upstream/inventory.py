@@ -368,7 +368,7 @@ CHANGES = (
     ),
     Patch(
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
-        by="weights.pack_lm_heads",
+        by="weights.store_packed",
         when="CPU",
         delta="LM heads, and the embeddings tied to them, store only the packed copy of their weights.",
         reason="Upstream stores both the packed and the original weights.",

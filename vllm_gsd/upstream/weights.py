@@ -1,7 +1,7 @@
 """Makes vLLM's layers use our CPU kernel for matrix products."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -53,9 +53,14 @@ def pack_lm_heads(embeddings: Iterable[torch.nn.Module]) -> None:
             sharing.setdefault(id(layer.weight), []).append(layer)
     for layers in sharing.values():
         if any(isinstance(layer, ParallelLMHead) for layer in layers):
-            packed = torch.nn.Parameter(pack_weight(layers[0].weight.detach()), requires_grad=False)
-            for layer in layers:
-                layer.weight, layer.cpu_linear, layer.quant_method = packed, linear, _PackedEmbedding()
+            store_packed(layers)
+
+
+def store_packed(layers: Sequence[torch.nn.Module]) -> None:
+    """Replace the weight that some layers share by a packed copy."""
+    packed = torch.nn.Parameter(pack_weight(layers[0].weight.detach()), requires_grad=False)
+    for layer in layers:
+        layer.weight, layer.cpu_linear, layer.quant_method = packed, linear, _PackedEmbedding()
 
 
 class _PackedEmbedding(UnquantizedEmbeddingMethod):
@@ -63,7 +68,7 @@ class _PackedEmbedding(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack a weight that was read again."""
-        layer.weight = torch.nn.Parameter(pack_weight(layer.weight.detach()), requires_grad=False)
+        store_packed([layer])
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
         return read_columns(layer.weight, input_)
