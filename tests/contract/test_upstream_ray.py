@@ -4,7 +4,6 @@ import inspect
 from types import SimpleNamespace
 
 import ray.util.metrics
-from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStage, vLLMEngineWrapper
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.platforms.cpu import CpuPlatform
@@ -86,6 +85,9 @@ def test_cores_are_told():
 
 def test_ray_data_makes_the_engine_configuration_twice():
     """Our code must therefore not change the engine arguments."""
+    # Here, because every process of pytest imports all files of tests, and this takes seconds.
+    from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStage, vLLMEngineWrapper
+
     source = inspect.getsource(vLLMEngineWrapper.__init__)
     assert "engine_args.create_engine_config()" in source and "from_engine_args(" in source
     assert "placement_group_config" in inspect.getsource(vLLMEngineStage.post_init)

@@ -1,8 +1,6 @@
 """Fixtures of the end-to-end tests."""
 
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules in this folder
 
 from engine_pool import Kept, Pool
-from engine_process import ENVIRONMENT, Engine, draft_every_level
+from engine_process import Engine, draft_every_level
+from forking_server import forking_server
 from text_pair import build_text_pair
 from tiny_blocks import BLOCKS, build_tiny_block
 from tiny_eagle import build_tiny_eagle
@@ -29,26 +28,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def preforked(tmp_path_factory):
-    """A command that behaves like ``python`` and starts programs that import vLLM by forking (see ``preforked.py``)."""
-    folder = tmp_path_factory.mktemp("preforked")
-    program, address, command = Path(__file__).with_name("preforked.py"), folder / "socket", folder / "python"
-    ask = f'exec "{sys.executable}" -SE "{program}" "{address}" "$@"'
-    command.write_text(f"""#!/bin/sh
-PREFORKED="$0"
-export PREFORKED
-case "$1 $2" in "-m vllm_gsd."*) {ask} ;; "-"*) exec "{sys.executable}" "$@" ;; *) {ask} ;; esac
-""")
-    command.chmod(0o755)
-    server = subprocess.Popen(
-        [sys.executable, program, "--serve", address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"},
-    )
-    assert b"listening\n" in server.stdout
-    yield str(command)
-    server.stdin.close()
-    server.wait()
+    """A command that starts programs by forking; see ``forking_server``."""
+    with forking_server(tmp_path_factory.mktemp("preforked")) as command:
+        yield command
 
 
 @pytest.fixture(scope="session")

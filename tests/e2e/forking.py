@@ -8,6 +8,8 @@ they can be forked safely, as vLLM does on other platforms.
 """
 
 import gc
+import importlib.metadata
+import logging.config
 import multiprocessing
 import runpy
 import sys
@@ -24,9 +26,24 @@ def get_context(method: str | None = None):
     return upstream("fork" if method == "spawn" else method)
 
 
+def handle_existing_loggers(*args, handle=logging.config._handle_existing_loggers) -> None:
+    """``logging.config``'s function, which clears the caches of all loggers hundreds of times, clearing them once."""
+    manager = logging.Logger.manager
+    manager._clear_cache = lambda: None
+    try:
+        handle(*args)
+    finally:
+        del manager._clear_cache
+        manager._clear_cache()
+
+
 def import_vllm() -> None:
     """Import vLLM and do other work that all engines share, in the process from which engines are forked."""
     gc.disable()
+    logging.config._handle_existing_loggers = handle_existing_loggers  # every process configures its logging
+    # An engine looks for plugins three times, and each time all packages' metadata would be read.
+    importlib.metadata.entry_points = importlib.metadata.entry_points().select
+    import vllm.entrypoints.launchers.cli_args
     import vllm.entrypoints.llm
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
@@ -42,6 +59,7 @@ def import_vllm() -> None:
         # This searches all modules for Triton kernels to replace. Do it once, here.
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = lambda platform: None
+        import vllm_gsd.engine.v1.worker  # noqa: F401  (changes nothing of vLLM, which the plugin's hooks do)
     # An engine collects garbage nine times. Freezing vLLM's objects keeps each collection from scanning them all.
     gc.collect()
     gc.freeze()

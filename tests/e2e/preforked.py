@@ -1,12 +1,13 @@
 """Runs Python programs by forking a process that has already imported vLLM; the import takes ten seconds of CPU time.
 
-``preforked.py --serve SOCKET`` is the server. ``preforked.py SOCKET PROGRAM [ARGUMENTS]`` asks it to run a program (a
-file or ``-m MODULE``) with the client's standard streams, environment and working directory. The client exits with the
-program's exit code, so its caller can treat it as the program itself. Environment variables that vLLM reads during its
-import have no effect.
+``preforked.py --serve SOCKET [MODULE]`` is the server, which imports the module first. ``preforked.py SOCKET PROGRAM
+[ARGUMENTS]`` asks it to run a program (a file or ``-m MODULE``) with the client's standard streams, environment and
+working directory. The client exits with the program's exit code, so its caller can treat it as the program itself.
+Environment variables that vLLM reads during its import have no effect.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -85,6 +86,8 @@ def run(job: dict, files: list[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
+        for module in sys.argv[3:]:
+            importlib.import_module(module)
         serve(sys.argv[2])
     else:
         sys.exit(ask(sys.argv[1], sys.argv[2:]))

@@ -90,7 +90,7 @@ def _case(damage: str, what: str, model: str, gsd: str) -> dict:
         answer["keys"] = f"{type(error).__name__}: {error}"
     option = "--speculative-config"
     values = gsd, json.dumps(keys), "None"
-    answer["command_line"] = [_parsed([]), *(_parsed([option, value]) for value in values)]
+    answer["command_line"] = _parsed([], *([option, value] for value in values))
     return answer
 
 
@@ -155,7 +155,8 @@ def _refusal(model: str, speculative) -> str:
     return "served"
 
 
-def _parsed(arguments: list[str]) -> str:
+def _parsed(*every: list[str]) -> list[str]:
+    """What one parser says to each list of arguments; to make one takes a second."""
     stderr = io.StringIO()
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -167,6 +168,17 @@ def _parsed(arguments: list[str]) -> str:
                 AsyncEngineArgs.add_cli_args(parser)
             else:  # like a vLLM in which the function has another name
                 parser.add_argument("--speculative-config", type=json.loads)
+    except SystemExit:
+        return [stderr.getvalue()] * len(every)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"] * len(every)
+    return [_said(parser, arguments) for arguments in every]
+
+
+def _said(parser, arguments: list[str]) -> str:
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
             parser.parse_args(arguments)
     except SystemExit:
         return stderr.getvalue()

@@ -8,7 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_pool import Kept
-from v2_engine import HAVE_TRITON, OPTIONS, WITHOUT_TRITON, V2Engine
+from forking_server import forking_server
+from v2_engine import HAVE_TRITON, OPTIONS, WITHOUT_TRITON, V2Engine, variables_of_programs
 
 
 def pytest_collection_modifyitems(items):
@@ -17,6 +18,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=WITHOUT_TRITON))
+
+
+@pytest.fixture(scope="session")
+def preforked_v2(tmp_path_factory):
+    """A command that starts programs by forking, as ``preforked`` does, with an interpreted Model Runner V2."""
+    # It cannot compile, because the interpreter has no driver.
+    variables = {**variables_of_programs(), "TORCHDYNAMO_DISABLE": "1"}
+    with forking_server(tmp_path_factory.mktemp("preforked_v2"), "forking_v2", **variables) as command:
+        yield command
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import preload_v2  # noqa: F401  (before vLLM is imported)
 from forking import run
 from interpreter import leave_costs_out
 
+leave_costs_out()
+
 if __name__ == "__main__":
-    leave_costs_out()
     run(sys.argv[1:])

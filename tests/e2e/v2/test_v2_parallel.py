@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import interpreter
@@ -15,7 +14,7 @@ from tiny_blocks import build_tiny_block
 from v2_engine import OPTIONS, TRITON
 
 E2E = Path(__file__).parents[1]
-PROGRAM = [E2E / "forking.py", E2E / "parallel_run.py"]
+PROGRAM = E2E / "parallel_run.py"
 # A number as budget leaves costs out; ranks that are to plan get planted ones, see ``parallel_run.watch_v2``.
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
 # Kinds of drafts, by what their ranks run over. The long form has those of the variable over both: "eagle3", "lm",
@@ -48,7 +47,7 @@ def variables() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def run_ranks(tiny_pair, asked, tmp_path_factory):
+def run_ranks(tiny_pair, asked, preforked_v2, tmp_path_factory):
     """Runs them on an engine of two ranks with this draft, which plan what to verify or verify everything."""
     prompts, params = asked
 
@@ -60,7 +59,7 @@ def run_ranks(tiny_pair, asked, tmp_path_factory):
             "engine": {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": over},
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, *PROGRAM, folder / "job.json", folder / "result.json"]
+        command = [preforked_v2, PROGRAM, folder / "job.json", folder / "result.json"]
         environment = {**os.environ, **variables(), **environment}
         timeout = SECONDS + SECONDS_A_STEP * STEPS
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -79,13 +79,13 @@ def test_served_by_two_engines(text_pair, preforked, tmp_path):
     assert not any(line.startswith("vllm:gsd_fallbacks_total{") for line in lines)
 
 
-def test_run_batch(text_pair, tmp_path):
+def test_run_batch(text_pair, preforked_v2, tmp_path):
     """Two greedy questions, one of them with a grammar."""
     numbers = (0, 1)
     with contextlib.closing(Engine(text_pair.target)) as engine:
         plain = engine.generate([QUESTIONS[index] for index in numbers], [keys_of(index) for index in numbers])
     with mock.patch.dict(os.environ, variables_of_programs()):
-        answers = run_batch(text_pair, (*COMMAND, VLLM), numbers, tmp_path, logged=V2, **SMALL)
+        answers = run_batch(text_pair, (preforked_v2, VLLM), numbers, tmp_path, logged=V2, **SMALL)
     for index, answer in zip(numbers, plain, strict=True):
         assert answers[index] == [(one.text, one.finish_reason) for one in answer.completions]
 
