@@ -14,17 +14,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # All nodes are verified. The rows of the trimmed LM head are gathered from the ranks that hold them.
 GRAPH = {"budget": 16, "draft_vocab_size": 480}
 PROGRAM = Path(__file__).with_name("parallel_run.py")
-COUNT = 45  # number of requests; their kinds repeat after 10 and their lengths after 9
 STEPS = 1000  # number of steps in which the ranks' graphs are compared
-RAY_STEPS = 200  # over Ray, where a step takes five times as much: only the way of messages differs
 
 
 @pytest.fixture(scope="module")
 def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
-    """Runs an engine on up to ``COUNT`` mixed requests, eight at a time: greedy, seeded, penalised, short and long."""
-    prompts = random_prompts(COUNT)
+    """Runs an engine on up to 100 mixed requests, eight at a time: greedy, seeded, penalised, short and long."""
+    prompts = random_prompts(100)
     params = []
-    for index in range(COUNT):
+    for index in range(100):
         keys = {"max_tokens": 8 + 3 * (index % 9), "temperature": 0.0}
         if index % 2:
             keys |= {"temperature": 0.8, "seed": index, "top_p": 0.95}
@@ -32,7 +30,7 @@ def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
             keys |= {"repetition_penalty": 1.2}
         params.append(keys)
 
-    def run(config, size, *, environment=None, disturb=False, opt_out=False, steps=0, count=COUNT, **engine):
+    def run(config, size, *, environment=None, disturb=False, opt_out=False, steps=0, count=100, **engine):
         folder = tmp_path_factory.mktemp("run")
         if config is not None:
             config = {"method": "gsd", "model": str(tiny_pair.draft), **config}
@@ -122,10 +120,10 @@ def test_ray_nodes(run, expected, one_rank):
     """One rank runs on each of two nodes: first without graphs, then with them, then for many steps."""
     with ray_cluster(nodes=2) as cluster:
         over_ray = {"environment": cluster.environment(), "distributed_executor_backend": "ray"}
-        two = run(GRAPH, 2, opt_out=True, steps=RAY_STEPS, **over_ray)
+        two = run(GRAPH, 2, opt_out=True, steps=STEPS, **over_ray)
     assert two["plain_tokens"] == two["tokens"] == expected
     assert two["accepted"] == one_rank["accepted"]
     first, second = two["hashes"]
     assert first == second
-    assert len(first) >= RAY_STEPS
+    assert len(first) >= STEPS
     assert len(set(first)) > 0.9 * len(first)
