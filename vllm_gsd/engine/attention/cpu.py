@@ -119,7 +119,7 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         layout = kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype)
         tree_attention(
             output, query, kv_cache, layout, tree.block_table, tree.query_start_loc, tree.prefix_lens, tree.positions,
-            tree.mask, self.scale, self.sliding_window, self.logits_soft_cap, self.sinks,
+            tree.mask, self.scale, sliding_window=self.sliding_window, softcap=self.logits_soft_cap, sinks=self.sinks,
         )  # fmt: skip
 
 
