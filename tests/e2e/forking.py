@@ -8,7 +8,6 @@ they can be forked safely, as vLLM does on other platforms.
 """
 
 import gc
-import importlib.metadata
 import logging.config
 import multiprocessing
 import runpy
@@ -41,8 +40,6 @@ def import_vllm() -> None:
     """Import vLLM and do other work that all engines share, in the process from which engines are forked."""
     gc.disable()
     logging.config._handle_existing_loggers = handle_existing_loggers  # every process configures its logging
-    # An engine looks for plugins three times, and each time all packages' metadata would be read.
-    importlib.metadata.entry_points = importlib.metadata.entry_points().select
     import vllm.entrypoints.launchers.cli_args
     import vllm.entrypoints.llm
     import vllm.model_executor.layers.quantization.online.base
