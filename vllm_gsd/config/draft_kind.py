@@ -48,3 +48,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         return config if isinstance(config, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def read_text_config(folder: Path | None) -> dict[str, Any]:
+    """The part of a model's config.json about its text model; empty without a folder, or if it cannot be read."""
+    config = {} if folder is None else read_config(folder)
+    return config.get("text_config") or config

@@ -21,7 +21,7 @@ class SharesMemory:
     backends: Mapping[AttentionBackendEnum, str]  # our attention backends, by upstream's that they replace
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load target and draft with our attention backends in their layers, then return freed memory to the system."""
+        """Load the models with our attention backends in their layers, then return freed memory to the system."""
         with workers.attention_backends(self.backends):
             super().load_model(**kwargs)  # type: ignore[misc]
         give_back_freed()

@@ -194,8 +194,8 @@ class GraphScheduler(GraphScheduling):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule as ``GraphScheduling`` does, but let no request wait for the nodes of others."""
         waiting = bool(self.waiting or self.kv_holding_waiting)  # the latter are sessions of streaming input
-        more = waiting and len(self.running) < self.max_num_running_reqs
-        more += sum(request.is_prefill_chunk for request in self.running)
+        starts = waiting and len(self.running) < self.max_num_running_reqs
+        more = starts + sum(request.is_prefill_chunk for request in self.running)
         drafts = [request.spec_token_ids for request in self.running]
         for request, tokens in zip(self.running, cut_to_fit(drafts, self.max_num_scheduled_tokens, more), strict=True):
             structured.set_drafts(request, tokens)

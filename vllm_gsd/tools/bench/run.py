@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import check_draft, local_folder
-from vllm_gsd.config.draft_kind import read_config
+from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.analyses import analyse, num_runs
 from vllm_gsd.tools.bench.methods import FORMS, OFF, BenchError, Drafts, checked, missing_for, settings_of
@@ -101,9 +101,7 @@ def _check(plan: Plan, work: Work, methods: list[str]) -> None:
 
 def _check_draft(target: str, draft: str, gsd: dict[str, Any]) -> None:
     """Refuse a draft that does not fit a target on this machine, before methods run that need none."""
-    folder = local_folder(target)
-    config = {} if folder is None else read_config(folder)
-    vocab_size = (config.get("text_config") or config).get("vocab_size")
+    vocab_size = read_text_config(local_folder(target)).get("vocab_size")
     if isinstance(vocab_size, int):
         try:
             check_draft(draft, vocab_size, target, gsd.get("draft_vocab_size"))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
-from vllm_gsd.config.draft_kind import read_config
+from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.tools.bench.methods import Setting
 from vllm_gsd.tools.bench.report import tokens_per_step
 from vllm_gsd.tools.bench.turns import Work, running, tokens_per_second
@@ -27,7 +27,7 @@ def compare(
     """
     longest = max(map(len, prompts))
     # vLLM refuses more positions than the target has. The longest answers are shorter then.
-    positions = read_config(target).get("max_position_embeddings", longest + max_tokens)
+    positions = read_text_config(target).get("max_position_embeddings", longest + max_tokens)
     work = Work(
         requests=[Request(cast(Any, ids)) for ids in prompts],  # an engine accepts token ids in place of a chat
         batch_sizes=[1],

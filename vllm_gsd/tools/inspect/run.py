@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import local_folder
-from vllm_gsd.config.draft_kind import read_config
+from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.tools.inspect.trace import Trace, TraceError, read_traces
 from vllm_gsd.tools.prompt_file import token_ids_of
 
@@ -54,6 +54,4 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
 
 def _longest(target: str) -> int:
     """The length of the engine: as many positions as a target on this machine has, at most ``LONGEST``."""
-    folder = local_folder(target)
-    config = {} if folder is None else read_config(folder)
-    return min(LONGEST, (config.get("text_config") or config).get("max_position_embeddings") or LONGEST)
+    return min(LONGEST, read_text_config(local_folder(target)).get("max_position_embeddings") or LONGEST)
