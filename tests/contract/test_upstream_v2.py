@@ -110,6 +110,8 @@ SIGNATURES = [
     ("v1/worker/gpu_worker.py", "Worker.load_model", []),
     ("v1/worker/gpu_worker.py", "Worker.determine_available_memory", []),
     ("v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model", []),
+    # engine.v2.gpu_worker: overridden
+    ("v1/worker/gpu_worker.py", "Worker._maybe_activate_jit_monitor", []),
     # engine.v2.draft_graphs: called
     (
         CUDA_GRAPHS,

@@ -1,6 +1,7 @@
 """The CPU worker with our V2 model runner and attention backend."""
 
 from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_gsd.cpu.packed_weights import PacksWeights
 from vllm_gsd.engine.attention.cpu import BACKENDS
@@ -28,3 +29,9 @@ class GraphCPUWorker(PacksWeights, V2Worker, cpu_worker.CPUWorker):
         with workers.building_v2_cpu_runner(GraphCPUModelRunner), workers.building_speculator(GraphSpeculator):
             super().init_device()
         forget_shared_memory()
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm up as upstream does, then measure."""
+        times = super().compile_or_warm_up_model()
+        self.measure()
+        return times

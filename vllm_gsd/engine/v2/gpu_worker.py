@@ -21,3 +21,8 @@ class GraphGPUWorker(V2Worker, gpu_worker.Worker):
         cuda_attention.choose(config.tree_attention)
         with workers.building_speculator(GraphSpeculator):
             return GraphModelRunner(self.vllm_config, self.device)
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Measure before vLLM monitors compilations, since measuring compiles the kernels that a plan may choose."""
+        self.measure()
+        super()._maybe_activate_jit_monitor()

@@ -30,9 +30,7 @@ class V2Worker(SharesMemory):
         ):
             self.model_runner.load_draft()
 
-    def compile_or_warm_up_model(self) -> Any:
-        """Warm up as upstream does, then measure costs and reset the speculator."""
-        times = super().compile_or_warm_up_model()
+    def measure(self) -> None:
+        """Measure costs and reset the speculator, once everything else is warm."""
         self.model_runner.measure()
         self.model_runner.speculator.forget_warm_up()
-        return times
