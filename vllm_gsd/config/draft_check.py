@@ -14,6 +14,8 @@ from vllm_gsd.config.draft_kind import (
     EAGLE3,
     EAGLE_KINDS,
     LANGUAGE_MODEL,
+    MTP,
+    has_mtp_modules,
     kind_of,
     kind_of_config,
     read_config,
@@ -25,11 +27,9 @@ from vllm_gsd.config.speculators_folder import is_speculators, speculators_probl
 
 # The kinds of drafts that gsd runs.
 KINDS = (LANGUAGE_MODEL, *EAGLE_KINDS, *BLOCK_KINDS)
-_ALLOWED = "a language model, an EAGLE or EAGLE-3 head, or a DFlash, DFlash2 or DSpark draft"
+_ALLOWED = "a language model, an EAGLE or EAGLE-3 head, a DFlash, DFlash2 or DSpark draft, or a target with an MTP module"
 # Kinds of the speculators package beside AUX_KINDS.
 _REFUSED_KINDS = ("peagle", "mtp")
-# How the config.json of a model with MTP modules counts them.
-_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _UNREADABLE = "has a config.json that is not readable or lacks vocab_size, but must be a whole model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -68,7 +68,12 @@ def check_draft(
         _refuse(model, problem)
     if kind not in KINDS:
         _refuse(model, f"is a draft of the kind {shown(kind)}, but must be {_ALLOWED}")
-    if target_folder is not None and target_folder.samefile(draft) and any(map(target_config.get, _MTP_KEYS)):
+    is_target = name == model or (target_folder is not None and target_folder.samefile(draft))
+    if kind == MTP and not is_target:
+        _refuse(model, "has an MTP module, which drafts for its own model only, but must be the target or another model")
+    if kind == MTP and draft_vocab_size is not None:
+        _refuse(model, f'drafts with its MTP module, for which "draft_vocab_size" must be left out, not {draft_vocab_size}')
+    if kind != MTP and is_target and has_mtp_modules(config):
         _refuse(model, "is the target, whose MTP modules gsd cannot run, but must be another model")
     size = _vocab_size(model, config)
     if size != target_vocab_size:

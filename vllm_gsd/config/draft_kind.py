@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm_gsd.config.speculators_folder import is_speculators
 
-LANGUAGE_MODEL, EAGLE, EAGLE3 = "language model", "eagle", "eagle3"
+LANGUAGE_MODEL, EAGLE, EAGLE3, MTP = "language model", "eagle", "eagle3", "mtp module"
 # Heads that run once per level, and for which hidden states of the target are stored.
-EAGLE_KINDS = (EAGLE, EAGLE3)
+EAGLE_KINDS = (EAGLE, EAGLE3, MTP)
 # Drafts of a whole block in one forward pass.
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 # Kinds that read hidden states of the target's inner layers.
@@ -17,6 +17,20 @@ AUX_KINDS = (EAGLE3, *BLOCK_KINDS)
 _IN_NAMES = ("dspark", "dflash2", "dflash", "peagle", EAGLE3, EAGLE, "medusa", "mtp")
 # Keys that only EAGLE-3 heads have. Some of their checkpoints name the architecture of a language model.
 _EAGLE3_KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+
+# Targets whose own multi-token prediction (MTP) module can draft, and vLLM's name of the module.
+_MTP_TARGETS = {
+    "MiMoForCausalLM": "MiMoMTPModel",
+    "Glm4MoeForCausalLM": "Glm4MoeMTPModel",
+    "Ernie4_5_MoeForCausalLM": "ErnieMTPModel",
+}
+# How the config.json of a model with MTP modules counts them.
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+def has_mtp_modules(config: dict[str, Any]) -> bool:
+    """Whether the model with this config.json has MTP modules."""
+    return any(map(config.get, _MTP_KEYS))
 
 
 def kind_of_config(config: dict[str, Any]) -> str:
@@ -27,7 +41,10 @@ def kind_of_config(config: dict[str, Any]) -> str:
     """
     if is_speculators(config):
         return str(config.get("speculators_model_type"))
-    names = str(config.get("architectures")).lower()
+    names = str(config.get("architectures"))
+    if has_mtp_modules(config) and any(name in names for pair in _MTP_TARGETS.items() for name in pair):
+        return MTP
+    names = names.lower()
     for kind in _IN_NAMES:
         if kind in names:
             return kind

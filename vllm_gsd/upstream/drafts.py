@@ -54,6 +54,17 @@ def share_ends(draft: Any, target: Any) -> None:
         draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
 
 
+def share_mtp_ends(draft: Any, target: Any) -> None:
+    """Give an MTP module the target's embedding and LM head, of which its checkpoint may have copies."""
+    target = target.get_language_model() if supports_multimodal(target) else target
+    embedding, head = target.model.embed_tokens, target.lm_head
+    draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
+    draft.lm_head = getattr(head, "base_layer", head)
+    for module in draft.model.modules():
+        if hasattr(module, "shared_head"):  # some models have the LM head in the module's layer
+            module.shared_head.head = draft.lm_head
+
+
 def keep_all_keys(layers: Iterable[Any]) -> None:
     """Make attention layers keep the keys and values of all tokens; their sliding windows still limit the attention.
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_gsd.config import draft_vocab
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
-from vllm_gsd.config.draft_kind import AUX_KINDS, EAGLE3, EAGLE_KINDS, LANGUAGE_MODEL, kind_of_config
+from vllm_gsd.config.draft_kind import AUX_KINDS, EAGLE3, EAGLE_KINDS, LANGUAGE_MODEL, MTP, kind_of_config
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.engine.attention.layers import attention_layers
 from vllm_gsd.engine.attention.tree_rows import TreeRows, TreeRowsOnly
@@ -55,8 +55,8 @@ class DraftModel:
 
     has_kv_cache = True
     kind = LANGUAGE_MODEL
-    # 1 if row j of the draft holds token j + 1, beside the target's state of token j, as in EAGLE-3 heads: the first
-    # token of a text has no row.
+    # 1 if row j of the draft holds token j + 1, beside the target's state of token j, as in EAGLE-3 heads and MTP
+    # modules: the first token of a text has no row.
     shift = 0
     # The tokens of a draft's own vocabulary, int64; None if it has the target's.
     target_ids: torch.Tensor | None = None
@@ -73,7 +73,7 @@ class DraftModel:
         # Whether the target must also return hidden states of inner layers, and of which; None for its own choice.
         self.reads_aux = self.kind in AUX_KINDS and uses_aux_states(hf_config)
         self.aux_layers = aux_layers(hf_config) if self.reads_aux else None
-        self.shift = int(self.kind == EAGLE3)
+        self.shift = int(self.kind in (EAGLE3, MTP))
         # Tokens that a draft of whole blocks predicts at once; None for other kinds. ``BlockDrafter`` sets it.
         self.block_depth: int | None = None
         self.head: TrimmedHead | None = None
@@ -131,7 +131,7 @@ class DraftModel:
             self.model = self.model.get_language_model()
         self.layer_names = sorted(set(attention_layers(self.vllm_config)) - before)
         if is_head:
-            drafts.share_ends(self.model, target_model)
+            (drafts.share_mtp_ends if self.kind == MTP else drafts.share_ends)(self.model, target_model)
             # The replaced embedding and LM head are in reference cycles. Free them before vLLM freezes the collector.
             gc.collect()
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
@@ -271,9 +271,11 @@ class DraftModel:
     def _call(self, input_ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
         if not self.reads_features:
             return self.model(input_ids=input_ids, positions=positions, inputs_embeds=None)
+        outputs = self.model(input_ids=input_ids, positions=positions, hidden_states=features)
+        if self.kind == MTP:
+            return outputs
         # EAGLE models return one output for the LM head and one for the next level. Those of EAGLE-3 differ, and stand
         # side by side in the hidden states of a row.
-        outputs = self.model(input_ids=input_ids, positions=positions, hidden_states=features)
         return torch.cat(outputs, dim=1) if self.kind == EAGLE3 else outputs[1]
 
     def next_features(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -383,12 +385,14 @@ def kind_of_draft(vllm_config: VllmConfig, model: str) -> str:
 
 
 def _as_in_vllm(max_model_len: int, config: PretrainedConfig) -> PretrainedConfig:
-    """An EAGLE head's configuration as vLLM's own methods read it.
+    """A head's configuration as vLLM's own methods read it.
 
     A head shares the target's positions, although its config.json often names fewer. Some EAGLE-3 heads name the
-    architecture of a language model.
+    architecture of a language model, and MTP modules have that of their target.
     """
     kind = kind_of_config(config.to_dict())
+    if kind == MTP:
+        config = SpeculativeConfig.hf_config_override(config)
     if kind != LANGUAGE_MODEL:
         SpeculativeConfig._maybe_override_draft_max_position_embeddings(config, max_model_len)
     if kind == EAGLE3:
