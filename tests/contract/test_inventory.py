@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import test_upstream_v2
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
@@ -20,9 +20,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.ernie_mtp import ErnieMTP
 from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkAttention, Gemma4DSparkForCausalLM, Gemma4DSparkModel
+from vllm.model_executor.models.glm4_moe_mtp import Glm4MoeMTP
 from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.mimo_mtp import MiMoMTP
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention, DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import (
     CandidateSelector,
@@ -31,6 +34,7 @@ from vllm.model_executor.models.qwen3_dflash2 import (
 )
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,6 +46,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
+from vllm_gsd.config.draft_kind import MTP, kind_of_config
 from vllm_gsd.engine.draft.aux_states import aux_layers
 from vllm_gsd.engine.draft.model import _as_in_vllm
 from vllm_gsd.upstream import inventory, parts, patching, symbols, wire
@@ -189,6 +194,26 @@ def test_eagle3_heads():
     assert aux_layers(SimpleNamespace(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]})) == (1, 2)
     assert aux_layers(SimpleNamespace(dflash_config={"target_layer_ids": [1, 3]})) == (2, 4)
     assert aux_layers(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "module"),
+    [
+        ("MiMoForCausalLM", "mimo", MiMoMTP),
+        ("Glm4MoeForCausalLM", "glm4_moe", Glm4MoeMTP),
+        ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", ErnieMTP),
+    ],
+)
+def test_mtp_modules(target, kind, module):
+    """vLLM builds the module from the target's config.json, and it returns one output for LM head and next level."""
+    config = PretrainedConfig(architectures=[target], num_hidden_layers=4, num_nextn_predict_layers=1)
+    config.model_type = kind
+    config = SpeculativeConfig.hf_config_override(config)
+    assert kind_of_config(config.to_dict()) == MTP
+    assert ModelRegistry.models[config.architectures[0]].load_model_cls() is module
+    assert list(inspect.signature(module.forward).parameters)[1:4] == ["input_ids", "positions", "hidden_states"]
+    assert "return hidden_states" in inspect.getsource(module.forward)
+    assert "self.embed_tokens = " in inspect.getsource(inspect.getmodule(module))
 
 
 def test_block_drafts():

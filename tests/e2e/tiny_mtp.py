@@ -76,7 +76,8 @@ def _module(
     model, weights: dict[str, torch.Tensor], family: Family, prompts: list[list[int]]
 ) -> dict[str, torch.Tensor]:
     """The module's tensors: a projection fitted to greedy texts, and a layer that adds little."""
-    read, wanted = map(torch.cat, zip(*(_states(model, torch.tensor([prompt]), family) for prompt in prompts), strict=True))
+    states = [_states(model, torch.tensor([prompt]), family) for prompt in prompts]
+    read, wanted = map(torch.cat, zip(*states, strict=True))
     copied = f"model.layers.{family.copied}."
     module = {}
     for name, weight in weights.items():

@@ -109,6 +109,18 @@ def test_a_copy_of_the_verifier_by_its_name(head, monkeypatch):
     check_draft(str(head), VOCAB, HUB_TARGET)
 
 
+def test_an_mtp_module_drafts_for_its_target_only(target, tmp_path):
+    keys = {**TARGET, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    for folder in (target, other := tmp_path / "other"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(keys))
+    check_draft(str(target), VOCAB, target)
+    with pytest.raises(GSDConfigError, match="draft_vocab_size"):
+        check_draft(str(target), VOCAB, target, draft_vocab_size=40)
+    with pytest.raises(GSDConfigError, match="its own model only"):
+        check_draft(str(other), VOCAB, target)
+
+
 def test_a_trimmed_head_needs_all_tokens(head, target):
     with pytest.raises(GSDConfigError, match="draft_vocab_size"):
         check_draft(str(head), VOCAB, target, draft_vocab_size=40)

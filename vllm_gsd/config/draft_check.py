@@ -27,7 +27,7 @@ from vllm_gsd.config.speculators_folder import is_speculators, speculators_probl
 
 # The kinds of drafts that gsd runs.
 KINDS = (LANGUAGE_MODEL, *EAGLE_KINDS, *BLOCK_KINDS)
-_ALLOWED = "a language model, an EAGLE or EAGLE-3 head, a DFlash, DFlash2 or DSpark draft, or a target with an MTP module"
+_ALLOWED = "a language model, an EAGLE or EAGLE-3 head, or a DFlash, DFlash2 or DSpark draft"
 # Kinds of the speculators package beside AUX_KINDS.
 _REFUSED_KINDS = ("peagle", "mtp")
 _UNREADABLE = "has a config.json that is not readable or lacks vocab_size, but must be a whole model"
@@ -68,13 +68,9 @@ def check_draft(
         _refuse(model, problem)
     if kind not in KINDS:
         _refuse(model, f"is a draft of the kind {shown(kind)}, but must be {_ALLOWED}")
-    is_target = name == model or (target_folder is not None and target_folder.samefile(draft))
-    if kind == MTP and not is_target:
-        _refuse(model, "has an MTP module, which drafts for its own model only, but must be the target or another model")
-    if kind == MTP and draft_vocab_size is not None:
-        _refuse(model, f'drafts with its MTP module, for which "draft_vocab_size" must be left out, not {draft_vocab_size}')
-    if kind != MTP and is_target and has_mtp_modules(config):
-        _refuse(model, "is the target, whose MTP modules gsd cannot run, but must be another model")
+    if has_mtp_modules(config):
+        is_target = name == model or (target_folder is not None and target_folder.samefile(draft))
+        _check_mtp(model, kind, is_target, draft_vocab_size)
     size = _vocab_size(model, config)
     if size != target_vocab_size:
         _refuse(model, f"has {size} tokens in its vocabulary, but must have the target's {target_vocab_size}")
@@ -101,6 +97,20 @@ def _speculators_problem(kind: str, config: dict, name: str | None, target: dict
     if kind not in (*AUX_KINDS, *_REFUSED_KINDS):
         return f"is of the speculators kind {shown(kind)}, but must be of one that gsd knows, such as {shown(EAGLE3)}"
     return speculators_problem(config, name, target)
+
+
+def _check_mtp(model: str, kind: str, is_target: bool, draft_vocab_size: int | None) -> None:
+    """Check a model with MTP modules, which draft for itself only."""
+    if kind == MTP and not is_target:
+        _refuse(
+            model, "has an MTP module, which drafts for its own model only, but must be the target or another model"
+        )
+    if kind != MTP and is_target:
+        _refuse(model, "is the target, whose MTP modules gsd cannot run, but must be another model")
+    if kind == MTP and draft_vocab_size is not None:
+        _refuse(
+            model, f'drafts with an MTP module, for which "draft_vocab_size" must be left out, not {draft_vocab_size}'
+        )
 
 
 def _eagle3_problem(draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:

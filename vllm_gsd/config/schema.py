@@ -48,8 +48,8 @@ class GSDConfig(BaseModel):
     method: Literal["gsd"] = Field(description="Selects graph-structured speculative decoding.")
     model: str | None = Field(
         pattern=r"\S",
-        description="The draft: a language model with the target's vocabulary, or an EAGLE or EAGLE-3 head or a "
-        "DSpark, DFlash2 or DFlash draft made for the target.",
+        description="The draft: a language model with the target's vocabulary, an EAGLE or EAGLE-3 head or a DSpark, "
+        "DFlash2 or DFlash draft made for the target, or the target itself, whose MTP module then drafts.",
         json_schema_extra={"allowed": "a path or hub id of a draft model, or null for none"},
     )
     num_speculative_tokens: int = Field(

@@ -330,9 +330,10 @@ CHANGES = (
     ),
     Patch(
         "vllm.model_executor.models.interfaces:SupportsEagleBase",
-        by="drafts.share_ends",
+        by="drafts.share_ends drafts.share_mtp_ends",
         when="engine",
-        delta="Gives an EAGLE or DFlash draft the target's embedding and LM head if it has none of its own or a copy.",
+        delta="Gives an EAGLE or DFlash draft the target's embedding and LM head if it has none of its own or a copy, "
+        "and MTP modules in any case.",
         reason="Each of upstream's proposers does this in its own code.",
         expiry="Upstream provides a function that shares them.",
         contract="test_inventory.py::test_drafts_say_what_they_have_of_their_own",
