@@ -21,10 +21,10 @@ from vllm_gsd.ops.lattice.api import choose_candidates
 VOCAB, HIDDEN, RANK, DEPTH = 24, 8, 5, 3
 
 
-@pytest.fixture(params=["compiled", "torch"])
+@pytest.fixture(params=["compiled", "specification"])
 def implementation(request, monkeypatch):
-    """Runs a test with the C++ operator and with the PyTorch code for GPUs."""
-    if request.param == "torch":
+    """Runs a test with the C++ operator, and with the specification that runs without it."""
+    if request.param == "specification":
         monkeypatch.setattr(lattice_api, "use_kernel", lambda tensor: False)
     elif not HAVE_EXTENSION:
         pytest.skip("the extension is not built")

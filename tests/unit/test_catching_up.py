@@ -42,7 +42,7 @@ def test_texts_that_are_too_long_for_the_draft_are_counted(kind):
     tracker = SimpleNamespace(lengths=lambda ids: np.array([most - 3, most, 0]))
     speculation = Speculation.__new__(Speculation)
     speculation.stats, speculation.most_missed = GraphStats(), 4097
-    speculation.planner = SimpleNamespace(drafting=True, probing=False, wants_drafts=lambda *_: True)
+    speculation.planner = SimpleNamespace(drafting=True, probing=False, alone=False, wants_drafts=lambda *_: True)
     missed = drafter.missed(tracker, ["a", "b", "c"], length)
     assert speculation.choose_drafting(np.arange(3), np.zeros(0), 1.0, missed).tolist() == [True, False, False]
     assert speculation.stats.counts["drafts_skipped"] == 2
@@ -126,6 +126,6 @@ def test_v2_reads_no_more_of_prompts():
         speculator._grow_on_device(batch, np.arange(5), requests, np.full(5, NO_GRAPH), speculates, missed)
         assert caught_up == read
     # Graphs of a probe have no copies, since the planner learns nothing from graphs that have.
-    speculator.plan.phase, kinds = Phase(tried=True), np.array([DRAFTED, COPIES_ONLY, NO_GRAPH, NO_GRAPH, DRAFTED])
+    speculator.plan.phase, kinds = Phase(alone=True), np.array([DRAFTED, COPIES_ONLY, NO_GRAPH, NO_GRAPH, DRAFTED])
     speculator._grow_on_device(batch, np.arange(5), requests, kinds, speculates, missed)
     assert sent[-1].trust[:, NGRAM].tolist() == [0, 1, 1, 1, 0]

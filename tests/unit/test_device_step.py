@@ -3,17 +3,24 @@
 ``tests/kernels/gpu/test_lay_out.py`` tests the device's part of laying out rows.
 """
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from test_v2_rows import tree_of
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.late_copies import LateCopies
+from vllm_gsd.engine.v2.model_runner import GraphModelRunner
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import NO_NODES
+from vllm_gsd.upstream import wire
 
 CPU = torch.device("cpu")
 TREES = [tree_of([0, 0, 1]), NO_NODES, tree_of([0, 1]), NO_NODES, tree_of([0, 0, 1, 2])]
@@ -77,6 +84,23 @@ def test_what_comes_from_the_host_has_arrived():
     for name, values in kept.items():
         assert np.array_equal(copies[name], values.numpy()) and copies[name].dtype == values.numpy().dtype
     assert not list(late.take(wait=True))
+
+
+def test_the_last_step_is_counted_when_the_server_falls_idle(monkeypatch):
+    """vLLM then runs a step without tokens, which tells the runner of the requests that have finished."""
+    late, counts = LateCopies(CPU, in_step=True), Counter()
+    late.send(3, {"values": torch.tensor([1])})
+    runner = GraphModelRunner.__new__(GraphModelRunner)
+    runner.speculator = SimpleNamespace(
+        speculation=SimpleNamespace(stats=GraphStats()),
+        share_of=None,
+        learn=lambda wait=False: counts.update(target_steps=sum(label for label, _ in late.take(wait))),
+        take_stats=lambda: {"counts": dict(counts)},
+    )
+    runner.execute_model_state = None
+    monkeypatch.setattr(GPUModelRunner, "execute_model", lambda *_, **__: EMPTY_MODEL_RUNNER_OUTPUT)
+    output = runner.execute_model(SchedulerOutput.make_empty())
+    assert wire.stats_of(output)["counts"] == {"target_steps": 3}
 
 
 def test_what_has_not_arrived_waits_its_turn():

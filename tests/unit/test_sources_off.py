@@ -1,6 +1,7 @@
 """A source that misleads is switched off, for a request or for all, and tried again later, also if it is the only."""
 
 import numpy as np
+import pytest
 import torch
 
 from vllm_gsd.config import GSDConfig
@@ -92,8 +93,10 @@ def test_nodes_that_were_bad_for_a_long_time_are_soon_found_to_be_good():
 class KnowingDraft:
     """A draft that finds the next tokens of a text."""
 
-    def __init__(self, planner: Planner, text: np.ndarray):
-        self.planner, self.text = planner, text
+    def __init__(self, speculation: Speculation, text: np.ndarray):
+        self.planner, self.text = Planner(CONFIG.top_k, CONFIG.max_depth, NODES, COSTS), text
+        speculation.planner, speculation.drafter, speculation.draft_kv = self.planner, self, object()
+        speculation.most_missed = 4097
 
     def missed(self, tracker, request_ids, length):
         return np.ones_like(length)
@@ -113,11 +116,34 @@ def test_a_draft_that_became_good_is_noticed_beside_copies():
     """Copies of some kind are found for every position of the text."""
     text = np.random.default_rng(0).integers(1, 4, 2000).astype(np.int32)
     speculation, length, drafted = new_speculation(), 100, []
-    planner = speculation.planner = Planner(CONFIG.top_k, CONFIG.max_depth, NODES, COSTS)
+    planner = KnowingDraft(speculation, text).planner
     planner.worth[:], planner.drafting = 0.0, False
-    speculation.drafter, speculation.draft_kv = KnowingDraft(planner, text), object()
-    speculation.most_missed = 4097
     for _ in range(4 * PROBE_EVERY):
         length = step(speculation, text, length)
         drafted.append(planner.drafting)
     assert any(drafted) and not any(drafted[: PROBE_EVERY - 1])
+
+
+class UselessDraft(KnowingDraft):
+    """A draft whose only token is never right; none if its probability is 0, as with NaN in the logits."""
+
+    prob = 0.5
+
+    def grow(self, graphs, drafted, hidden, requests):
+        self.planner.drafted(np.array([[self.prob, 0, 0, 0]], np.float32))
+        if self.prob:
+            add_child(graphs, 0, 0, 0, np.float32(self.prob), ORIGIN_DRAFT)
+
+
+@pytest.mark.parametrize("prob", [0.0, 0.5])
+@pytest.mark.parametrize("most", [9, 1 << 30])
+def test_a_useless_draft_is_given_up(most, prob):
+    """Also where most graphs have copies, as in a text of eight different tokens."""
+    text = np.random.default_rng(0).integers(1, most, 2000).astype(np.int32)
+    speculation, length, drafted = new_speculation(), 100, []
+    draft = UselessDraft(speculation, text)
+    draft.prob = prob
+    for _ in range(600):
+        length = step(speculation, text, length)
+        drafted.append(draft.planner.drafting)
+    assert sum(drafted[:50]) > 40 and not any(drafted[300:])

@@ -26,6 +26,7 @@ from vllm_gsd.planner.planner import DECAY, FIRST_CHANCE, Planner
 NODES, LEVELS, SLOTS, EPISODES, STATES = 8, 6, 12, 25, 40
 ROWS = np.array([1, 2, 8, 32, 128])
 CONFIG = GSDConfig(method="gsd", model="draft", num_speculative_tokens=NODES)
+NAMES = "graph_value", "graph_origin", "graph_depth", "graph_survival"  # of what arrives
 
 
 def costs_of(rng, level_ms: float) -> tuple[Costs, Costs]:
@@ -106,7 +107,7 @@ def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[
             levels += 1
         trees = graphs(drafted, levels)
         copied = ((trees.origin == ORIGIN_NGRAM) & (np.arange(1 + NODES) <= trees.size[:, None])).any(axis=1)
-        if len(pure := np.flatnonzero(drafted & (trees.size > 0) & ~copied)):
+        if len(pure := np.flatnonzero(drafted & ~copied)):
             planner.learn_children(below_root(trees, pure))
         return trees
 
@@ -117,8 +118,7 @@ def on_v1(speculation: Speculation, batch: DraftBatch, missed, graphs) -> tuple[
 
 
 def graphs_of(trees: FlatTrees) -> dict[str, np.ndarray]:
-    nodes = {f"graph_{name}": getattr(trees, name)[:, 1:] for name in ("value", "origin", "depth", "survival")}
-    return {"graph_size": trees.size, **nodes}
+    return {"graph_size": trees.size, **{name: getattr(trees, name[6:])[:, 1:] for name in NAMES}}
 
 
 def on_v2(plan: Plan, batch: DraftBatch, missed, known: FlatTrees, kinds) -> tuple[np.ndarray, np.ndarray, int]:
@@ -126,10 +126,10 @@ def on_v2(plan: Plan, batch: DraftBatch, missed, known: FlatTrees, kinds) -> tup
     rows, planner = np.flatnonzero(batch.sampled), plan.speculation.planner
     planner.begin(len(missed), int(batch.length.sum()))
     if len(rows):
-        plan.arrived(batch.token_rows[rows], kinds, Phase(), graphs_of(known))
+        plan.arrived(batch.token_rows[rows], kinds, Phase(), graphs_of(known), invalid=True)
     chosen = plan.choose(batch, batch.sampled, missed)
     if len(rows):  # V1 has learned from these graphs, too
-        plan.arrived(batch.token_rows[rows], chosen[rows], plan.phase, graphs_of(known))
+        plan.arrived(batch.token_rows[rows], chosen[rows], plan.phase, graphs_of(known), invalid=True)
     return plan.shares[batch.token_rows], chosen == DRAFTED, plan.phase.levels or 0
 
 
@@ -202,6 +202,15 @@ def test_graphs_that_have_not_arrived(plan):
     assert size.tolist() == [0, 2, 0, 2] and values[1, :3] == pytest.approx([0.5, 0.3, 0])
     plan.admit(1)  # another request
     assert plan._expected(np.array([1]), np.array([COPIES_ONLY]))[1] == [0]
+
+
+def test_empty_graphs_tell_of_a_draft_that_gives_nan(plan):
+    """Otherwise the device has drafted nothing, as at the end of an answer."""
+    graphs, planner = {name: np.zeros((1, NODES), np.int64) for name in NAMES}, plan.speculation.planner
+    graphs["graph_size"] = np.array([0])
+    for invalid in (False, True):
+        plan.arrived(np.array([1]), np.array([DRAFTED]), Phase(1, 3), graphs, invalid)
+        assert (planner.worth[0] < FIRST_CHANCE) == (planner.children[0] < FIRST_CHANCE) == invalid
 
 
 @pytest.mark.parametrize("row_ms", [0.0, 0.3, 1.0, 20.0])

@@ -257,7 +257,7 @@ class Speculation:
         wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
-        trees = self._grow(requests) if self.copies else None
+        trees, grown = self._grow(requests) if self.copies else None, np.zeros(len(requests.index), np.bool_)
         if self.drafter is not None:
             assert self.draft_kv is not None
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
@@ -271,12 +271,12 @@ class Speculation:
             drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
             if hidden is not None:
                 grown = drafted[requests.index]
-                if self.planner.probing:  # the planner learns from graphs without copies only
+                if self.planner.alone:  # the planner learns from graphs without copies only
                     leave_out_copies(requests.trust, grown)
                 trees = self._grow(requests, grown, hidden)
         proposals = [NO_NODES] * num_requests
         if trees is not None:
-            self._propose(proposals, requests, trees)
+            self._propose(proposals, requests, trees, grown)
         for index in (wanted & grammar).nonzero()[0].tolist():
             if request_ids[index] not in self.grammar_trees:  # the grammar may still force nodes
                 self._offer_to_grammar(request_ids[index], NO_NODES, 0, int(max_depth[index]))
@@ -344,11 +344,17 @@ class Speculation:
         drafting[chosen] = True
         return drafting
 
-    def _propose(self, proposals: list[FlatTree], requests: GraphRequests, trees: FlatTrees) -> None:
-        """Choose the nodes to verify, store them by request and write them to ``proposals``."""
+    def _propose(
+        self, proposals: list[FlatTree], requests: GraphRequests, trees: FlatTrees, drafted: np.ndarray
+    ) -> None:
+        """Choose the nodes to verify, store them by request and write them to ``proposals``.
+
+        Args:
+            drafted: bool [num_graphs], graphs that the draft model has grown.
+        """
         most = np.minimum(trees.size, self.num_nodes)
         copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) <= most[:, None])
-        sizes = self.planner.choose(trees.value[:, 1:], most, requests.length, (most > 0) & ~copied.any(axis=1))
+        sizes = self.planner.choose(trees.value[:, 1:], most, requests.length, drafted & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row, index in enumerate(requests.index.tolist()):
             grammar = requests.grammar[row]

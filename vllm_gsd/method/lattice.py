@@ -41,16 +41,32 @@ def choose_candidates(
     best = np.zeros(1, np.float32)  # log-probability of the best path to each candidate of the depth before
     for level in range(depth):
         given = log_probs(level, None if level == 0 else places[level - 1])
-        paths = (best[:, None] + given).max(axis=0)
-        order = paths.copy()
-        order[given[0].argmax()] = np.inf
-        chosen = np.argsort(-order, kind="stable")[:k]
-        probs[level] = np.exp(given[:, chosen])
-        if not merge and level > 0:
-            before = (best[:, None] + given[:, chosen]).argmax(axis=0)
-            probs[level] *= np.arange(k)[:, None] == before
-        places[level], best = chosen, paths[chosen]
+        places[level], probs[level], best = best_paths(given, best, k, merge)
     return places, probs
+
+
+def best_paths(
+    log_probs: np.ndarray, best: np.ndarray, k: int, merge: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Choose the k candidates of one depth.
+
+    Args:
+        log_probs: float32 [k or 1, pool >= k], as ``choose_candidates`` asks for them; 1 row if all are the same.
+        best: float32 [k], log-probability of the best path to each candidate of the depth before; [1] for the root.
+
+    Returns:
+        the candidates' places in the pool, int64 [k], their conditional probabilities, float32 [k, k], and the
+        log-probabilities of the best paths to them, float32 [k].
+    """
+    paths = (best[:, None] + log_probs).max(axis=0)
+    order = paths.copy()
+    order[log_probs[0].argmax()] = np.inf
+    chosen = np.argsort(-order, kind="stable")[:k]
+    edges = log_probs[:, chosen]
+    probs = np.broadcast_to(np.exp(edges), (k, k))
+    if not merge and len(best) > 1:
+        probs = probs * (np.arange(k)[:, None] == (best[:, None] + edges).argmax(axis=0))
+    return chosen, probs, paths[chosen]
 
 
 def add_lattices(

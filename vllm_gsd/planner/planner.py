@@ -18,7 +18,8 @@ from vllm_gsd.planner.overhead import Overhead
 
 # Weight of the newest graphs in the running average of the value of graphs: about the last 25 steps count.
 NEWEST = 0.04
-# Weight of graphs that were drafted as a probe, which are the only evidence while drafting is off.
+# Weight of graphs that were drafted to learn from them, which are the only evidence while drafting is off or all other
+# graphs have copies.
 NEWEST_TRIED = 0.25
 # Steps until the first probe while speculation does not pay, since texts change. Each further probe waits twice as
 # long, up to the maximum, unless the graphs of the last one were worth PROMISING times the average.
@@ -67,6 +68,8 @@ class Planner:
         self.steps = 0
         self.plain_steps: dict[int, tuple[int, int]] = {}  # by size of the batch: steps to the next one, and between
         self._probe_after(PROBE_EVERY)
+        # The step in which drafted graphs get no copies if none has taught anything until then, and steps to the next.
+        self.next_alone = self.alone_every = PLAIN_AFTER
         self.begin(1, 0)
 
     def begin(self, num_requests: int, context: int) -> None:
@@ -82,7 +85,7 @@ class Planner:
         self.due = self.steps >= self.next_probe  # whether to probe in this step if speculation does not pay
         if self.due:
             self._probe_after(2 * self.pause)
-        self.probing = self.resting = False
+        self.probing = self.resting = self.alone = False
         self.rates: tuple[float, ...] = ()  # expected tokens per millisecond with drafts and without, if compared
         # Rows of the coming target forward, and its milliseconds by the table.
         self.planned = self.num_requests, 0.0
@@ -133,7 +136,7 @@ class Planner:
         return host.drafts_rate(self.tables, self.num_requests, self.context, spent, found, *usual)
 
     def wants_drafts(self, num_drafted: int, found: np.ndarray, left: float = 1.0) -> bool:
-        """Whether to draft at all; while ``probing``, for a few requests only.
+        """Whether to draft at all: while ``probing``, for a few requests only; while ``alone``, without copies.
 
         Args:
             num_drafted: number of requests that could be drafted for.
@@ -151,8 +154,9 @@ class Planner:
         if self.drafting:
             self._probe_after(PROBE_EVERY)
             self.resting = self._plain_step_is_due()
+            self.alone = not self.resting and self._graphs_without_copies_are_due()
             return not self.resting
-        self.probing = self.due and num_drafted > 0
+        self.probing = self.alone = self.due and num_drafted > 0
         return self.probing
 
     def _plain_step_is_due(self) -> bool:
@@ -162,6 +166,14 @@ class Planner:
         due = left <= 1
         pause = min(2 * pause, PLAIN_EVERY) if due else pause
         self.plain_steps[size] = (pause if due else left - 1), pause
+        return due
+
+    def _graphs_without_copies_are_due(self) -> bool:
+        """Whether no drafted graph has taught anything for so long that some shall get no copies."""
+        due = self.steps >= self.next_alone
+        if due:
+            self.alone_every = min(2 * self.alone_every, PLAIN_EVERY)
+            self.next_alone = self.steps + self.alone_every
         return due
 
     @property
@@ -274,14 +286,14 @@ class Planner:
             values: float32 [num_graphs, max_nodes], calibrated probabilities, descending along a row.
             size: int32 [num_graphs], number of nodes.
             context: int64 [num_graphs], committed tokens of each request.
-            pure: bool [num_graphs], whether a graph has nodes and the draft model proposed all of them.
+            pure: bool [num_graphs], whether the draft model has grown a graph, and nothing else has.
 
         Returns:
             int32 [num_graphs], at most ``size``.
         """
         if self.costs is None or self.given_levels is not None:
             return size
-        self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.probing)
+        self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.alone)
         return self.sizes(values, size, context)
 
     def learn_graphs(
@@ -293,10 +305,11 @@ class Planner:
             values, size, pure: as for ``choose``.
             rows: rows of each draft level of the step that drafted them.
             num_drafted: number of requests that the step drafted for.
-            tried: whether it did so as a probe.
+            tried: whether it did so to learn from graphs that have no copies.
         """
         if not num_drafted or not pure.any():
             return
+        self.next_alone = self.steps + self.alone_every
         weight = NEWEST_TRIED if tried else NEWEST
         known, before = (self.worth, self.levels, self.level_share), self.worth.sum()
         host.follow_graphs(*known, values, size, pure, np.array(rows), num_drafted, weight)

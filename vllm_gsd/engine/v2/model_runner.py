@@ -188,6 +188,7 @@ class GraphModelRunner(GPUModelRunner):
         state = self.execute_model_state
         self.aux_hidden_states = None if state is None else state.aux_hidden_states
         if isinstance(output, ModelRunnerOutput) and not dummy_run:
+            self.speculator.learn(wait=True)  # the next request may come much later
             output = copy.copy(output)  # vLLM returns the same object at all such steps
             wire.attach_stats(output, self.speculator.take_stats())
         return output

@@ -29,7 +29,7 @@ class Phase(NamedTuple):
 
     num_drafted: int = 0  # requests that the draft model ran for
     levels: int | None = None  # how many it drafted; None for all
-    tried: bool = False  # whether it was a probe
+    alone: bool = False  # whether the drafted graphs got no copies
 
 
 class Plan:
@@ -110,7 +110,7 @@ class Plan:
             kinds, planner = np.where(drafting, DRAFTED, wanted * copies), self.speculation.planner
             if count := int(drafting.sum()):
                 levels = planner.num_levels(len(slots), count, self._frontiers(slots[drafting]), self.levels)
-                self.phase = Phase(count, levels, planner.probing)
+                self.phase = Phase(count, levels, planner.alone)
         self.kinds[slots] = kinds
         values, size = self._expected(slots, kinds)
         chosen = self._sizes(values, size, batch.length, kinds)
@@ -180,24 +180,28 @@ class Plan:
         values[unknown], size[unknown] = self.speculation.planner.worth, self.num_nodes
         return values, size
 
-    def arrived(self, slots: np.ndarray, kinds: np.ndarray, phase: Phase, graphs: dict[str, np.ndarray]) -> None:
+    def arrived(
+        self, slots: np.ndarray, kinds: np.ndarray, phase: Phase, graphs: dict[str, np.ndarray], invalid: bool = False
+    ) -> None:
         """Learn what was proposed.
 
         Args:
             slots: int64 [num_requests]; kinds: int64 [num_requests], what each request got of the draft phase.
             phase: the draft phase.
             graphs: the graphs, as ``late_graphs`` names them.
+            invalid: whether the draft gave rows without a softmax, so that drafted graphs may be empty for that reason.
         """
         self.seen[slots], self.size[slots], self.value[slots] = kinds, graphs["graph_size"], graphs["graph_value"]
         origin, survival = graphs["graph_origin"], graphs["graph_survival"]
         self.copied[slots], self.depth[slots] = COPIED[origin], graphs["graph_depth"]
         self.drafted[slots] = (origin == ORIGIN_DRAFT) | (origin == ORIGIN_AGREED)
         others = self._real(slots) & (self.copied[slots] | ~self.drafted[slots])
-        pure = (kinds == DRAFTED) & (self.size[slots] > 0) & ~others.any(axis=1)
+        # The device drafts nothing at the end of an answer, nor while the draft catches up.
+        pure = (kinds == DRAFTED) & (invalid | (self.size[slots] > 0)) & ~others.any(axis=1)
         if not phase.num_drafted:
             return
         planner, rows = self.speculation.planner, [phase.num_drafted] * (phase.levels or self.levels[-1])
-        planner.learn_graphs(self.value[slots], self.size[slots], pure, rows, phase.num_drafted, phase.tried)
+        planner.learn_graphs(self.value[slots], self.size[slots], pure, rows, phase.num_drafted, phase.alone)
         if pure.any():  # of the children of other nodes, some may have been left out
             below_root = self._real(slots) & (self.depth[slots] == 1)
             children = -np.sort(-np.where(below_root, survival, 0.0)[pure], axis=1)

@@ -334,7 +334,7 @@ class GraphSpeculator(BaseSpeculator):
             self.proposals.drop(slots)
             return
         trust, words = speculation.trust.of(batch.request_ids), self.drafting.tree_words
-        if self.plan.phase.tried:  # the planner learns from graphs without copies only
+        if self.plan.phase.alone:  # the planner learns from graphs without copies only
             leave_out_copies(trust, kinds == DRAFTED)
         known_batch = KnownBatch(
             slots=slots,
@@ -459,7 +459,8 @@ class GraphSpeculator(BaseSpeculator):
             names = ("sampled", "num_sampled", "ends", "draft_length", "counts")
             *path, draft_length, counts = (tensors.pop(name) for name in names)
             paths = Paths(*path)
-            self.speculation.stats.counts.update(dict(zip(COUNTS, counts.tolist(), strict=True)))
+            counted = dict(zip(COUNTS, counts.tolist(), strict=True))
+            self.speculation.stats.counts.update(counted)
             graphs = {name: tensors.pop(name) for name in [*tensors] if name.startswith("graph_")}
             trees = to_host(tensors) if tensors else None
             step = lay_out(trees or [None] * len(label.slots), label.sizes, label.batch_ends)
@@ -470,7 +471,8 @@ class GraphSpeculator(BaseSpeculator):
             drafted = np.flatnonzero(present & label.drafted)
             if graphs and len(drafted):
                 proposed = {name: values[drafted] for name, values in graphs.items()}
-                self.plan.arrived(label.slots[drafted], label.kinds[drafted], label.phase, proposed)
+                invalid = counted["draft_rows_invalid"] > 0
+                self.plan.arrived(label.slots[drafted], label.kinds[drafted], label.phase, proposed, invalid)
             for request in drafted:
                 self._advance(label.request_ids[request], int(draft_length[request]))
             for request_id in set(label.request_ids) - self.requests.keys():

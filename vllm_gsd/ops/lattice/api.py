@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
+from vllm_gsd.method import lattice
 from vllm_gsd.ops import use_kernel
 from vllm_gsd.ops.dispatch import check_tensor, require_triton, use_triton, warps_for
 from vllm_gsd.ops.growth.api import Limits
@@ -69,25 +71,20 @@ def best_paths(
         return _best_paths_triton(scores, chances, ids, best, merge)
     if use_kernel(scores):
         return torch.ops.vllm_gsd.best_paths(scores, chances.contiguous(), ids, best, merge)
-    return best_paths_reference(scores, chances, ids, best, merge)
+    return best_paths_in_numpy(scores, chances, ids, best, merge)
 
 
-def best_paths_reference(
+def best_paths_in_numpy(
     scores: torch.Tensor, chances: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, merge: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`best_paths` in plain PyTorch."""
-    rows, k = ids.shape[1:]
+    """:func:`best_paths` by the specification, block by block, for tensors on the host."""
     shift = chances.log() - scores.gather(2, ids[..., :1])[..., 0].float()  # of scores to log-probabilities
-    paths = best[..., None] + _log_probs(scores, ids, shift)
-    reached = paths.new_full((len(scores), scores.shape[2]), float("-inf"))
-    reached.scatter_reduce_(1, ids.expand_as(paths).flatten(1), paths.flatten(1), "amax")
-    reached.scatter_(1, ids[:, 0, :1], 1.0)  # above all logarithms of probabilities
-    chosen = topk_softmax(reached, k)[1]
-    edges = _log_probs(scores, chosen[:, None].expand(-1, rows, -1), shift)
-    paths, before = (best[..., None] + edges).max(dim=1)
-    probs = edges.exp().expand(-1, k, -1)
-    if not merge and best.shape[1] > 1:
-        probs = probs * (before[:, None] == torch.arange(k, device=before.device)[:, None])
+    blocks = zip(scores, shift, best.numpy(), strict=True)
+    found = [
+        lattice.best_paths(_log_probs(of_block, shifts).numpy(), before, ids.shape[2], merge)
+        for of_block, shifts, before in blocks
+    ]
+    chosen, probs, paths = (torch.from_numpy(np.stack(of)) for of in zip(*found, strict=True))
     return chosen, probs, paths
 
 
@@ -107,9 +104,9 @@ def _best_paths_triton(
     return chosen, probs, paths
 
 
-def _log_probs(scores: torch.Tensor, places: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [n, rows, k] at places [n, rows, k] of scores [n, rows, pool], -inf for NaN."""
-    return (scores.gather(2, places).float() + shift[..., None]).nan_to_num(nan=float("-inf"))
+def _log_probs(scores: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of a block's scores [rows, pool], given their difference to these, [rows]; -inf for NaN."""
+    return (scores.float() + shift[:, None]).nan_to_num(nan=float("-inf"))
 
 
 def add_lattices(graphs: DeviceGraphs, tokens: torch.Tensor, probs: torch.Tensor, limits: Limits) -> None:
