@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.config.block_check import keys_of_layer
 from vllm_gsd.config.safetensors_files import stored_tensors
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Other names of vLLM's for two of them.
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
 class ModelFileError(ValueError):
@@ -63,15 +66,24 @@ def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
         ModelFileError: the configuration lacks the sizes of the layers.
     """
     try:
+        layers = [keys_of_layer(config, index) for index in range(int(config["num_hidden_layers"]))]
         heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
-        return 2 * int(config["num_hidden_layers"]) * kv_heads * head_size * DTYPE_BYTES[dtype]
+        numbers = sum(
+            int(layer.get("num_key_value_heads") or heads) * int(layer.get("head_dim") or layer["hidden_size"] // heads)
+            for layer in layers
+        )
+        return 2 * numbers * DTYPE_BYTES[dtype]
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
         raise ModelFileError("A config.json does not say how many layers and attention heads the model has.") from None
 
 
-def stored_dtype(config: dict[str, Any]) -> str:
-    """The data type of the stored weights, or "bfloat16" if the configuration names none that vLLM computes in."""
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return dtype if dtype in DTYPE_BYTES else "bfloat16"
+def computed_dtype(config: dict[str, Any], given: str) -> str:
+    """The data type that vLLM computes in.
+
+    Args:
+        config: the model's.
+        given: the ``dtype`` of vLLM's engine arguments. "auto" is that of the stored weights, but for float32.
+    """
+    stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    dtype = DTYPE_NAMES.get(given, given)
+    return dtype if dtype in DTYPE_BYTES else "float16" if stored == "float16" else "bfloat16"

@@ -10,19 +10,20 @@ from vllm_gsd.tools.check.findings import Finding
 from vllm_gsd.tools.check.model_files import (
     DTYPE_BYTES,
     ModelFileError,
+    computed_dtype,
     kv_bytes_per_token,
     read_config,
-    stored_dtype,
     weight_bytes,
 )
 
 
-def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str, Any]]:
+def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[list[Finding], dict[str, Any]]:
     """Compare a draft with a target by their configuration files.
 
     Args:
         target: the path or hub id of the target.
         config: its ``model`` names the draft, or is None.
+        dtype: that of vLLM's engine arguments.
 
     Returns:
         the findings, and the memory of the draft (empty if unknown).
@@ -52,7 +53,7 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
     if why := _without_headers(config.model, draft):
         return [*found, Finding("weights of the draft", "note", f"their size is not known, because {why}")], {}
     try:
-        memory = draft_memory(draft, stored_dtype(target_config), features)
+        memory = draft_memory(draft, computed_dtype(target_config, dtype), features)
     except ModelFileError as error:
         return [*found, Finding("weights of the draft", "failed", str(error))], {}
     return [*found, *_memory_findings(memory)], memory
@@ -62,7 +63,7 @@ def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
     """The memory that a draft adds to an engine.
 
     Args:
-        dtype: the target's data type, which keys, values and features have.
+        dtype: what the target computes in, which keys, values and features have.
         features: whether hidden states of the target are stored for the draft.
 
     Raises:

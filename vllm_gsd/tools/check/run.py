@@ -41,7 +41,7 @@ def check(
         if target is None:
             found.append(Finding("models", "note", "not checked; give --target, and --draft or --gsd"))
         elif config is not None:
-            about_pair, memory = check_pair(target, config)
+            about_pair, memory = check_pair(target, config, str(engine_args.get("dtype", "auto")))
             found += about_pair
         installed = [finding for probe in probes for finding in probe.result()]
     if target is not None and config is not None:
