@@ -167,6 +167,21 @@ def test_the_built_in_draft_replaces_no_given_one(tmp_path, monkeypatch, gsd, mo
     assert done.stderr == f'The engine of "TARGET" failed (OSError: {json.dumps(model)}).\n'
 
 
+@pytest.mark.parametrize("option", ["kept.jsonl", None])
+@pytest.mark.parametrize("key", ["own.jsonl", None])
+def test_the_trace_is_kept_where_the_config_or_the_option_says(tmp_path, monkeypatch, key, option):
+    def no_engine(target, speculative_config, **_):
+        raise OSError(speculative_config["trace"])
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine, SamplingParams=None))
+    monkeypatch.chdir(tmp_path)
+    gsd = json.dumps({"method": "gsd", "model": None, "trace": key})
+    extra = ["--trace", option] if option else []
+    done = CliRunner().invoke(app, ["inspect", "--prompt", "x", "--target", "t", "--gsd", gsd, *extra])
+    kept = option or key
+    assert (f"OSError: {tmp_path / kept})" if kept else "/trace.jsonl)") in done.stderr
+
+
 @pytest.mark.parametrize(("positions", "length"), [(2048, 2048), (131072, 4096)])
 def test_an_engine_has_no_more_positions_than_its_target(tmp_path, monkeypatch, positions, length):
     def no_engine(*_, max_model_len, **__):

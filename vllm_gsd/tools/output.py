@@ -1,4 +1,4 @@
-"""Tries places for results before the work, so that hours of it are not lost."""
+"""Places for results: tries them before the work, and writes whole files, so that hours of work are not lost."""
 
 import tempfile
 from pathlib import Path
@@ -36,6 +36,13 @@ def try_file(file: Path, option: str) -> None:
             file.unlink()
     except OSError as error:
         raise _refusal(option, file, "must be a file that can be written", error) from None
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file at once. A process that is killed meanwhile leaves the file as it was."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(file)
 
 
 def _refusal(option: str, path: Path, must: str, error: OSError) -> OutputError:

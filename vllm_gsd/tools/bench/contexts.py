@@ -41,17 +41,18 @@ def measure(
     steps: dict[tuple[str, int], list[list[tuple[float, float]]]] = {
         (method, length): [[] for _ in work.requests] for method in settings for length in lengths
     }
+    # With ignore_eos, every length has the same number of steps.
+    job = {"concurrency": 1, "max_tokens": work.max_tokens, "ignore_eos": True}
     for turn in range(work.repeats):
-        for prompt, request in enumerate(work.requests):
-            behind = [other.chat for other in work.requests[prompt + 1 :] + work.requests[:prompt]]
-            job = {"chats": [request.chat], "behind": behind, "concurrency": 1, "max_tokens": work.max_tokens}
-            job["ignore_eos"] = True  # so that every length has the same number of steps
-            for method in rotated(list(settings), turn):
-                for length in rotated(lengths, turn):
-                    result = engines.run(settings[method], {**job, "context": length})
-                    steps[method, length][prompt].append(_step(result))
-        for method, length in steps:
-            tick(f"contexts, turn {turn + 1}: {method}, {length} tokens")
+        for method in rotated(list(settings), turn):
+            with engines.turn(settings[method]) as run:
+                for prompt, request in enumerate(work.requests):
+                    behind = [other.chat for other in work.requests[prompt + 1 :] + work.requests[:prompt]]
+                    for length in rotated(lengths, turn):
+                        result = run({**job, "chats": [request.chat], "behind": behind, "context": length})
+                        steps[method, length][prompt].append(_step(result))
+            for length in lengths:
+                tick(f"contexts, turn {turn + 1}: {method}, {length} tokens")
     report = {}
     for method in settings:
         # By length, for each prompt: milliseconds and tokens of a step.

@@ -13,6 +13,9 @@ KEYS = [key for key in GSDConfig.model_fields if key not in ("method", "model")]
 # What engines get from other options, or from the comparison itself.
 NOT_ENGINE_ARGS = ("model", "max_num_seqs", "speculative_config", "enforce_eager", "disable_log_stats")
 
+# Tokens of prompt and answer for which engines are made by default.
+LONGEST = 2048
+
 
 @dataclass(frozen=True)
 class Options:
@@ -46,7 +49,10 @@ class Options:
     repeats: Annotated[int, Option(min=1, help="Turns of each method.")] = 5
     choose_with: Annotated[int, Option(min=1, help="Prompts used to choose the best settings.")] = 4
     dtype: str = "bfloat16"
-    max_model_len: int = 2048
+    max_model_len: Annotated[
+        int | None,
+        Option(help=f"Maximum tokens of prompt and answer; by default {LONGEST}, or what a shorter target allows."),
+    ] = None
     engine_args: Annotated[
         str,
         Option(

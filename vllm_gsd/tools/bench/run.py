@@ -1,8 +1,8 @@
 """The whole comparison: choose settings, take turns, analyse, and write JSON and a page."""
 
 import json
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from vllm_gsd.tools.bench.methods import FORMS, OFF, BenchError, Drafts, checked
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import make_report
 from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
-from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.output import make_folder, write_whole
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
             report["contexts"] = contexts.measure(best, engines, plan.contexts, tick)
             _write(report, out)
         if plan.forms:
-            # All forms share one engine, also where the methods' engines do not stay alive.
-            with Engines(replace(work, apart=False)) if work.apart else nullcontext(engines) as one:
-                report["forms_in_turns"] = forms.measure(best["gsd"], one, tick)
+            report["forms_in_turns"] = forms.measure(best["gsd"], engines, tick)
             _write(report, out)
         if plan.analyses:
             assert plan.drafts.own is not None
@@ -110,8 +108,8 @@ def _check_draft(target: str, draft: str, gsd: dict[str, Any]) -> None:
 
 
 def _write(report: dict[str, Any], out: Path) -> None:
-    (out / "bench.json").write_text(json.dumps(report, indent=1))
-    (out / "index.html").write_text(bench_page(report), "utf-8")
+    write_whole(out / "bench.json", json.dumps(report, indent=1))
+    write_whole(out / "index.html", bench_page(report))
 
 
 @contextmanager

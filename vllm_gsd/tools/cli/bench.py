@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from vllm_gsd.tools.bench.options import NOT_ENGINE_ARGS, Options
+from vllm_gsd.tools.bench.options import LONGEST, NOT_ENGINE_ARGS, Options
 from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence
 from vllm_gsd.tools.cli.options import takes
 
@@ -56,6 +56,8 @@ def _plan(options: Options, pair: Pair, modes: list[str]) -> Plan:
 
 
 def _work(options: Options, pair: Pair) -> Work:
+    from vllm_gsd.config.draft_check import local_folder
+    from vllm_gsd.config.draft_kind import positions_of
     from vllm_gsd.tools.bench.turns import Work
     from vllm_gsd.tools.prompt_file import read_requests, thinned
 
@@ -67,7 +69,7 @@ def _work(options: Options, pair: Pair) -> Work:
         engine_args={
             "model": pair[0],
             "dtype": options.dtype,
-            "max_model_len": options.max_model_len,
+            "max_model_len": options.max_model_len or positions_of(local_folder(pair[0]), LONGEST),
             "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": False,
             **_engine_args(options.engine_args),

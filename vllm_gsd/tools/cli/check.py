@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from vllm_gsd.tools.cli.console import fail, json_object, out
+from vllm_gsd.tools.cli.options import finite
 
 COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"}
 
@@ -22,7 +23,9 @@ def check(
     gsd: Annotated[str | None, typer.Option(help="Path of a gsd.json, or its keys as JSON.")] = None,
     engine_args: Annotated[str, typer.Option(help="More arguments of vLLM's EngineArgs, as JSON.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each process that imports vLLM.")] = 120,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=86_400, callback=finite, help="Seconds for each process that imports vLLM.")
+    ] = 120,
 ) -> None:
     """Check whether this installation and this pair of models can serve gsd. The exit code is 1 if not."""
     from vllm_gsd.tools.check.run import check as run

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from vllm_gsd.tools.cli.options import flag
+from vllm_gsd.tools.cli.options import finite, flag
 from vllm_gsd.tools.errors import ToolError
 
 # The kinds of drafts, and the defaults of the options that only some of them have.
@@ -64,7 +64,9 @@ class Options:
     longest: Annotated[int, Option(min=16, help="Maximum tokens of request and answer; longer ones are left out.")] = (
         1024
     )
-    minutes: Annotated[float | None, Option(help="Time limit; it reduces answers and training steps.")] = None
+    minutes: Annotated[
+        float | None, Option(callback=finite, help="Time limit; it reduces answers and training steps.")
+    ] = None
     init: Annotated[str | None, Option(metavar="PATH", help="Continue training this draft of the same kind.")] = None
     vocab_size: Annotated[
         int | None, Option(min=256, help=f"Number of tokens that the LM head computes; {_by_default('vocab_size')}.")
@@ -80,8 +82,8 @@ class Options:
         int | None,
         Option(min=64, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),
     ] = None
-    epochs: Annotated[float, Option(help="Passes over the answers.")] = 6.0
-    learning_rate: float = 1e-3
+    epochs: Annotated[float, Option(callback=finite, help="Passes over the answers.")] = 6.0
+    learning_rate: Annotated[float, Option(callback=finite)] = 1e-3
     batch: Annotated[
         int | None,
         Option(min=1, help=f"Concurrent requests while the target answers; by default {ANSWERING['batch']}."),

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import local_folder
-from vllm_gsd.config.draft_kind import read_text_config
+from vllm_gsd.config.draft_kind import positions_of
 from vllm_gsd.tools.inspect.trace import Trace, TraceError, read_traces
 from vllm_gsd.tools.prompt_file import token_ids_of
 
@@ -31,7 +31,7 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     # Compiling takes longer than an answer.
     defaults = {
         "max_num_seqs": 1,
-        "max_model_len": _longest(target),
+        "max_model_len": positions_of(local_folder(target), LONGEST),
         "kv_cache_memory_bytes": 1 << 30,
         "enforce_eager": True,
     }
@@ -50,8 +50,3 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     if not new or not new[-1].steps:
         raise TraceError(f'The engine recorded no step in "{path}"; the file may be full.')
     return new[-1]
-
-
-def _longest(target: str) -> int:
-    """The length of the engine: as many positions as a target on this machine has, at most ``LONGEST``."""
-    return min(LONGEST, read_text_config(local_folder(target)).get("max_position_embeddings") or LONGEST)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.output import make_folder, write_whole
 from vllm_gsd.tools.plan.fleet import BUSY, replicas
 from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.machine import PlanError
@@ -69,7 +69,7 @@ def plan(options: Options) -> dict[str, Any]:
         "for_requests_at_once": usual,
         "fleet": fleet and {**fleet, "requests_per_second": options.rate, "busy": BUSY},
     }
-    (options.out / "plan.json").write_text(json.dumps(found, indent=1))
+    write_whole(options.out / "plan.json", json.dumps(found, indent=1))
     _draw(found, options.out / "plan.png")
     return found
 
