@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from vllm_gsd.tools.models import ModelsError, built_in_pair
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.models import built_in_pair
 
 PROMPTS = [
     "Explain in three sentences why the sky is blue.",
@@ -45,7 +46,7 @@ def main() -> None:
         return
     try:
         pair = built_in_pair()
-    except ModelsError as error:
+    except ToolError as error:
         console.print(error, style="red")
         sys.exit(1)
     # vLLM's draft_model cannot use a draft that reads the target's hidden states.

@@ -117,7 +117,7 @@ def recorded_acceptance(trace: Path | None = None) -> Acceptance:
     """The acceptance in a trace, or of the built-in pair as it was recorded.
 
     Raises:
-        TraceError, PlanError: the file is no trace, or nothing was accepted in it.
+        ToolError: the file is no trace, or nothing was accepted in it.
     """
     known = json.loads(RECORDED.read_text()) if trace is None else reduced(trace)
     return fitted(known["by_depth"], np.array(known["children"]), known["top_k"], max(1, round(known["nodes"])))

@@ -19,10 +19,11 @@ from vllm_gsd.tools.bench import analyses, contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.engine import run as answer_job
-from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
+from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import _decode, tokens_per_step
 from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import write_whole
 from vllm_gsd.tools.prompt_file import Request
 
@@ -80,14 +81,14 @@ def test_growth_is_of_the_median_step():
 
 @pytest.mark.parametrize(("count", "max_tokens"), [(1, 9), (3, 1)])
 def test_contexts_need_text_and_steps(count, max_tokens):
-    with pytest.raises(BenchError, match="--contexts needs two prompts"):
+    with pytest.raises(ToolError, match="--contexts needs two prompts"):
         contexts.check(engines(requests(count), None, max_tokens).work, [4, 40])
 
 
 def test_contexts_fit_into_the_model():
     work = engines(requests(2), None).work
     contexts.check(work, [4, 91])
-    with pytest.raises(BenchError, match=r"--contexts has 92, but .* allow at most 91"):
+    with pytest.raises(ToolError, match=r"--contexts has 92, but .* allow at most 91"):
         contexts.check(work, [4, 92])
     work.engine_args["max_model_len"] = -1  # vLLM then chooses the length
     contexts.check(work, [4, 92])
@@ -339,10 +340,10 @@ def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
         engine.run({})
         engine.process.wait()
         engine.process.stdin.write("unsent")  # closing flushes it
-        with pytest.raises(BenchError, match="died: MyError: now"):
+        with pytest.raises(ToolError, match="died: MyError: now"):
             engine.run({})
     code = "pass"
-    with pytest.raises(BenchError, match="died: see its log"):
+    with pytest.raises(ToolError, match="died: see its log"):
         turns.Engine(PLAIN, work)
 
 
@@ -353,7 +354,7 @@ def test_prompts_that_are_too_long_are_refused_by_the_first_engine(tmp_path, mon
     )
     start = subprocess.Popen
     monkeypatch.setattr(turns.subprocess, "Popen", lambda _, **to: start([sys.executable, "-c", code], **to))
-    with pytest.raises(BenchError, match=r'"later": .*"p9"'):
+    with pytest.raises(ToolError, match=r'"later": .*"p9"'):
         turns.Engine(PLAIN, turns.Work([Request(f"p{i}") for i in range(10)], [1], 1, 4, {}, tmp_path))
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=9))
     llm = SimpleNamespace(get_tokenizer=lambda: None, llm_engine=config)

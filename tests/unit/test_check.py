@@ -12,9 +12,10 @@ from safetensors.numpy import save_file
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.tools.check import run as check_run
 from vllm_gsd.tools.check.findings import Finding
-from vllm_gsd.tools.check.model_files import ModelFileError, kv_bytes_per_token, weight_bytes
+from vllm_gsd.tools.check.model_files import kv_bytes_per_token, weight_bytes
 from vllm_gsd.tools.check.pair import check_pair
 from vllm_gsd.tools.check.probes import ask
+from vllm_gsd.tools.errors import ToolError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -197,7 +198,7 @@ def test_target_that_is_no_model(model, tmp_path, target):
 
 
 def test_empty_folder_has_no_weights(tmp_path):
-    with pytest.raises(ModelFileError, match="no safetensors"):
+    with pytest.raises(ToolError, match="no safetensors"):
         weight_bytes(tmp_path)
 
 

@@ -11,9 +11,10 @@ from made_up_trace import HOSTILE, REQUEST, lines, records, step
 from typer.testing import CliRunner
 
 from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.inspect.page import inspect_page
 from vllm_gsd.tools.inspect.summary import summarise
-from vllm_gsd.tools.inspect.trace import Trace, TraceError, choose, read_traces
+from vllm_gsd.tools.inspect.trace import Trace, choose, read_traces
 
 
 def test_several_requests_are_told_apart(tmp_path):
@@ -29,7 +30,7 @@ def test_several_requests_are_told_apart(tmp_path):
     }
     assert choose(traces, None, path).request["request"] == "two"
     assert choose(traces, "on", path).request["request"] == "one"
-    with pytest.raises(TraceError, match=r'"three".*one, two'):
+    with pytest.raises(ToolError, match=r'"three".*one, two'):
         choose(traces, "three", path)
 
 
@@ -47,7 +48,7 @@ def test_files_that_are_no_traces(tmp_path, text, sentence):
     path = tmp_path / "trace.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(TraceError, match=sentence) as caught:
+    with pytest.raises(ToolError, match=sentence) as caught:
         read_traces(path)
     assert str(caught.value).endswith(".")
 

@@ -6,23 +6,24 @@ from statistics import mean, median
 from typing import Any
 
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
-from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.bench.methods import Setting
 from vllm_gsd.tools.bench.turns import Engines, Work, rotated
+from vllm_gsd.tools.errors import ToolError
 
 
 def check(work: Work, lengths: list[int]) -> None:
     """Whether ``measure`` can run.
 
     Raises:
-        BenchError: there are fewer than two prompts, answers have fewer than two tokens, or a context is too long.
+        ToolError: there are fewer than two prompts, answers have fewer than two tokens, or a context is too long.
     """
     if len(work.requests) < 2 or work.max_tokens < 2:
-        raise BenchError("--contexts needs two prompts, one as context for the other, and --max-tokens of 2 or more.")
+        raise ToolError("--contexts needs two prompts, one as context for the other, and --max-tokens of 2 or more.")
     longest = work.engine_args["max_model_len"]
     if not isinstance(longest, int) or longest < 0:
         return  # vLLM chooses it, or refuses it when it starts
     if lengths[-1] > (most := longest - work.max_tokens):
-        raise BenchError(f"--contexts has {lengths[-1]}, but --max-model-len and --max-tokens allow at most {most}.")
+        raise ToolError(f"--contexts has {lengths[-1]}, but --max-model-len and --max-tokens allow at most {most}.")
 
 
 def measure(

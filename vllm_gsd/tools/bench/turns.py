@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.bench.methods import Setting
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.prompt_file import Request
 
 # Requests and tokens that warm an engine before it is timed.
@@ -94,7 +95,7 @@ class Engine:
         if not line:
             self.process.wait()
             last = next((text for text in reversed(self.log.read_text().splitlines()) if "Error" in text), "")
-            raise BenchError(f"The engine of {self.setting.name!r} died: {last.strip() or 'see its log'} ({self.log}).")
+            raise ToolError(f"The engine of {self.setting.name!r} died: {last.strip() or 'see its log'} ({self.log}).")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -7,14 +7,8 @@ from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
 from vllm_gsd.config.draft_kind import EAGLE, EAGLE_KINDS
 from vllm_gsd.tools.check.findings import Finding
-from vllm_gsd.tools.check.model_files import (
-    DTYPE_BYTES,
-    ModelFileError,
-    computed_dtype,
-    kv_bytes_per_token,
-    read_config,
-    weight_bytes,
-)
+from vllm_gsd.tools.check.model_files import DTYPE_BYTES, computed_dtype, kv_bytes_per_token, read_shape, weight_bytes
+from vllm_gsd.tools.errors import ToolError
 
 
 def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[list[Finding], dict[str, Any]]:
@@ -30,7 +24,7 @@ def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[lis
     """
     try:
         vocab_size, target_config = _target(target)
-    except ModelFileError as error:
+    except ToolError as error:
         return [Finding("target", "failed", str(error))], {}
     if vocab_size is None:
         unknown = "its config.json does not say vocab_size, so the draft is compared with the engine's"
@@ -54,7 +48,7 @@ def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[lis
         return [*found, Finding("weights of the draft", "note", f"their size is not known, because {why}")], {}
     try:
         memory = draft_memory(draft, computed_dtype(target_config, dtype), features)
-    except ModelFileError as error:
+    except ToolError as error:
         return [*found, Finding("weights of the draft", "failed", str(error))], {}
     return [*found, *_memory_findings(memory)], memory
 
@@ -67,15 +61,15 @@ def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
         features: whether hidden states of the target are stored for the draft.
 
     Raises:
-        ModelFileError: the draft's files do not tell its sizes.
+        ToolError: the draft's files do not tell its sizes.
     """
-    config = read_config(draft)
+    config = read_shape(draft)
     feature_bytes = 0
     if features:
         try:
             feature_bytes = int(config["hidden_size"]) * DTYPE_BYTES[dtype]
         except (LookupError, TypeError, ValueError):
-            raise ModelFileError(f"{draft / 'config.json'} does not say hidden_size.") from None
+            raise ToolError(f"{draft / 'config.json'} does not say hidden_size.") from None
     return {
         "dtype": dtype,
         "weight_bytes": weight_bytes(draft),
@@ -98,14 +92,14 @@ def _target(target: str) -> tuple[int | None, dict[str, Any]]:
     folder = local_folder(target)
     if folder is None:
         where = "no folder and no model in the hub's cache on this machine"
-        raise ModelFileError(f"The target {target} is {where}; download it first.")
-    config = read_config(folder)
+        raise ToolError(f"The target {target} is {where}; download it first.")
+    config = read_shape(folder)
     if config.get("vocab_size") is None and "model_type" in config:
         return None, config
     try:
         return int(config["vocab_size"]), config
     except (LookupError, TypeError, ValueError):
-        raise ModelFileError(f"{folder / 'config.json'} does not say vocab_size.") from None
+        raise ToolError(f"{folder / 'config.json'} does not say vocab_size.") from None
 
 
 def _memory_findings(memory: dict[str, Any]) -> list[Finding]:

@@ -23,7 +23,7 @@ def compare(
         over plain vLLM's, ``ratio_to_plain``, and over the same engine's with all requests opted out, ``ratio_to_off``.
 
     Raises:
-        BenchError: an engine died.
+        ToolError: an engine died.
     """
     longest = max(map(len, prompts))
     work = Work(

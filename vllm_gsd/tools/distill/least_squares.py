@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from vllm_gsd.tools.distill.data import Answer, spread
-from vllm_gsd.tools.distill.options import DistillError
 from vllm_gsd.tools.distill.packs import Packs, batches
 from vllm_gsd.tools.distill.target import Target
+from vllm_gsd.tools.errors import ToolError
 
 # About so many answers are read, and so many at a time.
 TEXTS, PACK = 384, 16
@@ -76,7 +76,7 @@ def _fit(model: Any, target: Target, data: list[Answer], packs: Packs) -> Fit:
         count += len(inputs)
         sample.append(states[::8])
     if not count:
-        raise DistillError(f"No answer is longer than the {model.block_size} tokens of a block; lower --depth.")
+        raise ToolError(f"No answer is longer than the {model.block_size} tokens of a block; lower --depth.")
     gram.diagonal().add_(RIDGE * count)
     weights = torch.linalg.solve(gram, right)
     from_states, states = weights[hidden:], torch.cat(sample)

@@ -30,10 +30,6 @@ def _by_default(name: str) -> str:
     return "by default " + ", ".join(f"{given[name]} ({kind})" for kind, given in KINDS.items() if name in given)
 
 
-class DistillError(ToolError):
-    """The run is not possible as asked. The message is one sentence."""
-
-
 @dataclass(frozen=True)
 class Options:
     """What a run was asked for. The command ``vllm-gsd distill`` takes its options from these fields."""
@@ -96,34 +92,34 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise DistillError(f'--kind is "{self.kind}", but must be one of {", ".join(KINDS)}.')
+            raise ToolError(f'--kind is "{self.kind}", but must be one of {", ".join(KINDS)}.')
         for name in sorted({name for kind in KINDS.values() for name in kind}):
             if getattr(self, name) is None:
                 continue
             if name not in KINDS[self.kind]:
-                raise DistillError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
+                raise ToolError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
             if self.init is not None:
-                raise DistillError(f"With --init the draft's own {flag(name)} holds; leave it out.")
+                raise ToolError(f"With --init the draft's own {flag(name)} holds; leave it out.")
         self._check_numbers()
         if self.data is None:
             return
         if self.prompts is not None:
-            raise DistillError("--prompts and --data exclude each other; give only one of them.")
+            raise ToolError("--prompts and --data exclude each other; give only one of them.")
         for name in ANSWERING:
             if getattr(self, name) is not None:
-                raise DistillError(f"With --data there are no new answers, so leave {flag(name)} out.")
+                raise ToolError(f"With --data there are no new answers, so leave {flag(name)} out.")
 
     def _check_numbers(self) -> None:
         for name in ("minutes", "epochs", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise DistillError(f"{flag(name)} is {value:g}, but must be above 0.")
+                raise ToolError(f"{flag(name)} is {value:g}, but must be above 0.")
         if self.width is not None and self.width % HEAD_SIZE:
-            raise DistillError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
+            raise ToolError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
         if self.data is None and self.init is None and "depth" in KINDS[self.kind]:
             depth, longest = self.of_kind("depth"), self.answering("max_tokens")
             if depth > longest:
-                raise DistillError(f"--depth is {depth}, but --max-tokens allows answers of only {longest} tokens.")
+                raise ToolError(f"--depth is {depth}, but --max-tokens allows answers of only {longest} tokens.")
 
     def of_kind(self, name: str) -> Any:
         """The value of an option that only some kinds have: what was given, or this kind's default."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_gsd.config.draft_kind import read_config
-from vllm_gsd.tools.distill.options import DistillError
+from vllm_gsd.tools.errors import ToolError
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -16,19 +16,19 @@ def check_target(folder: Path) -> dict[str, Any]:
     """The target's config.json.
 
     Raises:
-        DistillError: the model is not Llama-like, or has no readable config.json or safetensors files.
+        ToolError: the model is not Llama-like, or has no readable config.json or safetensors files.
     """
     if not (config := read_config(folder)):
-        raise DistillError(
+        raise ToolError(
             f"The target {str(folder)!r} is no folder with a readable config.json; give a folder, not a hub id."
         )
     if config.get("model_type") not in LLAMA_LIKE:
         allowed = ", ".join(LLAMA_LIKE)
-        raise DistillError(
+        raise ToolError(
             f"The target {str(folder)!r} is a {config.get('model_type')!r} model, but must be Llama-like ({allowed})."
         )
     if not list(folder.glob("*.safetensors")):
-        raise DistillError(f"The target {str(folder)!r} has no *.safetensors files.")
+        raise ToolError(f"The target {str(folder)!r} has no *.safetensors files.")
     return config
 
 

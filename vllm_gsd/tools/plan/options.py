@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from vllm_gsd.tools.cli.options import finite, flag
-from vllm_gsd.tools.plan.machine import PlanError
+from vllm_gsd.tools.errors import ToolError
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Options:
             without[model] = (self.machine == "report", "is only for a GPU; give --machine, too, or leave it out")
         for name in given:
             if self.validate and name not in ("report", "validate", "within"):
-                raise PlanError(f"{flag(name)} is given with --validate, which only reads the report; leave it out.")
+                raise ToolError(f"{flag(name)} is given with --validate, which only reads the report; leave it out.")
             ignored, sentence = without.get(name, (False, ""))
             if ignored:
-                raise PlanError(f"{flag(name)} {sentence}.")
+                raise ToolError(f"{flag(name)} {sentence}.")
