@@ -11,10 +11,9 @@ from safetensors.numpy import save_file
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.tools.check import run as check_run
-from vllm_gsd.tools.check.findings import Finding
 from vllm_gsd.tools.check.model_files import kv_bytes_per_token, weight_bytes
 from vllm_gsd.tools.check.pair import check_pair
-from vllm_gsd.tools.check.probes import ask
+from vllm_gsd.tools.check.probes import Finding, ask
 from vllm_gsd.tools.errors import ToolError
 
 LLAMA = {

@@ -77,11 +77,13 @@ def settings_of(
         modes: a subset of MODES.
 
     Raises:
-        ToolError: the method is unknown.
+        ToolError: the method or a mode is unknown.
         GSDConfigError: ``gsd`` has a mistake.
     """
     if method not in METHODS:
         raise ToolError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
+    if wrong := [mode for mode in modes if mode not in MODES]:
+        raise ToolError(f'--modes has "{wrong[0]}", but allowed are {" and ".join(MODES)}.')
     configs: dict[str, dict[str, Any] | None] = {"": None}
     kind = drafts.eagle and kind_of_model(drafts.eagle)
     chains: dict[str, dict[str, Any]] = {

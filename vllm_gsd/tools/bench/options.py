@@ -10,8 +10,10 @@ from vllm_gsd.config import GSDConfig
 
 # The keys that --gsd may have; the method and the draft have options of their own.
 KEYS = [key for key in GSDConfig.model_fields if key not in ("method", "model")]
-# What engines get from other options, or from the comparison itself.
-NOT_ENGINE_ARGS = ("model", "max_num_seqs", "speculative_config", "enforce_eager", "disable_log_stats")
+# What engines get from the comparison itself.
+NOT_ENGINE_ARGS = dict.fromkeys(
+    ("model", "max_num_seqs", "speculative_config", "enforce_eager", "disable_log_stats"), "the comparison sets itself"
+)
 
 # Tokens of prompt and answer for which engines are made by default.
 LONGEST = 2048

@@ -6,8 +6,8 @@ from typing import Any
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
 from vllm_gsd.config.draft_kind import EAGLE, EAGLE_KINDS
-from vllm_gsd.tools.check.findings import Finding
 from vllm_gsd.tools.check.model_files import DTYPE_BYTES, computed_dtype, kv_bytes_per_token, read_shape, weight_bytes
+from vllm_gsd.tools.check.probes import Finding
 from vllm_gsd.tools.errors import ToolError
 
 
@@ -64,17 +64,11 @@ def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
         ToolError: the draft's files do not tell its sizes.
     """
     config = read_shape(draft)
-    feature_bytes = 0
-    if features:
-        try:
-            feature_bytes = int(config["hidden_size"]) * DTYPE_BYTES[dtype]
-        except (LookupError, TypeError, ValueError):
-            raise ToolError(f"{draft / 'config.json'} does not say hidden_size.") from None
     return {
         "dtype": dtype,
         "weight_bytes": weight_bytes(draft),
         "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
-        "feature_bytes_per_token": feature_bytes,
+        "feature_bytes_per_token": config["hidden_size"] * DTYPE_BYTES[dtype] if features else 0,
     }
 
 

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from vllm_gsd.tools.cli.console import fail, json_object, out
+from vllm_gsd.tools.cli.console import json_object, out
 from vllm_gsd.tools.cli.options import finite
 
 COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"}
@@ -30,11 +30,8 @@ def check(
     """Check whether this installation and this pair of models can serve gsd. The exit code is 1 if not."""
     from vllm_gsd.tools.check.run import check as run
 
-    arguments = json_object(engine_args, "--engine-args")
-    for name, option in (("model", "--target"), ("speculative_config", "--gsd")):
-        if name in arguments:
-            fail(f'--engine-args has "{name}", which {option} gives; leave it out.')
-    report = run(target, draft, gsd, arguments, timeout)
+    others = {"model": "--target gives", "speculative_config": "--gsd gives"}
+    report = run(target, draft, gsd, json_object(engine_args, "--engine-args", others), timeout)
     if as_json:
         typer.echo(json.dumps(report))
     else:

@@ -63,7 +63,8 @@ def inspect(
                 chosen, keys = _pair(target, draft, gsd)
                 kept = trace_to or keys.get("trace") or Path(folder, "trace.jsonl")
                 keys["trace"] = str(Path(kept).absolute())
-                shown = record(prompt, chosen, keys, max_tokens, json_object(engine_args, "--engine-args"))
+                others = {"model": "--target gives", "speculative_config": "--gsd gives"}
+                shown = record(prompt, chosen, keys, max_tokens, json_object(engine_args, "--engine-args", others))
         page = inspect_page(shown)
     try:
         out.write_text(page, "utf-8")
