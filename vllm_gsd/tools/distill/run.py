@@ -27,6 +27,7 @@ from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_miss
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.prompt_file import thinned
 
 if TYPE_CHECKING:
     from vllm_gsd.tools.distill.data import Answer
@@ -85,8 +86,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         from vllm_gsd.tools.distill.engine import compare
 
         logger.info("decoding %d prompts with and without the draft", min(ENGINE_PROMPTS, len(held_out)))
-        texts = [answer.input_ids[: answer.prompt_len].tolist() for answer in held_out]
-        chosen = texts[:: max(1, len(texts) // ENGINE_PROMPTS)][:ENGINE_PROMPTS]
+        chosen = [answer.input_ids[: answer.prompt_len].tolist() for answer in thinned(held_out, ENGINE_PROMPTS)]
         results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
     _finish(options, answers, work, out, training, results)
     return results

@@ -55,14 +55,6 @@ class Target:
         self.norm = weights[names[2]].float()
 
     @property
-    def head_size(self) -> int:
-        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
-
-    @property
     def eos_ids(self) -> list[int]:
         ends = self.config.get("eos_token_id")
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -83,5 +75,10 @@ class Target:
         """The sizes of the target's layers, as arguments of a configuration of transformers."""
         names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"]
         names += ["rms_norm_eps", "rope_parameters"]
-        own = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_size, "pad_token_id": None}
-        return {**{name: self.config[name] for name in names if name in self.config}, **own}
+        heads = self.config["num_attention_heads"]
+        return {
+            **{name: self.config[name] for name in names if name in self.config},
+            "num_key_value_heads": self.config.get("num_key_value_heads") or heads,
+            "head_dim": self.config.get("head_dim") or self.config["hidden_size"] // heads,
+            "pad_token_id": None,
+        }
