@@ -1,4 +1,4 @@
-"""Checks the documentation without building it: links, named paths and tests, navigation, generated regions."""
+"""Checks the documentation without building it: links, named paths and tests, generated regions."""
 
 import ast
 import re
@@ -25,7 +25,6 @@ def main() -> None:
     problems = [problem for page in pages for problem in check_page(page)]
     problems += [f"docs/support.toml: no test {test}" for test in docs_pages.tests_named() if not _test_exists(test)]
     problems += [problem for file in sorted((ROOT / "vllm_gsd").rglob("*.py")) for problem in check_code(file)]
-    problems += check_navigation((ROOT / "mkdocs.yml").read_text())
     problems += [f"docs/{page}: out of date, run scripts/docs_pages.py" for page in docs_pages.outdated()]
     if problems:
         sys.exit("\n".join(problems))
@@ -49,19 +48,6 @@ def check_code(file: Path) -> list[str]:
     """Pages that comments, docstrings and messages name, but that do not exist."""
     named = set(re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text()))
     return [f"{file.relative_to(ROOT)}: no {page}" for page in sorted(named) if not (ROOT / page).exists()]
-
-
-def check_navigation(config: str) -> list[str]:
-    """Pages in the navigation that do not exist, and pages that are not in the navigation."""
-    named = set(re.findall(r"[\w/-]+\.md", config.split("\nnav:")[1]))
-    existing = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    existing |= {"contributing.md", "changelog.md"}
-    missing = [f"mkdocs.yml: no page {page}" for page in sorted(named - existing)]
-    return missing + [
-        f"mkdocs.yml: {page} is not in the navigation"
-        for page in sorted(existing - named)
-        if not page.startswith("experiments/")
-    ]
 
 
 def _link_works(page: Path, link: str) -> bool:

@@ -1,10 +1,8 @@
 """Generates the parts of the documentation that come from the code, such as keys, refusals, metrics and modules.
 
-Each page has a region between two comments, which this program fills. With ``--check`` it writes nothing and fails if a
-page is out of date.
+Each page has a region between two comments, which this program fills. ``check_docs.py`` fails if a page is out of date.
 """
 
-import argparse
 import ast
 import json
 import re
@@ -165,12 +163,6 @@ def outdated() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        if pages := outdated():
-            sys.exit(f"docs: out of date: {', '.join(pages)}; run .venv/bin/python scripts/docs_pages.py")
-        return
     for page in outdated():
         (DOCS / page).write_text(filled(page))
         print(f"docs: wrote {page}")

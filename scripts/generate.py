@@ -18,16 +18,6 @@ def load_prompts(path: Path, limit: int | None) -> list[str]:
     return [request.chat[-1]["content"] for request in thinned(read_requests(path), limit)]
 
 
-def metrics_of(llm) -> dict[str, float]:
-    """The engine's counters by name."""
-    values: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        value = getattr(metric, "value", None)
-        if value is not None and not metric.labels.get("reason"):
-            values[metric.name] = values.get(metric.name, 0) + value
-    return values
-
-
 def steps_of(llm) -> int:
     """Target steps of all requests that gave them tokens: vLLM measures one latency for each."""
     latencies = ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds")
@@ -74,6 +64,8 @@ def main(
     os.dup2(2, 1)  # vLLM logs to standard output
     from vllm import LLM, SamplingParams
 
+    from vllm_gsd.tools.bench.engine import counters_of, gained
+
     pair = built_in_pair()
     chats = [[{"role": "user", "content": text}] for text in load_prompts(prompts, limit)]
     llm = LLM(
@@ -89,9 +81,8 @@ def main(
     )
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.chat(chats[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-    before, steps_before = metrics_of(llm), steps_of(llm)
+    before, steps_before = counters_of(llm), steps_of(llm)
     seconds, tokens = answer(llm, chats, params, rounds)
-    counters = {name: value - before.get(name, 0) for name, value in metrics_of(llm).items()}
     generated = sum(len(t) for t in tokens)
     result = {
         "method": method,
@@ -102,7 +93,7 @@ def main(
         "seconds": seconds,
         "tokens_per_second": [generated / s for s in seconds],
         "tokens_per_step": rounds * generated / (steps_of(llm) - steps_before),
-        "counters": counters,
+        "counters": gained(before, counters_of(llm)),
         "tokens": tokens,
     }
     text = json.dumps(result)

@@ -210,18 +210,9 @@ def _variants(case: PagedCase, nodes: int) -> dict[str, Call]:
 def print_table(times: dict[str, Any]) -> None:
     """Print the final table."""
     names = sorted({name for row in times["rows"] for name in row["microseconds"]} - {"ours", "causal"})
-    header = [
-        "batch",
-        "nodes",
-        "context",
-        "ours us",
-        "causal us",
-        "ratio",
-        "GB/s",
-        "of copy",
-        *(f"{n} us" for n in names),
+    lines: list[list[Any]] = [
+        ["batch", "nodes", "context", "ours us", "causal us", "ratio", "GB/s", "of copy", *(f"{n} us" for n in names)]
     ]
-    lines = [header]
     for row in times["rows"]:
         taken = row["microseconds"]
         lines.append([

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_e2e_plan import eagle_head, llama
 
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted, level_rows
 from vllm_gsd.tools.plan.gpus import ARITHMETIC, BANDWIDTH, COMPARED, GPUS, LEVEL_MS, STEP_MS
@@ -32,22 +33,8 @@ WORKLOAD = Workload(prompt=1000, answer=500)
 FORMS = {"plain": Form(1, 0, 0), "eagle": Form(1, 5, 5), "gsd": Form(8, 6, 16)}
 RECORDED = Path(__file__).parent / "recorded_acceptance.json"
 
-_LLAMA_8B = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256,
-}  # fmt: skip
-_LLAMA_70B = {
-    **_LLAMA_8B, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672,
-}  # fmt: skip
-
-
-def _head(target: dict[str, Any]) -> dict[str, Any]:
-    """A head of EAGLE's kind: one layer of the target, what joins its inputs, and 32,000 tokens."""
-    return {**target, "num_hidden_layers": 1, "vocab_size": 32000, "architectures": ["EagleLlamaForCausalLM"]}
-
-
-#: Target, draft and tensor-parallel GPUs.
-MODELS = {"8b": (_LLAMA_8B, _head(_LLAMA_8B), 1), "70b": (_LLAMA_70B, _head(_LLAMA_70B), 8)}
+#: Targets, and tensor-parallel GPUs.
+MODELS = {"8b": (llama(4096, 14336, 32, 32, 8, 128256), 1), "70b": (llama(8192, 28672, 80, 64, 8, 128256), 8)}
 
 
 @dataclass(frozen=True)
@@ -117,7 +104,7 @@ def recorded_acceptance(trace: Path | None = None) -> Acceptance:
     """The acceptance in a trace, or of the built-in pair as it was recorded.
 
     Raises:
-        TraceError, PlanError: the file is no trace, or nothing was accepted in it.
+        ToolError: the file is no trace, or nothing was accepted in it.
     """
     known = json.loads(RECORDED.read_text()) if trace is None else reduced(trace)
     return fitted(known["by_depth"], np.array(known["children"]), known["top_k"], max(1, round(known["nodes"])))
@@ -134,8 +121,9 @@ def simulate(gpus: list[str], models: list[str], batches: list[int], acceptance:
     rows = []
     for name in gpus:
         for model in models:
-            target, draft, ranks = MODELS[model]
-            one = Simulation(Gpu.named(name, ranks), shapes_of(target), shapes_of(draft), acceptance)
+            target, ranks = MODELS[model]
+            head = {**eagle_head(target), "vocab_size": 32000}
+            one = Simulation(Gpu.named(name, ranks), shapes_of(target), shapes_of(head), acceptance)
             rows += [
                 {"gpu": name, "model": model, "ranks": ranks, "method": method, "batch": batch, **one.best(batch, form)}
                 for method, form in FORMS.items() for batch in batches

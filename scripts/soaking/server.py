@@ -39,9 +39,8 @@ class Setting:
     Args:
         runner: "v1" or "v2".
         concurrency: maximum concurrent requests.
-        target, draft: folders; None for the tiny pair, which has LoRA adapters.
+        target, draft: folders; None for the tiny pair, which has LoRA adapters on V1.
         gsd: more keys of gsd.json.
-        lora: whether to use the tiny pair's adapters. V2 never does, because gsd rejects them there.
     """
 
     runner: str
@@ -49,7 +48,6 @@ class Setting:
     target: Path | None = None
     draft: Path | None = None
     gsd: dict = field(default_factory=dict)
-    lora: bool = True
 
     @property
     def kv_blocks(self) -> int:
@@ -64,7 +62,7 @@ def soaked_server(setting: Setting, folder: Path) -> Iterator[tuple[Server, list
     if target is None:
         pair = build_text_pair(folder)
         target, draft = pair.target, draft or pair.draft
-        if setting.runner == "v1" and setting.lora:
+        if setting.runner == "v1":
             adapters = {f"adapter{seed}": build_adapter(folder / f"adapter{seed}", target, seed) for seed in (1, 2)}
     config = folder / "gsd.json"
     config.write_text(json.dumps({"method": "gsd", "model": draft and str(draft), **setting.gsd}))

@@ -348,6 +348,7 @@ def test_weights_are_packed_here():
 def test_worker_memory_stands_on_these():
     assert parameters(cpu_worker.CPUWorker.determine_available_memory) == []
     assert parameters(cpu_worker.CPUWorker.compile_or_warm_up_model) == []
+    assert parameters(cpu_worker.CPUWorker.start_draft_weight_update) == []
     spec = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
     assert (spec.block_size, spec.page_size_bytes) == (16, 16 * 2 * 3 * 64 * 2)
 

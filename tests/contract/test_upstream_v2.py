@@ -110,6 +110,7 @@ SIGNATURES = [
     ("v1/worker/gpu_worker.py", "Worker.load_model", []),
     ("v1/worker/gpu_worker.py", "Worker.determine_available_memory", []),
     ("v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model", []),
+    ("v1/worker/gpu_worker.py", "Worker.start_draft_weight_update", []),
     # engine.v2.gpu_worker: overridden
     ("v1/worker/gpu_worker.py", "Worker._maybe_activate_jit_monitor", []),
     # engine.v2.draft_graphs: called

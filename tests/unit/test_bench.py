@@ -4,8 +4,10 @@ import json
 import random
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +19,12 @@ from vllm_gsd.tools.bench import analyses, contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.engine import run as answer_job
-from vllm_gsd.tools.bench.methods import BenchError, Drafts, Setting, settings_of
+from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import _decode, tokens_per_step
 from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.output import write_whole
 from vllm_gsd.tools.prompt_file import Request
 
 PLAIN, GRAPH = (Setting(name, "", None, False) for name in ("plain", "gsd"))
@@ -30,7 +34,7 @@ def engines(requests, answer, max_tokens=9, repeats=3):
     """Fake engines that answer a job with ``answer(setting, job)``."""
     args = {"max_model_len": 100}
     work = SimpleNamespace(requests=requests, max_tokens=max_tokens, repeats=repeats, engine_args=args)
-    return SimpleNamespace(work=work, run=answer)
+    return SimpleNamespace(work=work, turn=lambda setting: nullcontext(partial(answer, setting)))
 
 
 def requests(count, categories=("a", "b")):
@@ -77,14 +81,14 @@ def test_growth_is_of_the_median_step():
 
 @pytest.mark.parametrize(("count", "max_tokens"), [(1, 9), (3, 1)])
 def test_contexts_need_text_and_steps(count, max_tokens):
-    with pytest.raises(BenchError, match="--contexts needs two prompts"):
+    with pytest.raises(ToolError, match="--contexts needs two prompts"):
         contexts.check(engines(requests(count), None, max_tokens).work, [4, 40])
 
 
 def test_contexts_fit_into_the_model():
     work = engines(requests(2), None).work
     contexts.check(work, [4, 91])
-    with pytest.raises(BenchError, match=r"--contexts has 92, but .* allow at most 91"):
+    with pytest.raises(ToolError, match=r"--contexts has 92, but .* allow at most 91"):
         contexts.check(work, [4, 92])
     work.engine_args["max_model_len"] = -1  # vLLM then chooses the length
     contexts.check(work, [4, 92])
@@ -108,6 +112,23 @@ def test_forms_are_compared_prompt_by_prompt():
     for rows in report.values():
         assert rows["gsd-tree"]["mean"] == pytest.approx(1.1)
         assert rows["gsd-chain"]["mean"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_contexts_start_an_engine_for_a_turn_at_most(tmp_path, monkeypatch, apart):
+    started = []
+
+    @contextmanager
+    def engine(setting, work):
+        started.append(setting.name)
+        result = {"decode": {"seconds": 1.0, "steps": 8}, "requests": [{"tokens": 9}]}
+        yield SimpleNamespace(run=lambda job: result)
+
+    monkeypatch.setattr(turns, "running", engine)
+    work = turns.Work(requests(5), [1], 2, 9, {"max_model_len": 100}, tmp_path, apart)
+    with turns.Engines(work) as alive:
+        contexts.measure({"plain": PLAIN, "gsd": GRAPH}, alive, [4, 40], lambda _: None)
+    assert started == ["plain eager", "gsd eager"] + ["gsd eager", "plain eager"] * apart
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -274,6 +295,38 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
     assert str(tmp_path) not in page and "draft: draft" in page and "<title>vllm-gsd bench: target</title>" in page
 
 
+@pytest.mark.parametrize(("positions", "length"), [(1024, 1024), (32768, 2048), (None, 2048)])
+def test_engines_have_no_more_positions_than_the_target(command, monkeypatch, tmp_path, positions, length):
+    seen = {}
+
+    def bench(plan, work, settings, out):
+        seen.update(work.engine_args)
+        return {"batches": {}}
+
+    monkeypatch.setattr(run, "bench", bench)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "target")]
+    assert command(*pair).exit_code == 0 and seen["max_model_len"] == length
+    assert command(*pair, "--max-model-len", "77").exit_code == 0 and seen["max_model_len"] == 77
+
+
+def test_a_killed_command_leaves_whole_files(tmp_path, monkeypatch):
+    """It may be killed while it writes, or between two files."""
+    file = tmp_path / "bench.json"
+    write_whole(file, "old")
+
+    def killed(path, text, encoding):
+        with path.open("w") as stream:
+            stream.write(text[:2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run._write(made_up_report(), tmp_path)
+    assert file.read_text() == "old"
+
+
 def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
     """An engine may also die between two jobs. Errors of an earlier run in its log are not quoted."""
     answers = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{}', flush=True); sys.stdin.readline()"
@@ -287,10 +340,10 @@ def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
         engine.run({})
         engine.process.wait()
         engine.process.stdin.write("unsent")  # closing flushes it
-        with pytest.raises(BenchError, match="died: MyError: now"):
+        with pytest.raises(ToolError, match="died: MyError: now"):
             engine.run({})
     code = "pass"
-    with pytest.raises(BenchError, match="died: see its log"):
+    with pytest.raises(ToolError, match="died: see its log"):
         turns.Engine(PLAIN, work)
 
 
@@ -301,7 +354,7 @@ def test_prompts_that_are_too_long_are_refused_by_the_first_engine(tmp_path, mon
     )
     start = subprocess.Popen
     monkeypatch.setattr(turns.subprocess, "Popen", lambda _, **to: start([sys.executable, "-c", code], **to))
-    with pytest.raises(BenchError, match=r'"later": .*"p9"'):
+    with pytest.raises(ToolError, match=r'"later": .*"p9"'):
         turns.Engine(PLAIN, turns.Work([Request(f"p{i}") for i in range(10)], [1], 1, 4, {}, tmp_path))
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=9))
     llm = SimpleNamespace(get_tokenizer=lambda: None, llm_engine=config)

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.tools.check import run as check_run
-from vllm_gsd.tools.check.findings import Finding
-from vllm_gsd.tools.check.model_files import ModelFileError, weight_bytes
+from vllm_gsd.tools.check.model_files import kv_bytes_per_token, weight_bytes
 from vllm_gsd.tools.check.pair import check_pair
-from vllm_gsd.tools.check.probes import ask
+from vllm_gsd.tools.check.probes import Finding, ask
+from vllm_gsd.tools.errors import ToolError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,8 +57,8 @@ def statuses(findings) -> dict[str, str]:
     return {one.topic: one.status for one in findings}
 
 
-def pair(target, draft, **keys):
-    return check_pair(str(target), GSDConfig.load({"method": "gsd", "model": draft and str(draft), **keys}))
+def pair(target, draft, *dtype):
+    return check_pair(str(target), GSDConfig.load({"method": "gsd", "model": draft and str(draft)}), *dtype)
 
 
 def test_pair_that_fits(model):
@@ -73,10 +73,41 @@ def test_pair_that_fits(model):
 
 
 def test_draft_that_reads_hidden_states(model):
-    findings, memory = pair(model("target", dtype="float32"), model("draft", architectures=["EagleLlamaForCausalLM"]))
+    findings, memory = pair(model("target"), model("draft", architectures=["EagleLlamaForCausalLM"]), "float32")
     assert statuses(findings)["features of the draft"] == "ok"
     assert memory["feature_bytes_per_token"] == 32 * 4
     assert memory["kv_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "dtype"),
+    [
+        ("bfloat16", {}, "bfloat16"),
+        ("float16", {}, "float16"),
+        ("float32", {}, "bfloat16"),  # vLLM computes in it only if it is asked to
+        ("bfloat16", {"dtype": "float"}, "float32"),
+        ("bfloat16", {"dtype": "half"}, "float16"),
+        ("float16", {"dtype": "auto"}, "float16"),
+    ],
+)
+def test_memory_is_of_the_type_that_the_engine_computes_in(model, without_probes, stored, given, dtype):
+    report = check_run.check(str(model("target", dtype=stored)), str(model("draft")), None, given, 1)
+    size = {"float32": 4}.get(dtype, 2)
+    assert report["memory"]["dtype"] == dtype and report["memory"]["kv_bytes_per_token"] == 2 * 3 * 2 * 8 * size
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        ({}, 3 * 2 * 512),
+        ({"num_global_key_value_heads": 1, "global_head_dim": 64}, 3 * 64),
+        ({"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}, 2 * 2 * 8 + 2 * 512),
+        ({"per_layer_config": {str(layer): {"head_dim": 16} for layer in range(3)}}, 3 * 2 * 16),
+    ],
+)
+def test_heads_of_gemma_4_have_a_shape_by_layer(model, config, numbers):
+    shape = {"model_type": "gemma4_text", "layer_types": ["full_attention"] * 3, "attention_k_eq_v": True}
+    assert kv_bytes_per_token({**LLAMA, **shape, **config}, "bfloat16") == 2 * 2 * numbers
 
 
 def test_no_hidden_states_are_stored_for_blocks(model, monkeypatch):
@@ -166,7 +197,7 @@ def test_target_that_is_no_model(model, tmp_path, target):
 
 
 def test_empty_folder_has_no_weights(tmp_path):
-    with pytest.raises(ModelFileError, match="no safetensors"):
+    with pytest.raises(ToolError, match="no safetensors"):
         weight_bytes(tmp_path)
 
 

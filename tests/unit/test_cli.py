@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from vllm_gsd.tools.cli.main import app
 
 PREFIX = [sys.executable, "-m", "vllm_gsd.tools.cli.main"]
 
@@ -76,6 +79,23 @@ def test_check_refuses_engine_args_that_it_would_replace(name, option):
     done = run("check", "--engine-args", json.dumps({name: "other"}))
     assert done.returncode == 1 and f'--engine-args has "{name}", which {option} gives' in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["plan", "no.json", *given] for given in (["--rate", "inf"], ["--rate", "3", "--latency", "nan"])),
+        ["plan", "no.json", "--rate", "-1"],
+        ["plan", "no.json", "--validate", "1", "--within", "nan"],
+        *(["check", "--timeout", given] for given in ("nan", "inf", "1e9", "0")),
+        *(["distill", "--target", "t", "--out", "o", option, "inf"] for option in ("--minutes", "--epochs")),
+        ["distill", "--target", "t", "--out", "o", "--learning-rate", "inf"],
+    ],
+    ids=" ".join,
+)
+def test_numbers_that_mean_nothing_are_refused(options):
+    done = CliRunner().invoke(app, options, env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and f"Invalid value for '{options[-2]}'" in done.stderr
 
 
 def test_help_names_the_subcommands():

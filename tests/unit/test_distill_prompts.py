@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_gsd.tools.distill import answers, generate, prompts
-from vllm_gsd.tools.distill.options import DistillError, Options
-from vllm_gsd.tools.prompt_file import PromptsError
+from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.errors import ToolError
 
 
 def test_the_first_round_is_varied_and_the_same_for_a_seed():
@@ -46,12 +46,12 @@ def test_from_file(tmp_path):
 def test_bad_files(tmp_path, text):
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
-    with pytest.raises(PromptsError, match=r"prompts\.jsonl"):
+    with pytest.raises(ToolError, match=r"prompts\.jsonl"):
         prompts.from_file(file)
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(PromptsError, match="cannot be read"):
+    with pytest.raises(ToolError, match="cannot be read"):
         prompts.from_file(tmp_path / "none")
 
 
@@ -128,5 +128,5 @@ def test_no_request_leaves_room_for_an_answer(tmp_path, monkeypatch, given):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w " * 16}))
     monkeypatch.setattr(generate, "start_target", lambda *_, **__: pytest.fail("it starts"))
     monkeypatch.setattr(prompts, "first_round", lambda count, seed: [[{"role": "user", "content": "w " * 20}]] * count)
-    with pytest.raises(DistillError, match="--longest is 16, but all"):
+    with pytest.raises(ToolError, match="--longest is 16, but all"):
         answers.make_answers(Options(target="t", longest=16, **given), tmp_path, None)

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from vllm_gsd.tools.cli.main import app
 from vllm_gsd.tools.distill import generate, run, states
 from vllm_gsd.tools.distill.data import load_answers
-from vllm_gsd.tools.distill.options import DistillError, Options
+from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.target import check_target
-from vllm_gsd.tools.output import OutputError
-from vllm_gsd.tools.prompt_file import PromptsError
+from vllm_gsd.tools.errors import ToolError
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +53,14 @@ def work(target, tmp_path_factory):
 def test_what_does_not_go_together(target, tmp_path, options, message):
     """Mistakes are refused before anything is written, so that the user can correct them."""
     options = {key: str(target) if value == "TARGET" else value for key, value in options.items()}
-    with pytest.raises((DistillError, PromptsError), match=message):
+    with pytest.raises(ToolError, match=message):
         run.distill(Options(target=str(target), **options), tmp_path / "out", tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize("work", ["out", "out/work"])
 def test_results_are_not_kept_where_the_draft_goes(target, tmp_path, work):
-    with pytest.raises(DistillError, match="which is made at the end; give another folder"):
+    with pytest.raises(ToolError, match="which is made at the end; give another folder"):
         run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / work)
     assert not (tmp_path / "out").exists()
 
@@ -76,18 +75,18 @@ def test_options_can_be_corrected_until_there_are_answers(target, tmp_path, monk
     """The answers' own stage refuses options, too, when it has counted tokens or started the target."""
 
     def refuse(options, work, minutes):
-        raise DistillError(f"--longest is {options.longest}")
+        raise ToolError(f"--longest is {options.longest}")
 
     monkeypatch.setattr(run, "make_answers", refuse)
     monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
     (tmp_path / "work" / "answers").mkdir(parents=True)
     for longest in (16, 17):
-        with pytest.raises(DistillError, match=f"--longest is {longest}"):
+        with pytest.raises(ToolError, match=f"--longest is {longest}"):
             run.distill(Options(target=str(target), longest=longest), tmp_path / "out", tmp_path / "work")
     (tmp_path / "work" / "answers" / "first-00000.parquet").touch()
-    with pytest.raises(DistillError, match="--longest is 18"):
+    with pytest.raises(ToolError, match="--longest is 18"):
         run.distill(Options(target=str(target), longest=18), tmp_path / "out", tmp_path / "work")
-    with pytest.raises(DistillError, match="holds a run with other options"):
+    with pytest.raises(ToolError, match="holds a run with other options"):
         run.distill(Options(target=str(target), longest=19), tmp_path / "out", tmp_path / "work")
 
 
@@ -95,7 +94,7 @@ def test_a_run_whose_engine_fails_goes_on_without(target, tmp_path):
     places = tmp_path / "out", tmp_path / "work"
     run._check(Options(target=str(target)), *places)
     run._check(Options(target=str(target), engine=False, eager=True), *places)
-    with pytest.raises(DistillError, match=r"holds a run with other options \(--layers, --learning-rate\)"):
+    with pytest.raises(ToolError, match=r"holds a run with other options \(--layers, --learning-rate\)"):
         run._check(Options(target=str(target), layers=2, learning_rate=0.5), *places)
 
 
@@ -105,17 +104,17 @@ def test_a_run_of_an_earlier_version_is_refused_by_what_differs(target, tmp_path
     stored = json.loads(file.read_text())
     del stored["rank"]
     file.write_text(json.dumps({"cost": None, **stored}))
-    with pytest.raises(DistillError, match=r"other options \(--cost, --rank\); give another --work"):
+    with pytest.raises(ToolError, match=r"other options \(--cost, --rank\); give another --work"):
         run._check(Options(target=str(target)), *places)
 
 
 def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target, monkeypatch):
     import vllm
 
-    with pytest.raises(DistillError, match="A process of the run was killed"):
+    with pytest.raises(ToolError, match="A process of the run was killed"):
         run._in_own_process(os._exit, 1)
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
-    with pytest.raises(DistillError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
+    with pytest.raises(ToolError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
         generate.start_target(str(target), max_model_len=99, batch=1, eager=True)
 
 
@@ -156,7 +155,7 @@ def test_a_draft_for_another_target_is_not_continued(target, tmp_path):
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
     options = Options(target=str(target), kind="lm", init=str(tmp_path / "draft"))
     with pytest.raises(
-        DistillError, match=r"--init is .* has 400 tokens in its vocabulary, but must have the target's 300"
+        ToolError, match=r"--init is .* has 400 tokens in its vocabulary, but must have the target's 300"
     ):
         run._check(options, tmp_path / "out", tmp_path / "work")
 
@@ -175,41 +174,41 @@ def test_answers_of_another_target(target, work, tmp_path, noted):
         (other / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
         message = "has states of 3 layers of size 64, but .* has 3 of size 96"
     run._check(Options(target=str(target), data=str(data)), tmp_path / "out", tmp_path / "work")
-    with pytest.raises(DistillError, match=message):
+    with pytest.raises(ToolError, match=message):
         run._check(Options(target=str(other), data=str(data)), tmp_path / "out", tmp_path / "new")
 
 
 def test_answers_that_appear_later_are_found(target, work, tmp_path):
     """A later run finds answers that were added. If all are too long, it fails before it makes a student."""
     data, options = tmp_path / "data", {"target": str(target), "longest": 16}
-    with pytest.raises(DistillError, match="has no answers"):
+    with pytest.raises(ToolError, match="has no answers"):
         run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
     (data / "answers").mkdir(parents=True)
     rows = [{"input_ids": [1] * 20, "prompt_len": PROMPT, "text": ""}]
     Dataset.from_list(rows).to_parquet(str(data / "answers" / "first-00000.parquet"))
     states.write_missing(target, files(data), data / "states")
-    with pytest.raises(DistillError, match="--longest is 16, but no request"):
+    with pytest.raises(ToolError, match="--longest is 16, but no request"):
         run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
 
 
 @pytest.mark.parametrize("name", ["file", "file/out"])
 def test_a_file_in_the_way_is_named_before_the_work(target, tmp_path, name):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises((DistillError, OutputError), match=r"--out .*file.*\.$"):
+    with pytest.raises(ToolError, match=r"--out .*file.*\.$"):
         run.distill(Options(target=str(target)), tmp_path / name, tmp_path / "work")
-    with pytest.raises(OutputError, match=r'--work is ".*file", but must be a folder'):
+    with pytest.raises(ToolError, match=r'--work is ".*file", but must be a folder'):
         run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_targets(target, tmp_path):
-    with pytest.raises(DistillError, match="give a folder, not a hub id"):
+    with pytest.raises(ToolError, match="give a folder, not a hub id"):
         check_target(Path("some/model"))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(DistillError, match="'gpt2'"):
+    with pytest.raises(ToolError, match="'gpt2'"):
         check_target(tmp_path)
     shallow = {**json.loads((target / "config.json").read_text()), "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(shallow))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(DistillError, match="reads 3 layers, but the target has only 2"):
+    with pytest.raises(ToolError, match="reads 3 layers, but the target has only 2"):
         run.distill(Options(target=str(tmp_path), kind="eagle3"), tmp_path / "out", tmp_path / "work")

@@ -66,15 +66,6 @@ def test_code_names_pages_that_exist(check_docs, tmp_path, monkeypatch):
     assert check_docs.check_code(file) == ["code.py: no docs/gone.md"]
 
 
-def test_pages_and_navigation_are_compared(check_docs):
-    config = (SCRIPTS.parent / "mkdocs.yml").read_text()
-    assert check_docs.check_navigation(config) == []
-    assert check_docs.check_navigation(config.replace("ray.md", "rays.md")) == [
-        "mkdocs.yml: no page rays.md",
-        "mkdocs.yml: ray.md is not in the navigation",
-    ]
-
-
 def test_a_matrix_that_contradicts_the_refusals(docs_pages):
     feature = {"name": "LoRA", "cells": {"v1-cpu": "works", "v2-cpu": "works", "v2-gpu": "works"}, "tests": []}
     with pytest.raises(docs_pages.DocsError, match="LoRA: v2-gpu is works"):

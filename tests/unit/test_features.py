@@ -1,12 +1,13 @@
-"""The store of hidden states by KV slot."""
+"""The store of hidden states by KV slot, and what else our workers do."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from vllm_gsd.engine.draft.features import Features
-from vllm_gsd.engine.worker_memory import give_back_freed, kv_share
+from vllm_gsd.engine.worker_memory import SharesMemory, give_back_freed, kv_share
 
 
 def make() -> Features:
@@ -37,6 +38,12 @@ def test_the_kv_cache_leaves_them_room():
     specs = [SimpleNamespace(page_size_bytes=4096, block_size=size) for size in (16, 32)]
     assert kv_share(1000, specs, 96) == 800
     assert kv_share(1000, specs, 0) == 1000
+
+
+def test_updates_of_the_drafts_weights_are_refused_as_such():
+    """Upstream's worker would say that no draft model is configured."""
+    with pytest.raises(NotImplementedError, match="gsd cannot update its draft's weights; start the engine anew"):
+        SharesMemory().start_draft_weight_update()
 
 
 def test_freed_memory_goes_back():

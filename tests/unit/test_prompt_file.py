@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gsd.tools.prompt_file import PromptsError, read_requests, thinned
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.prompt_file import read_requests, thinned
 
 CHECK_LOSSLESS = Path(__file__).parents[2] / "scripts/check_lossless"
 
@@ -34,7 +35,7 @@ def test_byte_order_mark(file):
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"])
 def test_deep_nesting_is_no_prompt(file, line):
     file.write_text('{"prompt": "one"}\n' + line)
-    with pytest.raises(PromptsError, match=r"Line 2 of .* is no JSON object"):
+    with pytest.raises(ToolError, match=r"Line 2 of .* is no JSON object"):
         read_requests(file)
 
 

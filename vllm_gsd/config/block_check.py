@@ -108,7 +108,7 @@ def _expected(kind: str, keys: dict[str, Any]) -> Iterator[tuple[str, list[int]]
     yield "norm.weight", [hidden]
     for index in range(keys["num_hidden_layers"]):
         layer = f"layers.{index}."
-        yield from layer_tensors(layer, _keys_of_layer(keys, index), hidden)
+        yield from layer_tensors(layer, keys_of_layer(keys, index), hidden)
         for name in ("attention_conv", "mlp_conv") if kind == "dflash2" else ():
             yield f"{layer}{name}.base_kernel", [2, keys["conv_kernel_size"], hidden]
     if kind == "dflash2":
@@ -123,10 +123,12 @@ def _expected(kind: str, keys: dict[str, Any]) -> Iterator[tuple[str, list[int]]
         yield from ((f"{name}.weight", [vocab, hidden]) for name in ("embed_tokens", "lm_head"))
 
 
-def _keys_of_layer(keys: dict[str, Any], index: int) -> dict[str, Any]:
-    """The configuration of a layer; Gemma 4's differ in the shape of their heads."""
+def keys_of_layer(keys: dict[str, Any], index: int) -> dict[str, Any]:
+    """The configuration of a layer; those of Gemma 4 without windows have heads of another shape."""
     if not _of_gemma4(keys):
         return {**keys, "model_type": _QWEN3}
+    if _SLIDING in (keys.get("layer_types") or ())[index : index + 1]:
+        return keys
     if "per_layer_config" in keys:
         return {**keys, **keys["per_layer_config"].get(str(index), {})}
     groups = keys.get("num_global_key_value_heads") or keys.get("num_key_value_heads")

@@ -75,9 +75,7 @@ def check_draft(
     if size != target_vocab_size:
         _refuse(model, f"has {size} tokens in its vocabulary, but must have the target's {target_vocab_size}")
     text_config = target_config.get("text_config") or target_config
-    if kind == EAGLE3 and (problem := _eagle3_problem(draft, config, text_config, draft_vocab_size)):
-        _refuse(model, problem)
-    if kind in BLOCK_KINDS and (problem := _block_problem(draft, config, text_config, draft_vocab_size)):
+    if kind in AUX_KINDS and (problem := _aux_problem(kind, draft, config, text_config, draft_vocab_size)):
         _refuse(model, problem)
     own, wanted = config.get("hidden_size"), text_config.get("hidden_size")
     if kind == EAGLE and target_folder is not None and own != wanted:
@@ -113,26 +111,21 @@ def _check_mtp(model: str, kind: str, is_target: bool, draft_vocab_size: int | N
         )
 
 
-def _eagle3_problem(draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:
+def _aux_problem(kind: str, draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:
+    if kind in BLOCK_KINDS and draft_vocab_size is not None:
+        return f'drafts whole blocks, for which "draft_vocab_size" must be left out, not {draft_vocab_size}'
     try:
+        if kind in BLOCK_KINDS:
+            return block_problem(draft, config, target)
         keys = flattened(config)
         if problem := eagle3_problem(draft, keys, target):
             return problem
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return f"has a config.json that lacks or garbles {error}, but must be a whole EAGLE-3 head"
+        return f"has a config.json that lacks or garbles {error}, but must be a whole draft of kind {kind}"
     own = keys.get("draft_vocab_size", keys["vocab_size"])
     if draft_vocab_size is not None and own != keys["vocab_size"]:
         return f'has a vocabulary of {own} tokens of its own, but must have all tokens for "draft_vocab_size"'
     return None
-
-
-def _block_problem(draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:
-    if draft_vocab_size is not None:
-        return f'drafts whole blocks, for which "draft_vocab_size" must be left out, not {draft_vocab_size}'
-    try:
-        return block_problem(draft, config, target)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return f"has a config.json that lacks or garbles {error}, but must be a whole draft"
 
 
 def _refuse(model: str, clause: str) -> NoReturn:

@@ -39,6 +39,14 @@ class SharesMemory:
         give_back_freed()
         return times
 
+    def start_draft_weight_update(self) -> None:
+        """Refuse what upstream would refuse by saying that there is no draft.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("gsd cannot update its draft's weights; start the engine anew with the new draft.")
+
 
 def kv_share(available: int, specs: Iterable[KVCacheSpec], feature_bytes: int) -> int:
     """Bytes for the KV cache when ``feature_bytes`` per token are stored in addition to keys and values.

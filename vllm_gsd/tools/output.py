@@ -1,4 +1,4 @@
-"""Tries places for results before the work, so that hours of it are not lost."""
+"""Places for results: tries them before the work, and writes whole files, so that hours of work are not lost."""
 
 import tempfile
 from pathlib import Path
@@ -6,15 +6,11 @@ from pathlib import Path
 from vllm_gsd.tools.errors import ToolError
 
 
-class OutputError(ToolError):
-    """Results cannot be written where an option says. The message is one sentence."""
-
-
 def make_folder(folder: Path, option: str) -> None:
     """Make a folder unless it exists, and try to write a file in it.
 
     Raises:
-        OutputError: this fails.
+        ToolError: this fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +23,7 @@ def try_file(file: Path, option: str) -> None:
     """Try to open a file for writing. Its content stays, and it is not made.
 
     Raises:
-        OutputError: this fails.
+        ToolError: this fails.
     """
     try:
         existed = file.exists()
@@ -38,5 +34,12 @@ def try_file(file: Path, option: str) -> None:
         raise _refusal(option, file, "must be a file that can be written", error) from None
 
 
-def _refusal(option: str, path: Path, must: str, error: OSError) -> OutputError:
-    return OutputError(f'{option} is "{path}", but {must} ({error.strerror}).')
+def write_whole(file: Path, text: str) -> None:
+    """Write a file at once. A process that is killed meanwhile leaves the file as it was."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(file)
+
+
+def _refusal(option: str, path: Path, must: str, error: OSError) -> ToolError:
+    return ToolError(f'{option} is "{path}", but {must} ({error.strerror}).')

@@ -11,10 +11,6 @@ Prompt = Chat | list[int]  # a chat, or its token ids
 Item = TypeVar("Item")
 
 
-class PromptsError(ToolError):
-    """The prompt file cannot be used. The message is one sentence."""
-
-
 class Request(NamedTuple):
     """A line of a prompt file: the chat so far, and its ``category`` ("" if it has none)."""
 
@@ -26,16 +22,16 @@ def read_requests(path: Path) -> list[Request]:
     """The requests of a file. Of ``turns``, only the first is used.
 
     Raises:
-        PromptsError: the file is missing or empty, or a line is malformed.
+        ToolError: the file is missing or empty, or a line is malformed.
     """
     try:
         # Not `splitlines`: JSON strings may contain U+2028, at which it splits.
         lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptsError(f"The prompt file {str(path)!r} cannot be read ({error}).") from error
+        raise ToolError(f"The prompt file {str(path)!r} cannot be read ({error}).") from error
     requests = [_request(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
     if not requests:
-        raise PromptsError(f"The prompt file {str(path)!r} has no prompts.")
+        raise ToolError(f"The prompt file {str(path)!r} has no prompts.")
     return requests
 
 
@@ -69,7 +65,7 @@ def _request(line: str, number: int, path: Path) -> Request:
                 return Request(messages, category)
             case {"turns": [str(text), *_]} | {"prompt": str(text)}:
                 return Request([{"role": "user", "content": text}], category)
-    raise PromptsError(
+    raise ToolError(
         f'Line {number} of {str(path)!r} is no JSON object with "prompt", "turns" or "messages" of roles and contents.'
     )
 

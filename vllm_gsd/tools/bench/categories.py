@@ -1,6 +1,7 @@
 """A bench run by task category: the speed of each method, and the form of its graphs."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,7 @@ def speed_ratios(runs: Runs, work: Work) -> dict[str, dict[str, float]]:
     for method, timed in runs.timed.items():
         speeds[method] = []
         for result in timed[batch]:
-            sums = _sums(names, result["requests"], lambda row: row)
+            sums = _sums(names, [{key: row[key] for key in ("tokens", "latency")} for row in result["requests"]])
             speeds[method].append({name: row["tokens"] / row["latency"] for name, row in sums.items()})
     return {
         category: {
@@ -45,14 +46,14 @@ def forms(runs: Runs, work: Work) -> dict[str, dict[str, dict[str, float]]]:
         requests = by_batch.get(1, {}).get("requests", [])
         if method not in FORMS or not any(row.get("counters", {}).get(STEPS) for row in requests):
             continue
-        for category, counters in _sums(_categories(work), requests, lambda row: row["counters"]).items():
+        for category, counters in _sums(_categories(work), [row["counters"] for row in requests]).items():
             found[category][method] = _form(counters)
     return dict(found)
 
 
-def _form(counters: dict[str, float]) -> dict[str, float]:
-    steps, drafts, chains = (counters.get(name, 0.0) for name in (STEPS, DRAFTS, CHAINS))
-    accepted = {source: counters.get(name, 0.0) for source, name in ACCEPTED_FROM.items()}
+def _form(counters: Counter) -> dict[str, float]:
+    steps, drafts, chains = (counters[name] for name in (STEPS, DRAFTS, CHAINS))
+    accepted = {source: counters[name] for source, name in ACCEPTED_FROM.items()}
     total = max(1.0, sum(accepted.values()))
     shares = {"without": steps - drafts, "chains": chains, "branched": drafts - chains}
     return {name: count / max(1.0, steps) for name, count in shares.items()} | {
@@ -64,11 +65,9 @@ def _categories(work: Work) -> list[str]:
     return [request.category for request in work.requests]
 
 
-def _sums(names: list[str], requests: list[dict[str, Any]], numbers: Any) -> dict[str, dict[str, float]]:
-    """For each category, the sums of ``numbers(request)`` over its requests."""
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for index, request in enumerate(requests):
-        for name, value in numbers(request).items():
-            if not isinstance(value, dict):
-                sums[names[index % len(names)]][name] += value
+def _sums(names: list[str], requests: list[dict[str, Any]]) -> dict[str, Counter]:
+    """For each category, the sums of the numbers of its requests."""
+    sums: dict[str, Counter] = defaultdict(Counter)
+    for name, numbers in zip(cycle(names), requests, strict=False):
+        sums[name].update(numbers)
     return sums

@@ -6,23 +6,24 @@ from statistics import mean, median
 from typing import Any
 
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
-from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.bench.methods import Setting
 from vllm_gsd.tools.bench.turns import Engines, Work, rotated
+from vllm_gsd.tools.errors import ToolError
 
 
 def check(work: Work, lengths: list[int]) -> None:
     """Whether ``measure`` can run.
 
     Raises:
-        BenchError: there are fewer than two prompts, answers have fewer than two tokens, or a context is too long.
+        ToolError: there are fewer than two prompts, answers have fewer than two tokens, or a context is too long.
     """
     if len(work.requests) < 2 or work.max_tokens < 2:
-        raise BenchError("--contexts needs two prompts, one as context for the other, and --max-tokens of 2 or more.")
+        raise ToolError("--contexts needs two prompts, one as context for the other, and --max-tokens of 2 or more.")
     longest = work.engine_args["max_model_len"]
     if not isinstance(longest, int) or longest < 0:
         return  # vLLM chooses it, or refuses it when it starts
     if lengths[-1] > (most := longest - work.max_tokens):
-        raise BenchError(f"--contexts has {lengths[-1]}, but --max-model-len and --max-tokens allow at most {most}.")
+        raise ToolError(f"--contexts has {lengths[-1]}, but --max-model-len and --max-tokens allow at most {most}.")
 
 
 def measure(
@@ -41,17 +42,18 @@ def measure(
     steps: dict[tuple[str, int], list[list[tuple[float, float]]]] = {
         (method, length): [[] for _ in work.requests] for method in settings for length in lengths
     }
+    # With ignore_eos, every length has the same number of steps.
+    job = {"concurrency": 1, "max_tokens": work.max_tokens, "ignore_eos": True}
     for turn in range(work.repeats):
-        for prompt, request in enumerate(work.requests):
-            behind = [other.chat for other in work.requests[prompt + 1 :] + work.requests[:prompt]]
-            job = {"chats": [request.chat], "behind": behind, "concurrency": 1, "max_tokens": work.max_tokens}
-            job["ignore_eos"] = True  # so that every length has the same number of steps
-            for method in rotated(list(settings), turn):
-                for length in rotated(lengths, turn):
-                    result = engines.run(settings[method], {**job, "context": length})
-                    steps[method, length][prompt].append(_step(result))
-        for method, length in steps:
-            tick(f"contexts, turn {turn + 1}: {method}, {length} tokens")
+        for method in rotated(list(settings), turn):
+            with engines.turn(settings[method]) as run:
+                for prompt, request in enumerate(work.requests):
+                    behind = [other.chat for other in work.requests[prompt + 1 :] + work.requests[:prompt]]
+                    for length in rotated(lengths, turn):
+                        result = run({**job, "chats": [request.chat], "behind": behind, "context": length})
+                        steps[method, length][prompt].append(_step(result))
+            for length in lengths:
+                tick(f"contexts, turn {turn + 1}: {method}, {length} tokens")
     report = {}
     for method in settings:
         # By length, for each prompt: milliseconds and tokens of a step.

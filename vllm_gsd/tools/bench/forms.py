@@ -22,16 +22,17 @@ def measure(setting: Setting, engines: Engines, tick: Callable[[str], None]) -> 
     """
     work, order = engines.work, random.Random(0)
     speeds: list[dict[str, list[float]]] = [{form: [] for form in FORMS} for _ in work.requests]
-    for turn in range(work.repeats + 1):
-        runs = [(prompt, form) for prompt in range(len(work.requests)) for form in FORMS]
-        for prompt, form in order.sample(runs, len(runs)):
-            chats = [work.requests[prompt].chat]
-            job = {"chats": chats, "concurrency": 1, "max_tokens": work.max_tokens, "form": form}
-            speed = tokens_per_second(engines.run(setting, job))
+    with engines.turn(setting) as run:  # all forms share one engine
+        for turn in range(work.repeats + 1):
+            runs = [(prompt, form) for prompt in range(len(work.requests)) for form in FORMS]
+            for prompt, form in order.sample(runs, len(runs)):
+                chats = [work.requests[prompt].chat]
+                job = {"chats": chats, "concurrency": 1, "max_tokens": work.max_tokens, "form": form}
+                speed = tokens_per_second(run(job))
+                if turn > 0:
+                    speeds[prompt][form].append(speed)
             if turn > 0:
-                speeds[prompt][form].append(speed)
-        if turn > 0:
-            tick(f"forms, turn {turn}")
+                tick(f"forms, turn {turn}")
     graph, *others = FORMS
     by_category: dict[str, list[int]] = {"": list(range(len(work.requests)))}
     for prompt, request in enumerate(work.requests):

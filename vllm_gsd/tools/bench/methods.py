@@ -27,10 +27,6 @@ NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 NAMES, ON_GPUS = {"dflash2": "dflash"}, ("dspark", "dflash2")
 
 
-class BenchError(ToolError):
-    """The comparison cannot run as asked. The message is one sentence."""
-
-
 @dataclass(frozen=True)
 class Drafts:
     """Folders of the drafts that methods use. Each may be None."""
@@ -81,11 +77,13 @@ def settings_of(
         modes: a subset of MODES.
 
     Raises:
-        BenchError: the method is unknown.
+        ToolError: the method or a mode is unknown.
         GSDConfigError: ``gsd`` has a mistake.
     """
     if method not in METHODS:
-        raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
+        raise ToolError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
+    if wrong := [mode for mode in modes if mode not in MODES]:
+        raise ToolError(f'--modes has "{wrong[0]}", but allowed are {" and ".join(MODES)}.')
     configs: dict[str, dict[str, Any] | None] = {"": None}
     kind = drafts.eagle and kind_of_model(drafts.eagle)
     chains: dict[str, dict[str, Any]] = {

@@ -10,8 +10,13 @@ from vllm_gsd.config import GSDConfig
 
 # The keys that --gsd may have; the method and the draft have options of their own.
 KEYS = [key for key in GSDConfig.model_fields if key not in ("method", "model")]
-# What engines get from other options, or from the comparison itself.
-NOT_ENGINE_ARGS = ("model", "max_num_seqs", "speculative_config", "enforce_eager", "disable_log_stats")
+# What engines get from the comparison itself.
+NOT_ENGINE_ARGS = dict.fromkeys(
+    ("model", "max_num_seqs", "speculative_config", "enforce_eager", "disable_log_stats"), "the comparison sets itself"
+)
+
+# Tokens of prompt and answer for which engines are made by default.
+LONGEST = 2048
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ class Options:
     repeats: Annotated[int, Option(min=1, help="Turns of each method.")] = 5
     choose_with: Annotated[int, Option(min=1, help="Prompts used to choose the best settings.")] = 4
     dtype: str = "bfloat16"
-    max_model_len: int = 2048
+    max_model_len: Annotated[
+        int | None,
+        Option(help=f"Maximum tokens of prompt and answer; by default {LONGEST}, or what a shorter target allows."),
+    ] = None
     engine_args: Annotated[
         str,
         Option(

@@ -1,8 +1,8 @@
 """The whole comparison: choose settings, take turns, analyse, and write JSON and a page."""
 
 import json
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from vllm_gsd.config.draft_check import check_draft, local_folder
 from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.analyses import analyse, num_runs
-from vllm_gsd.tools.bench.methods import FORMS, OFF, BenchError, Drafts, checked, missing_for, settings_of
+from vllm_gsd.tools.bench.methods import FORMS, OFF, Drafts, checked, missing_for, settings_of
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import make_report
 from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
-from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.output import make_folder, write_whole
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
         settings: the options, written at the head of the report.
 
     Raises:
-        BenchError, GSDConfigError: the comparison cannot run as asked, or an engine died.
-        OutputError: nothing can be written into ``out``.
+        ToolError, GSDConfigError: the comparison cannot run as asked, nothing can be written, or an engine died.
     """
     skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.drafts))}
     candidates = {
@@ -53,7 +53,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
         if method not in skipped
     }
     if not candidates:
-        raise BenchError(f"None of {', '.join(plan.methods)} can run: {'; '.join(skipped.values())}.")
+        raise ToolError(f"None of {', '.join(plan.methods)} can run: {'; '.join(skipped.values())}.")
     _check(plan, work, list(candidates))
     make_folder(out, "--out")
     choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
@@ -71,9 +71,7 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
             report["contexts"] = contexts.measure(best, engines, plan.contexts, tick)
             _write(report, out)
         if plan.forms:
-            # All forms share one engine, also where the methods' engines do not stay alive.
-            with Engines(replace(work, apart=False)) if work.apart else nullcontext(engines) as one:
-                report["forms_in_turns"] = forms.measure(best["gsd"], one, tick)
+            report["forms_in_turns"] = forms.measure(best["gsd"], engines, tick)
             _write(report, out)
         if plan.analyses:
             assert plan.drafts.own is not None
@@ -88,13 +86,13 @@ def _check(plan: Plan, work: Work, methods: list[str]) -> None:
     if plan.drafts.own is not None and (plan.analyses or {OFF, *FORMS} & set(methods)):
         _check_draft(str(work.engine_args["model"]), plan.drafts.own, plan.gsd)
     if plan.analyses and plan.drafts.own is None:
-        raise BenchError("--analyses needs a draft model.")
+        raise ToolError("--analyses needs a draft model.")
     if plan.analyses and (fixed := [key for key in ("sources", "budget") if key in plan.gsd]):
-        raise BenchError(f'--gsd has "{fixed[0]}", which --analyses sets itself; leave it out.')
+        raise ToolError(f'--gsd has "{fixed[0]}", which --analyses sets itself; leave it out.')
     if plan.forms and "gsd" not in methods:
-        raise BenchError('--forms needs "gsd" among --methods.')
+        raise ToolError('--forms needs "gsd" among --methods.')
     if plan.forms and (torch.cuda.is_available() or work.engine_args.get("tensor_parallel_size", 1) != 1):
-        raise BenchError("--forms needs Model Runner V1 and one rank, so no GPU and no tensor_parallel_size.")
+        raise ToolError("--forms needs Model Runner V1 and one rank, so no GPU and no tensor_parallel_size.")
     if plan.contexts:
         contexts.check(work, plan.contexts)
 
@@ -106,12 +104,12 @@ def _check_draft(target: str, draft: str, gsd: dict[str, Any]) -> None:
         try:
             check_draft(draft, vocab_size, target, gsd.get("draft_vocab_size"))
         except GSDConfigError as error:
-            raise BenchError(str(error).replace('"model"', "--draft", 1)) from None
+            raise ToolError(str(error).replace('"model"', "--draft", 1)) from None
 
 
 def _write(report: dict[str, Any], out: Path) -> None:
-    (out / "bench.json").write_text(json.dumps(report, indent=1))
-    (out / "index.html").write_text(bench_page(report), "utf-8")
+    write_whole(out / "bench.json", json.dumps(report, indent=1))
+    write_whole(out / "index.html", bench_page(report))
 
 
 @contextmanager

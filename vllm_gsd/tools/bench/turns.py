@@ -7,13 +7,14 @@ own process. With ``apart`` they are started anew for each turn, in case memory 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_gsd.tools.bench.methods import BenchError, Setting
+from vllm_gsd.tools.bench.methods import Setting
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.prompt_file import Request
 
 # Requests and tokens that warm an engine before it is timed.
@@ -94,7 +95,7 @@ class Engine:
         if not line:
             self.process.wait()
             last = next((text for text in reversed(self.log.read_text().splitlines()) if "Error" in text), "")
-            raise BenchError(f"The engine of {self.setting.name!r} died: {last.strip() or 'see its log'} ({self.log}).")
+            raise ToolError(f"The engine of {self.setting.name!r} died: {last.strip() or 'see its log'} ({self.log}).")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -105,21 +106,25 @@ def running(setting: Setting, work: Work) -> closing[Engine]:
 
 
 class Engines(ExitStack):
-    """Engines by setting, each started when first needed. A context manager that stops them at its end."""
+    """Engines by setting, each started when first needed. A context manager that stops those that are alive."""
 
     def __init__(self, work: Work):
         super().__init__()
         self.work = work
         self.alive: dict[str, Engine] = {}
 
-    def run(self, setting: Setting, job: dict[str, Any]) -> dict[str, Any]:
+    @contextmanager
+    def turn(self, setting: Setting) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+        """What runs jobs during a turn of a setting: an engine that stays alive, or with ``apart`` its own."""
         if self.work.apart:
             with running(setting, self.work) as engine:
-                return engine.run(job)
+                yield engine.run
+            return
         name = setting.engine.name
         if name not in self.alive:
             self.alive[name] = self.enter_context(running(setting.engine, self.work))
-        return self.alive[name].run({**job, "opted_out": setting.opted_out})
+        engine = self.alive[name]
+        yield lambda job: engine.run({**job, "opted_out": setting.opted_out})
 
 
 def choose(candidates: dict[str, list[Setting]], work: Work, tick: Callable[[str], None]) -> dict[str, dict[int, Any]]:
@@ -164,8 +169,8 @@ def take_turns(chosen: dict[str, dict[int, Any]], engines: Engines, tick: Callab
         last = turn == work.repeats
         for batch in work.batch_sizes:
             for method in rotated(list(chosen), turn):
-                job = {**work.job(batch), "with_parts": last}
-                result = engines.run(chosen[method][batch]["setting"], job)
+                with engines.turn(chosen[method][batch]["setting"]) as run:
+                    result = run({**work.job(batch), "with_parts": last})
                 if last:
                     runs.parts[method][batch] = result
                 else:

@@ -4,74 +4,71 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.config.block_check import keys_of_layer
+from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.config.safetensors_files import stored_tensors
+from vllm_gsd.tools.errors import ToolError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Other names of vLLM's for two of them.
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
-class ModelFileError(ValueError):
-    """A file of a model is missing or damaged. The message is one sentence that names the file."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
+def read_shape(folder: Path) -> dict[str, Any]:
     """The part of a config.json about the text model, or about the layer of a head in the speculators format.
 
     Raises:
-        ModelFileError: the file is missing or is not a JSON object.
+        ToolError: the file is missing or is not a JSON object.
     """
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise ModelFileError(
-            f"{file} cannot be read ({error.strerror}), but must be a model's configuration."
-        ) from None
-    except ValueError:
-        raise ModelFileError(f"{file} is not JSON, but must be a model's configuration.") from None
-    if not isinstance(config, dict):
-        raise ModelFileError(f"{file} holds no JSON object, but must be a model's configuration.")
-    return config.get("text_config") or config.get("transformer_layer_config") or config
+    config = read_text_config(folder)
+    if not config:
+        raise ToolError(f"{folder / 'config.json'} is no readable JSON object, but must be a model's configuration.")
+    return config.get("transformer_layer_config") or config
 
 
 def weight_bytes(folder: Path) -> int:
     """Bytes of a model's weights as stored.
 
     Raises:
-        ModelFileError: there are no safetensors files, or one is missing or damaged.
+        ToolError: there are no safetensors files, or one is missing or damaged.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            raise ModelFileError(f"{index} is damaged, but must name the files of all weights.") from None
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelFileError(f"{folder} has no safetensors files, but must hold the model's weights.")
     try:
-        return sum(tensor.end - tensor.start for tensor in stored_tensors(files).values())
+        names = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.is_file() else ()
+        files = sorted({folder / name for name in names} or folder.glob("*.safetensors"))
+        tensors = stored_tensors(files)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"The weights in {folder} cannot be read ({error}), but must be whole.") from None
+        raise ToolError(f"The weights in {folder} cannot be read ({error}), but must be whole.") from None
+    if not files:
+        raise ToolError(f"{folder} has no safetensors files, but must hold the model's weights.")
+    return sum(tensor.end - tensor.start for tensor in tensors.values())
 
 
 def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
     """Bytes of the keys and values of one token in all layers.
 
     Raises:
-        ModelFileError: the configuration lacks the sizes of the layers.
+        ToolError: the configuration lacks the sizes of the layers.
     """
     try:
+        layers = [keys_of_layer(config, index) for index in range(int(config["num_hidden_layers"]))]
         heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
-        return 2 * int(config["num_hidden_layers"]) * kv_heads * head_size * DTYPE_BYTES[dtype]
+        numbers = sum(
+            int(layer.get("num_key_value_heads") or heads) * int(layer.get("head_dim") or layer["hidden_size"] // heads)
+            for layer in layers
+        )
+        return 2 * numbers * DTYPE_BYTES[dtype]
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
-        raise ModelFileError("A config.json does not say how many layers and attention heads the model has.") from None
+        raise ToolError("A config.json does not say how many layers and attention heads the model has.") from None
 
 
-def stored_dtype(config: dict[str, Any]) -> str:
-    """The data type of the stored weights, or "bfloat16" if the configuration names none that vLLM computes in."""
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return dtype if dtype in DTYPE_BYTES else "bfloat16"
+def computed_dtype(config: dict[str, Any], given: str) -> str:
+    """The data type that vLLM computes in.
+
+    Args:
+        config: the model's.
+        given: the ``dtype`` of vLLM's engine arguments. "auto" is that of the stored weights, but for float32.
+    """
+    stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    dtype = DTYPE_NAMES.get(given, given)
+    return dtype if dtype in DTYPE_BYTES else "float16" if stored == "float16" else "bfloat16"

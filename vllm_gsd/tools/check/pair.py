@@ -6,30 +6,25 @@ from typing import Any
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
 from vllm_gsd.config.draft_kind import EAGLE, EAGLE_KINDS
-from vllm_gsd.tools.check.findings import Finding
-from vllm_gsd.tools.check.model_files import (
-    DTYPE_BYTES,
-    ModelFileError,
-    kv_bytes_per_token,
-    read_config,
-    stored_dtype,
-    weight_bytes,
-)
+from vllm_gsd.tools.check.model_files import DTYPE_BYTES, computed_dtype, kv_bytes_per_token, read_shape, weight_bytes
+from vllm_gsd.tools.check.probes import Finding
+from vllm_gsd.tools.errors import ToolError
 
 
-def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str, Any]]:
+def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[list[Finding], dict[str, Any]]:
     """Compare a draft with a target by their configuration files.
 
     Args:
         target: the path or hub id of the target.
         config: its ``model`` names the draft, or is None.
+        dtype: that of vLLM's engine arguments.
 
     Returns:
         the findings, and the memory of the draft (empty if unknown).
     """
     try:
         vocab_size, target_config = _target(target)
-    except ModelFileError as error:
+    except ToolError as error:
         return [Finding("target", "failed", str(error))], {}
     if vocab_size is None:
         unknown = "its config.json does not say vocab_size, so the draft is compared with the engine's"
@@ -52,8 +47,8 @@ def check_pair(target: str, config: GSDConfig) -> tuple[list[Finding], dict[str,
     if why := _without_headers(config.model, draft):
         return [*found, Finding("weights of the draft", "note", f"their size is not known, because {why}")], {}
     try:
-        memory = draft_memory(draft, stored_dtype(target_config), features)
-    except ModelFileError as error:
+        memory = draft_memory(draft, computed_dtype(target_config, dtype), features)
+    except ToolError as error:
         return [*found, Finding("weights of the draft", "failed", str(error))], {}
     return [*found, *_memory_findings(memory)], memory
 
@@ -62,24 +57,18 @@ def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
     """The memory that a draft adds to an engine.
 
     Args:
-        dtype: the target's data type, which keys, values and features have.
+        dtype: what the target computes in, which keys, values and features have.
         features: whether hidden states of the target are stored for the draft.
 
     Raises:
-        ModelFileError: the draft's files do not tell its sizes.
+        ToolError: the draft's files do not tell its sizes.
     """
-    config = read_config(draft)
-    feature_bytes = 0
-    if features:
-        try:
-            feature_bytes = int(config["hidden_size"]) * DTYPE_BYTES[dtype]
-        except (LookupError, TypeError, ValueError):
-            raise ModelFileError(f"{draft / 'config.json'} does not say hidden_size.") from None
+    config = read_shape(draft)
     return {
         "dtype": dtype,
         "weight_bytes": weight_bytes(draft),
         "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
-        "feature_bytes_per_token": feature_bytes,
+        "feature_bytes_per_token": config["hidden_size"] * DTYPE_BYTES[dtype] if features else 0,
     }
 
 
@@ -97,14 +86,14 @@ def _target(target: str) -> tuple[int | None, dict[str, Any]]:
     folder = local_folder(target)
     if folder is None:
         where = "no folder and no model in the hub's cache on this machine"
-        raise ModelFileError(f"The target {target} is {where}; download it first.")
-    config = read_config(folder)
+        raise ToolError(f"The target {target} is {where}; download it first.")
+    config = read_shape(folder)
     if config.get("vocab_size") is None and "model_type" in config:
         return None, config
     try:
         return int(config["vocab_size"]), config
     except (LookupError, TypeError, ValueError):
-        raise ModelFileError(f"{folder / 'config.json'} does not say vocab_size.") from None
+        raise ToolError(f"{folder / 'config.json'} does not say vocab_size.") from None
 
 
 def _memory_findings(memory: dict[str, Any]) -> list[Finding]:

@@ -7,8 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm_gsd.config import GSDConfigError
-from vllm_gsd.tools.check.findings import Finding
-from vllm_gsd.tools.check.probes import MARK
+from vllm_gsd.tools.check.probes import MARK, Finding
 
 # Indexed by ``torch.ops.vllm_gsd.current_isa``.
 INSTRUCTION_SETS = ("the processor's baseline", "AVX2", "AVX-512", "AVX-512 with BF16")

@@ -1,4 +1,4 @@
-"""Starts the probes that need torch or vLLM, each in its own process.
+"""What a check finds, and the start of the probes that need torch or vLLM, each in its own process.
 
 An import that fails, crashes or hangs therefore becomes a finding.
 """
@@ -6,11 +6,18 @@ An import that fails, crashes or hangs therefore becomes a finding.
 import json
 import subprocess
 import sys
-from typing import Any
-
-from vllm_gsd.tools.check.findings import Finding
+from typing import Any, Literal, NamedTuple
 
 MARK = "vllm-gsd check: "  # marks the line with the answer among other output
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    topic: str
+    # "failed": gsd cannot work. "unknown": an earlier failure prevented the check.
+    status: Literal["ok", "note", "unknown", "failed"]
+    detail: str
 
 
 def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:

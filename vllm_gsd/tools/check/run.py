@@ -5,9 +5,8 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.config.source import origin_of, read
-from vllm_gsd.tools.check.findings import Finding, passed
 from vllm_gsd.tools.check.pair import check_pair
-from vllm_gsd.tools.check.probes import ask
+from vllm_gsd.tools.check.probes import Finding, ask
 
 
 def check(
@@ -41,13 +40,18 @@ def check(
         if target is None:
             found.append(Finding("models", "note", "not checked; give --target, and --draft or --gsd"))
         elif config is not None:
-            about_pair, memory = check_pair(target, config)
+            about_pair, memory = check_pair(target, config, str(engine_args.get("dtype", "auto")))
             found += about_pair
         installed = [finding for probe in probes for finding in probe.result()]
     if target is not None and config is not None:
         found += _engine(target, config, engine_args, timeout, usable=passed([*installed, *found]))
     findings = [*installed, *found]
     return {"ok": passed(findings), "findings": [one._asdict() for one in findings], "memory": memory}
+
+
+def passed(findings: list[Finding]) -> bool:
+    """Whether no finding failed."""
+    return all(finding.status != "failed" for finding in findings)
 
 
 def _config(draft: str | None, gsd: str | None) -> GSDConfig:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from vllm_gsd.tools.bench.options import NOT_ENGINE_ARGS, Options
+from vllm_gsd.tools.bench.options import LONGEST, NOT_ENGINE_ARGS, Options
 from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence
 from vllm_gsd.tools.cli.options import takes
 
@@ -28,9 +28,8 @@ def bench(**given: Any) -> None:
         from vllm_gsd.tools.bench import run
 
         options = Options(**given)
-        modes = _modes(options.modes)
         pair = _pair(options)
-        plan, work = _plan(options, pair, modes), _work(options, pair)
+        plan, work = _plan(options, pair), _work(options, pair)
         report = run.bench(plan, work, _settings(options, pair, work), options.out)
     table = Table("batch", "method, best setting", "tokens/s", "over plain", "over gsd-off", "tokens/step")
     for row in run.summary(report):
@@ -39,16 +38,18 @@ def bench(**given: Any) -> None:
     typer.echo(json.dumps({"report": str(options.out / "bench.json"), "page": str(options.out / "index.html")}))
 
 
-def _plan(options: Options, pair: Pair, modes: list[str]) -> Plan:
+def _plan(options: Options, pair: Pair) -> Plan:
+    from vllm_gsd.config.source import with_underscores
     from vllm_gsd.tools.bench.methods import Drafts
     from vllm_gsd.tools.bench.run import Plan
 
+    others = {"method": "--methods gives", "model": "--draft gives"}
     return Plan(
         methods=options.methods.split(","),
-        modes=modes,
+        modes=options.modes.split(","),
         lengths=numbers(options.chain_lengths, "--chain-lengths"),
         drafts=Drafts.of(pair[1], pair[2]),
-        gsd=_gsd(options.gsd),
+        gsd=with_underscores(json_object(options.gsd, "--gsd", others), "--gsd"),
         contexts=numbers(options.contexts, "--contexts") if options.contexts else [],
         forms=options.forms,
         analyses=options.analyses,
@@ -56,6 +57,8 @@ def _plan(options: Options, pair: Pair, modes: list[str]) -> Plan:
 
 
 def _work(options: Options, pair: Pair) -> Work:
+    from vllm_gsd.config.draft_check import local_folder
+    from vllm_gsd.config.draft_kind import positions_of
     from vllm_gsd.tools.bench.turns import Work
     from vllm_gsd.tools.prompt_file import read_requests, thinned
 
@@ -67,10 +70,10 @@ def _work(options: Options, pair: Pair) -> Work:
         engine_args={
             "model": pair[0],
             "dtype": options.dtype,
-            "max_model_len": options.max_model_len,
+            "max_model_len": options.max_model_len or positions_of(local_folder(pair[0]), LONGEST),
             "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": False,
-            **_engine_args(options.engine_args),
+            **json_object(options.engine_args, "--engine-args", NOT_ENGINE_ARGS),
         },
         logs=options.out / "logs",
         apart=options.apart,
@@ -91,24 +94,6 @@ def _settings(options: Options, pair: Pair, work: Work) -> dict[str, Any]:
     }
 
 
-def _gsd(text: str) -> dict[str, Any]:
-    """The keys of --gsd. The command fails if one is an option of its own."""
-    from vllm_gsd.config.source import with_underscores
-
-    keys = with_underscores(json_object(text, "--gsd"), "--gsd")
-    if own := [key for key in ("method", "model") if key in keys]:
-        fail(f'--gsd has "{own[0]}", but methods are given by --methods and drafts by --draft; leave it out.')
-    return keys
-
-
-def _engine_args(text: str) -> dict[str, Any]:
-    """The keys of --engine-args. The command fails if the comparison would overwrite one."""
-    given = json_object(text, "--engine-args")
-    if own := [key for key in NOT_ENGINE_ARGS if key in given]:
-        fail(f'--engine-args has "{own[0]}", which the comparison sets itself; leave it out.')
-    return given
-
-
 def _pair(options: Options) -> Pair:
     from vllm_gsd.config.draft_check import kind_of_model
     from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
@@ -124,15 +109,6 @@ def _pair(options: Options) -> Pair:
 
     pair = built_in_pair()
     return str(pair.target), draft or str(pair.draft), other or str(pair.draft_model)
-
-
-def _modes(text: str) -> list[str]:
-    from vllm_gsd.tools.bench.methods import MODES
-
-    modes = text.split(",")
-    if wrong := [mode for mode in modes if mode not in MODES]:
-        fail(f'--modes has "{wrong[0]}", but allowed are {" and ".join(MODES)}.')
-    return modes
 
 
 def numbers(text: str, option: str) -> list[int]:

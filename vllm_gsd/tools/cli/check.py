@@ -7,7 +7,8 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from vllm_gsd.tools.cli.console import fail, json_object, out
+from vllm_gsd.tools.cli.console import json_object, out
+from vllm_gsd.tools.cli.options import finite
 
 COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"}
 
@@ -22,16 +23,15 @@ def check(
     gsd: Annotated[str | None, typer.Option(help="Path of a gsd.json, or its keys as JSON.")] = None,
     engine_args: Annotated[str, typer.Option(help="More arguments of vLLM's EngineArgs, as JSON.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each process that imports vLLM.")] = 120,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=86_400, callback=finite, help="Seconds for each process that imports vLLM.")
+    ] = 120,
 ) -> None:
     """Check whether this installation and this pair of models can serve gsd. The exit code is 1 if not."""
     from vllm_gsd.tools.check.run import check as run
 
-    arguments = json_object(engine_args, "--engine-args")
-    for name, option in (("model", "--target"), ("speculative_config", "--gsd")):
-        if name in arguments:
-            fail(f'--engine-args has "{name}", which {option} gives; leave it out.')
-    report = run(target, draft, gsd, arguments, timeout)
+    others = {"model": "--target gives", "speculative_config": "--gsd gives"}
+    report = run(target, draft, gsd, json_object(engine_args, "--engine-args", others), timeout)
     if as_json:
         typer.echo(json.dumps(report))
     else:

@@ -32,12 +32,18 @@ def one_sentence(missing: str = "This needs the package {}.") -> Iterator[None]:
         fail(missing.format(error.name))
 
 
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """The JSON object in an option. The command fails if it is not one."""
+def json_object(text: str, option: str, others: dict[str, str]) -> dict[str, Any]:
+    """The JSON object in an option. The command fails if it is none, or has a key of ``others``.
+
+    Args:
+        others: keys that come from elsewhere, as "--target gives".
+    """
     try:
         value = json.loads(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
         fail(f"{option} is '{text}', but must be a JSON object.")
+    for key in filter(others.get, value):
+        fail(f'{option} has "{key}", which {others[key]}; leave it out.')
     return value

@@ -32,7 +32,10 @@ def inspect(
     max_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: most tokens of the answer.")] = 200,
     engine_args: Annotated[str, typer.Option(help="With --prompt: more arguments of vLLM's LLM, as JSON.")] = "{}",
     trace_to: Annotated[
-        Path | None, typer.Option("--trace", help="With --prompt: a file to which the trace is appended, to keep it.")
+        Path | None,
+        typer.Option(
+            "--trace", help='With --prompt: a file to keep the trace, appended to it; by default the "trace" of --gsd.'
+        ),
     ] = None,
 ) -> None:
     """Show what token graphs did for a request, as one HTML page: for a prompt, or from an engine's trace."""
@@ -57,8 +60,11 @@ def inspect(
             if trace_to is not None:
                 try_file(trace_to, "--trace")
             with tempfile.TemporaryDirectory() as folder:
-                pair = _pair(target, draft, gsd, trace_to or Path(folder, "trace.jsonl"))
-                shown = record(prompt, *pair, max_tokens, json_object(engine_args, "--engine-args"))
+                chosen, keys = _pair(target, draft, gsd)
+                kept = trace_to or keys.get("trace") or Path(folder, "trace.jsonl")
+                keys["trace"] = str(Path(kept).absolute())
+                others = {"model": "--target gives", "speculative_config": "--gsd gives"}
+                shown = record(prompt, chosen, keys, max_tokens, json_object(engine_args, "--engine-args", others))
         page = inspect_page(shown)
     try:
         out.write_text(page, "utf-8")
@@ -76,7 +82,7 @@ def _refuse_others(context: typer.Context, answers: bool) -> None:
             fail(f"{parameter.opts[0]} is given {WITH[answers]}; leave it out.")
 
 
-def _pair(target: str | None, draft: str | None, gsd: str | None, trace: Path) -> tuple[str, dict[str, Any]]:
+def _pair(target: str | None, draft: str | None, gsd: str | None) -> tuple[str, dict[str, Any]]:
     """The target, and the keys of the gsd config."""
     from vllm_gsd.config import GSDConfig
     from vllm_gsd.config.source import read
@@ -90,6 +96,5 @@ def _pair(target: str | None, draft: str | None, gsd: str | None, trace: Path) -
         keys["model"] = None
     if draft is not None:
         keys = {**keys, "model": draft}
-    keys = {**keys, "trace": str(trace.absolute())}
     GSDConfig.load(keys)
     return target, keys

@@ -3,13 +3,23 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, get_type_hints
+
+import typer
 
 
 def flag(name: str) -> str:
     """How a user writes an option."""
     return "--" + name.replace("_", "-")
+
+
+def finite(value: float | None) -> float | None:
+    """The callback of an option that may be neither infinite nor nan, which its bounds let pass."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number.")
+    return value
 
 
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

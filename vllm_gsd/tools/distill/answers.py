@@ -24,8 +24,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         minutes: the time limit, from which the number of answers is planned; None for no limit.
 
     Raises:
-        DistillError: no request leaves room for an answer, or the target does not start.
-        PromptsError: the file of requests cannot be used.
+        ToolError: no request leaves room for an answer, the target does not start, or the file of requests is damaged.
     """
     most, max_tokens, batch = (options.answering(name) for name in ("answers", "max_tokens", "batch"))
     for name in ("answers", "states"):

@@ -45,8 +45,3 @@ def count_tokens(data: list[Answer], vocab_size: int) -> np.ndarray:
     """How often each token occurs in the answers, int64 [vocab_size]."""
     tokens = [answer.input_ids[answer.prompt_len :] for answer in data]
     return np.bincount(np.concatenate(tokens), minlength=vocab_size)
-
-
-def spread(data: list[Answer], count: int) -> list[Answer]:
-    """About ``count`` answers, evenly spread over the data, or all."""
-    return data[:: max(1, len(data) // count)]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
-from vllm_gsd.config.draft_kind import read_text_config
+from vllm_gsd.config.draft_kind import positions_of
 from vllm_gsd.tools.bench.methods import Setting
 from vllm_gsd.tools.bench.report import tokens_per_step
 from vllm_gsd.tools.bench.turns import Work, running, tokens_per_second
@@ -23,11 +23,9 @@ def compare(
         over plain vLLM's, ``ratio_to_plain``, and over the same engine's with all requests opted out, ``ratio_to_off``.
 
     Raises:
-        BenchError: an engine died.
+        ToolError: an engine died.
     """
     longest = max(map(len, prompts))
-    # vLLM refuses more positions than the target has. The longest answers are shorter then.
-    positions = read_text_config(target).get("max_position_embeddings", longest + max_tokens)
     work = Work(
         requests=[Request(cast(Any, ids)) for ids in prompts],  # an engine accepts token ids in place of a chat
         batch_sizes=[1],
@@ -36,7 +34,8 @@ def compare(
         engine_args={
             "model": str(target),
             "dtype": "bfloat16",
-            "max_model_len": max(longest + 1, min(longest + max_tokens, positions)),
+            # vLLM refuses more positions than the target has. The longest answers are shorter then.
+            "max_model_len": max(longest + 1, positions_of(target, longest + max_tokens)),
             "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": False,
         },

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.tools.distill.data import SHORTEST
-from vllm_gsd.tools.distill.options import DistillError
 from vllm_gsd.tools.distill.stages import kept, logger
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.prompt_file import Chat, token_ids_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) ->
     """Start the target in vLLM, configured for throughput.
 
     Raises:
-        DistillError: vLLM refuses the target or its options.
+        ToolError: vLLM refuses the target or its options.
     """
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -63,7 +63,7 @@ def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) ->
         )
     except Exception as error:  # vLLM raises many types
         reason = " ".join(str(error).split()).rstrip(".")
-        raise DistillError(
+        raise ToolError(
             f"The engine of {target!r} does not start for {max_model_len} tokens, which is --longest and --max-tokens "
             f"({type(error).__name__}: {reason[:300]})."
         ) from error
@@ -122,14 +122,14 @@ def fitting(target: str, chats: list[Chat], longest: int) -> list[Chat]:
     """The requests that leave room for an answer within ``longest`` tokens. Those of others would not be learned from.
 
     Raises:
-        DistillError: there are none.
+        ToolError: there are none.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     found = [chat for chat in chats if len(token_ids_of(tokenizer, chat)) + SHORTEST <= longest]
     if not found:
-        raise DistillError(
+        raise ToolError(
             f"--longest is {longest}, but all {len(chats)} requests are too long for an answer within it; raise it."
         )
     return found

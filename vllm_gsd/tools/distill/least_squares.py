@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gsd.tools.distill.data import Answer, spread
-from vllm_gsd.tools.distill.options import DistillError
+from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.packs import Packs, batches
 from vllm_gsd.tools.distill.target import Target
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.prompt_file import thinned
 
 # About so many answers are read, and so many at a time.
 TEXTS, PACK = 384, 16
@@ -42,7 +43,7 @@ def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) ->
     Args:
         model: the model, in float32, on the device of the target and the packs.
     """
-    data = spread(data, TEXTS)
+    data = thinned(data, TEXTS)
     tokens = np.concatenate([answer.input_ids for answer in data])
     with torch.no_grad():
         fit = _fit(model, target, data, packs)
@@ -76,7 +77,7 @@ def _fit(model: Any, target: Target, data: list[Answer], packs: Packs) -> Fit:
         count += len(inputs)
         sample.append(states[::8])
     if not count:
-        raise DistillError(f"No answer is longer than the {model.block_size} tokens of a block; lower --depth.")
+        raise ToolError(f"No answer is longer than the {model.block_size} tokens of a block; lower --depth.")
     gram.diagonal().add_(RIDGE * count)
     weights = torch.linalg.solve(gram, right)
     from_states, states = weights[hidden:], torch.cat(sample)

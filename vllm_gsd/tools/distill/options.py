@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from vllm_gsd.tools.cli.options import flag
+from vllm_gsd.tools.cli.options import finite, flag
 from vllm_gsd.tools.errors import ToolError
 
 # The kinds of drafts, and the defaults of the options that only some of them have.
@@ -28,10 +28,6 @@ EAGLE3_LAYERS = 3
 def _by_default(name: str) -> str:
     """The defaults of an option that only some kinds have, for its help."""
     return "by default " + ", ".join(f"{given[name]} ({kind})" for kind, given in KINDS.items() if name in given)
-
-
-class DistillError(ToolError):
-    """The run is not possible as asked. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,9 @@ class Options:
     longest: Annotated[int, Option(min=16, help="Maximum tokens of request and answer; longer ones are left out.")] = (
         1024
     )
-    minutes: Annotated[float | None, Option(help="Time limit; it reduces answers and training steps.")] = None
+    minutes: Annotated[
+        float | None, Option(callback=finite, help="Time limit; it reduces answers and training steps.")
+    ] = None
     init: Annotated[str | None, Option(metavar="PATH", help="Continue training this draft of the same kind.")] = None
     vocab_size: Annotated[
         int | None, Option(min=256, help=f"Number of tokens that the LM head computes; {_by_default('vocab_size')}.")
@@ -80,8 +78,8 @@ class Options:
         int | None,
         Option(min=64, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),
     ] = None
-    epochs: Annotated[float, Option(help="Passes over the answers.")] = 6.0
-    learning_rate: float = 1e-3
+    epochs: Annotated[float, Option(callback=finite, help="Passes over the answers.")] = 6.0
+    learning_rate: Annotated[float, Option(callback=finite)] = 1e-3
     batch: Annotated[
         int | None,
         Option(min=1, help=f"Concurrent requests while the target answers; by default {ANSWERING['batch']}."),
@@ -94,34 +92,34 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise DistillError(f'--kind is "{self.kind}", but must be one of {", ".join(KINDS)}.')
+            raise ToolError(f'--kind is "{self.kind}", but must be one of {", ".join(KINDS)}.')
         for name in sorted({name for kind in KINDS.values() for name in kind}):
             if getattr(self, name) is None:
                 continue
             if name not in KINDS[self.kind]:
-                raise DistillError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
+                raise ToolError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
             if self.init is not None:
-                raise DistillError(f"With --init the draft's own {flag(name)} holds; leave it out.")
+                raise ToolError(f"With --init the draft's own {flag(name)} holds; leave it out.")
         self._check_numbers()
         if self.data is None:
             return
         if self.prompts is not None:
-            raise DistillError("--prompts and --data exclude each other; give only one of them.")
+            raise ToolError("--prompts and --data exclude each other; give only one of them.")
         for name in ANSWERING:
             if getattr(self, name) is not None:
-                raise DistillError(f"With --data there are no new answers, so leave {flag(name)} out.")
+                raise ToolError(f"With --data there are no new answers, so leave {flag(name)} out.")
 
     def _check_numbers(self) -> None:
         for name in ("minutes", "epochs", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise DistillError(f"{flag(name)} is {value:g}, but must be above 0.")
+                raise ToolError(f"{flag(name)} is {value:g}, but must be above 0.")
         if self.width is not None and self.width % HEAD_SIZE:
-            raise DistillError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
+            raise ToolError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
         if self.data is None and self.init is None and "depth" in KINDS[self.kind]:
             depth, longest = self.of_kind("depth"), self.answering("max_tokens")
             if depth > longest:
-                raise DistillError(f"--depth is {depth}, but --max-tokens allows answers of only {longest} tokens.")
+                raise ToolError(f"--depth is {depth}, but --max-tokens allows answers of only {longest} tokens.")
 
     def of_kind(self, name: str) -> Any:
         """The value of an option that only some kinds have: what was given, or this kind's default."""

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad
 
-from vllm_gsd.tools.distill.data import Answer, spread
+from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.states import Source
+from vllm_gsd.tools.prompt_file import thinned
 
 # Answers from which the usual size of the states is known.
 SCALE_TEXTS = 64
@@ -35,7 +36,7 @@ class Packs:
         Returns:
             the scale, float32 [layers * hidden].
         """
-        states = self.source(spread(data, SCALE_TEXTS))
+        states = self.source(thinned(data, SCALE_TEXTS))
         sample = torch.cat([rows[::4].flatten(1).float() for rows in states])
         # In bfloat16 the product is as exact as in float32 and takes a fraction of the time.
         self.scale = (1 / sample.abs().median(0).values.clamp_min(1e-6)).to(self.dtype)

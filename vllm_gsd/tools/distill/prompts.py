@@ -46,7 +46,7 @@ def second_round(count: int, seed: int, answered: list[tuple[Chat, str]]) -> lis
 
 
 def from_file(path: Path) -> list[Chat]:
-    """Requests of a prompt file. Raises ``PromptsError`` like ``read_requests``."""
+    """Requests of a prompt file. Raises ``ToolError`` like ``read_requests``."""
     return [request.chat for request in read_requests(path)]
 
 

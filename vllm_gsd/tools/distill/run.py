@@ -21,12 +21,13 @@ from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
-from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, DistillError, Options
+from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
 from vllm_gsd.tools.distill.stages import kept, logger, stage
 from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_missing
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.prompt_file import thinned
 
 if TYPE_CHECKING:
     from vllm_gsd.tools.distill.data import Answer
@@ -46,7 +47,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         the measurements of ``agreement`` and, with ``engine``, what ``engine.compare`` returns.
 
     Raises:
-        BenchError, DistillError, OutputError, PromptsError: the message is one sentence.
+        ToolError: the message is one sentence.
     """
     out = out.resolve()  # a link to an empty folder cannot be replaced by one
     _check(options, out, work)
@@ -73,7 +74,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     with stage(f"reading the answers in {len(files)} files"):
         data = load_answers(paths, options.longest)
     if not data:
-        raise DistillError(
+        raise ToolError(
             f"--longest is {options.longest}, but no request with an answer of two tokens fits into it; raise it."
         )
     held_out = data[::HELD_OUT]
@@ -85,8 +86,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         from vllm_gsd.tools.distill.engine import compare
 
         logger.info("decoding %d prompts with and without the draft", min(ENGINE_PROMPTS, len(held_out)))
-        texts = [answer.input_ids[: answer.prompt_len].tolist() for answer in held_out]
-        chosen = texts[:: max(1, len(texts) // ENGINE_PROMPTS)][:ENGINE_PROMPTS]
+        chosen = [answer.input_ids[: answer.prompt_len].tolist() for answer in thinned(held_out, ENGINE_PROMPTS)]
         results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
     _finish(options, answers, work, out, training, results)
     return results
@@ -96,16 +96,16 @@ def _check(options: Options, out: Path, work: Path) -> None:
     """Refuse what cannot work. The options are stored last, so that a mistake in them can be corrected."""
     config = check_target(Path(options.target))
     if options.kind == "eagle3" and config["num_hidden_layers"] < EAGLE3_LAYERS:
-        raise DistillError(
+        raise ToolError(
             f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
         )
     if options.width is not None and options.width > config["hidden_size"]:
-        raise DistillError(
+        raise ToolError(
             f"--width is {options.width}, but must be at most the target's hidden size, {config['hidden_size']}."
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "not empty" if out.is_dir() else "no folder"
-        raise DistillError(f"--out {str(out)!r} is {what}; give a new folder.")
+        raise ToolError(f"--out {str(out)!r} is {what}; give a new folder.")
     if options.init is not None:
         _check_init(options.init, options, config)
     if options.prompts is not None:
@@ -113,7 +113,7 @@ def _check(options: Options, out: Path, work: Path) -> None:
     if options.data is not None:
         _check_data(Path(options.data), Path(options.target), config)
     if out.resolve() in (work.resolve(), *work.resolve().parents):
-        raise DistillError(
+        raise ToolError(
             f"--work {str(work)!r} is in --out {str(out)!r}, which is made at the end; give another folder."
         )
     make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
@@ -122,7 +122,7 @@ def _check(options: Options, out: Path, work: Path) -> None:
     first = kept(work / "options.json", lambda: given)
     others = [name for name in {**first, **given} if first.get(name, ...) != given.get(name, ...)]
     if differing := [flag(name) for name in others if name not in OF_ENGINES]:
-        raise DistillError(
+        raise ToolError(
             f"{str(work)!r} holds a run with other options ({', '.join(differing)}); give another --work or delete it."
         )
 
@@ -130,27 +130,27 @@ def _check(options: Options, out: Path, work: Path) -> None:
 def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
     """Refuse a draft of another kind or for another target."""
     if not (Path(init) / "config.json").is_file():
-        raise DistillError(f"--init {init!r} is no folder with a config.json; give the folder of a draft.")
+        raise ToolError(f"--init {init!r} is no folder with a config.json; give the folder of a draft.")
     kind = kind_of(Path(init))
     if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
-        raise DistillError(f"--init {init!r} is of kind {kind}, but --kind is {options.kind}.")
+        raise ToolError(f"--init {init!r} is of kind {kind}, but --kind is {options.kind}.")
     try:
         check_draft(init, config["vocab_size"], options.target)
     except GSDConfigError as error:
-        raise DistillError(str(error).replace('"model"', "--init", 1)) from None
+        raise ToolError(str(error).replace('"model"', "--init", 1)) from None
 
 
 def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
     """Refuse answers of another target: by the options of the run that made them, or by the shape of its states."""
     if not _files_of_answers(data):
-        raise DistillError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
+        raise ToolError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
     made_by = _options_of(data).get("target")
     if made_by is not None and Path(made_by).resolve() != target.resolve():
-        raise DistillError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")
+        raise ToolError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")
     expected = len(state_layers(config["num_hidden_layers"])), config["hidden_size"]
     for file in sorted((data / "states").glob("*.safetensors")):
         if (found := stored_shape(file)) != expected:
-            raise DistillError(
+            raise ToolError(
                 f"--data {str(data)!r} has states of {found[0]} layers of size {found[1]}, but --target "
                 f"{str(target)!r} has {expected[0]} of size {expected[1]}."
             )
@@ -173,7 +173,7 @@ def _in_own_process(function, *arguments):
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:
-            raise DistillError(
+            raise ToolError(
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
             ) from None
 

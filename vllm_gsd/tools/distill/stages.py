@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.tools.output import write_whole
+
 logger = logging.getLogger("vllm_gsd.tools.distill")
 
 
@@ -22,7 +24,5 @@ def stage(name: str) -> Iterator[None]:
 def kept(file: Path, make: Callable[[], Any]) -> Any:
     """The content of a JSON file. If the file is missing, it is written from what ``make`` returns, or not at all."""
     if not file.is_file():
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(make(), indent=1), "utf-8")
-        partial.rename(file)
+        write_whole(file, json.dumps(make(), indent=1))
     return json.loads(file.read_text("utf-8"))

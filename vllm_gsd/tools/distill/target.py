@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_gsd.config.draft_kind import read_config
-from vllm_gsd.tools.distill.options import DistillError
+from vllm_gsd.tools.errors import ToolError
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -16,19 +16,19 @@ def check_target(folder: Path) -> dict[str, Any]:
     """The target's config.json.
 
     Raises:
-        DistillError: the model is not Llama-like, or has no readable config.json or safetensors files.
+        ToolError: the model is not Llama-like, or has no readable config.json or safetensors files.
     """
     if not (config := read_config(folder)):
-        raise DistillError(
+        raise ToolError(
             f"The target {str(folder)!r} is no folder with a readable config.json; give a folder, not a hub id."
         )
     if config.get("model_type") not in LLAMA_LIKE:
         allowed = ", ".join(LLAMA_LIKE)
-        raise DistillError(
+        raise ToolError(
             f"The target {str(folder)!r} is a {config.get('model_type')!r} model, but must be Llama-like ({allowed})."
         )
     if not list(folder.glob("*.safetensors")):
-        raise DistillError(f"The target {str(folder)!r} has no *.safetensors files.")
+        raise ToolError(f"The target {str(folder)!r} has no *.safetensors files.")
     return config
 
 
@@ -55,14 +55,6 @@ class Target:
         self.norm = weights[names[2]].float()
 
     @property
-    def head_size(self) -> int:
-        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
-
-    @property
     def eos_ids(self) -> list[int]:
         ends = self.config.get("eos_token_id")
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -83,5 +75,10 @@ class Target:
         """The sizes of the target's layers, as arguments of a configuration of transformers."""
         names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"]
         names += ["rms_norm_eps", "rope_parameters"]
-        own = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_size, "pad_token_id": None}
-        return {**{name: self.config[name] for name in names if name in self.config}, **own}
+        heads = self.config["num_attention_heads"]
+        return {
+            **{name: self.config[name] for name in names if name in self.config},
+            "num_key_value_heads": self.config.get("num_key_value_heads") or heads,
+            "head_dim": self.config.get("head_dim") or self.config["hidden_size"] // heads,
+            "pad_token_id": None,
+        }

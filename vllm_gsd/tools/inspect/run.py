@@ -6,8 +6,9 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import local_folder
-from vllm_gsd.config.draft_kind import read_text_config
-from vllm_gsd.tools.inspect.trace import Trace, TraceError, read_traces
+from vllm_gsd.config.draft_kind import positions_of
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.inspect.trace import Trace, read_traces
 from vllm_gsd.tools.prompt_file import token_ids_of
 
 # Most tokens of prompt and answer, unless the engine's arguments say otherwise.
@@ -21,7 +22,7 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
         gsd: keys of a gsd.json; its "trace" is the file to write.
 
     Raises:
-        TraceError: the engine does not start, fails, or did not record its steps.
+        ToolError: the engine does not start, fails, or did not record its steps.
         GSDConfigError: gsd refuses the models or arguments.
     """
     from vllm import LLM, SamplingParams
@@ -31,7 +32,7 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     # Compiling takes longer than an answer.
     defaults = {
         "max_num_seqs": 1,
-        "max_model_len": _longest(target),
+        "max_model_len": positions_of(local_folder(target), LONGEST),
         "kv_cache_memory_bytes": 1 << 30,
         "enforce_eager": True,
     }
@@ -44,14 +45,9 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
         raise
     except Exception as error:  # vLLM raises many types
         reason = " ".join(str(error).split()).rstrip(".")
-        raise TraceError(f'The engine of "{target}" failed ({type(error).__name__}: {reason[:300]}).') from error
+        raise ToolError(f'The engine of "{target}" failed ({type(error).__name__}: {reason[:300]}).') from error
     logging.info("%s", answer.outputs[0].text)
     new = [trace for name, trace in read_traces(path).items() if name not in before]
     if not new or not new[-1].steps:
-        raise TraceError(f'The engine recorded no step in "{path}"; the file may be full.')
+        raise ToolError(f'The engine recorded no step in "{path}"; the file may be full.')
     return new[-1]
-
-
-def _longest(target: str) -> int:
-    """The length of the engine: as many positions as a target on this machine has, at most ``LONGEST``."""
-    return min(LONGEST, read_text_config(local_folder(target)).get("max_position_embeddings") or LONGEST)

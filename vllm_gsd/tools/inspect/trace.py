@@ -9,10 +9,6 @@ from vllm_gsd.tools.errors import ToolError
 VERSION = 1
 
 
-class TraceError(ToolError):
-    """The trace cannot be shown. The message is one sentence."""
-
-
 class Trace(NamedTuple):
     """One request of a trace."""
 
@@ -26,12 +22,12 @@ def read_traces(path: Path) -> dict[str, Trace]:
     An engine may be writing the file, so an unfinished last line is left out.
 
     Raises:
-        TraceError: the file cannot be read, is no trace, or has another version.
+        ToolError: the file cannot be read, is no trace, or has another version.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise TraceError(f'The trace "{path}" cannot be read ({error.strerror}).') from None
+        raise ToolError(f'The trace "{path}" cannot be read ({error.strerror}).') from None
     traces: dict[str, Trace] = {}
     for number, line in enumerate(lines[:-1], start=1):
         record = _record(line, f'Line {number} of "{path}"')
@@ -40,7 +36,7 @@ def read_traces(path: Path) -> dict[str, Trace]:
         elif record["request"] in traces:  # an engine that found the file full may have left the first record out
             traces[record["request"]].steps.append(record)
     if not traces:
-        raise TraceError(f'The trace "{path}" has no request; ask for one with "gsd_trace": true.')
+        raise ToolError(f'The trace "{path}" has no request; ask for one with "gsd_trace": true.')
     return traces
 
 
@@ -48,13 +44,13 @@ def choose(traces: dict[str, Trace], request: str | None, path: Path) -> Trace:
     """The trace of a request, given by its id or the beginning of it; the last one for None.
 
     Raises:
-        TraceError: there is none, or several begin so.
+        ToolError: there is none, or several begin so.
     """
     found = [trace for name, trace in traces.items() if request is None or name.startswith(request)]
     if request in traces:
         return traces[request]
     if not found or (request is not None and len(found) > 1):
-        raise TraceError(
+        raise ToolError(
             f'--request is "{request}", with which {len(found)} requests of "{path}" begin; they are '
             f"{', '.join(list(traces)[:20])}{', ...' if len(traces) > 20 else ''}."
         )
@@ -75,7 +71,7 @@ def _record(line: bytes, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or record.get("event") not in ("request", "step") or "request" not in record:
-        raise TraceError(f'{name} is no record of a trace; give the file that gsd.json names as "trace".')
+        raise ToolError(f'{name} is no record of a trace; give the file that gsd.json names as "trace".')
     if record["event"] == "request" and record.get("version") != VERSION:
-        raise TraceError(f"{name} has version {record.get('version')} of the format, but this command reads {VERSION}.")
+        raise ToolError(f"{name} has version {record.get('version')} of the format, but this command reads {VERSION}.")
     return record

@@ -3,7 +3,8 @@
 import numpy as np
 
 from vllm_gsd.planner.costs import Costs
-from vllm_gsd.tools.plan.machine import Machine, PlanError, curve
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.plan.machine import Machine, curve
 from vllm_gsd.tools.plan.model import Workload
 from vllm_gsd.tools.plan.shapes import Shapes
 
@@ -32,7 +33,7 @@ def machine_of(name: str, target: Shapes, draft: Shapes, workload: Workload) -> 
     """One GPU with a target and a draft in bfloat16.
 
     Raises:
-        PlanError: the models do not fit.
+        ToolError: the models do not fit.
     """
     tflops, bandwidth, memory = GPUS[name]
     by_second, compute = bandwidth * 1e9 * BANDWIDTH, tflops * 1e12 * ARITHMETIC
@@ -43,7 +44,7 @@ def machine_of(name: str, target: Shapes, draft: Shapes, workload: Workload) -> 
     free = memory * 1e9 * MEMORY - 2 * (target.parameters + draft.parameters)
     each = (workload.prompt + workload.answer) * (target.kv_bytes + draft.kv_bytes)
     if free < each:
-        raise PlanError(f"The models leave no memory for a request of {workload.prompt + workload.answer:.0f} tokens.")
+        raise ToolError(f"The models leave no memory for a request of {workload.prompt + workload.answer:.0f} tokens.")
     # Keys and values are read once per request, however many rows attend to them.
     context_ms = 1e3 * workload.context * target.kv_bytes / by_second
     costs = Costs(np.array(ROWS, np.int64), forwards(target), forwards(draft), attention=0.0)

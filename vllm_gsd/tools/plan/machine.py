@@ -6,13 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_gsd.planner.costs import Costs
-from vllm_gsd.tools.errors import ToolError
 
 Curve = Callable[[float], float]
-
-
-class PlanError(ToolError):
-    """The plan cannot be made as asked. The message is one sentence."""
 
 
 @dataclass(frozen=True)

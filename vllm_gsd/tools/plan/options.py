@@ -6,8 +6,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from vllm_gsd.tools.cli.options import flag
-from vllm_gsd.tools.plan.machine import PlanError
+from vllm_gsd.tools.cli.options import finite, flag
+from vllm_gsd.tools.errors import ToolError
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,19 @@ class Options:
     ] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of a prompt, if not the report's.")] = None
     answer_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of an answer, if not the report's.")] = None
-    rate: Annotated[float | None, Option(min=0, help="Requests per second of a fleet, to count its replicas.")] = None
-    latency: Annotated[float | None, Option(min=0, help="Most seconds of an average request, for the fleet.")] = None
+    rate: Annotated[
+        float | None, Option(min=0, callback=finite, help="Requests per second of a fleet, to count its replicas.")
+    ] = None
+    latency: Annotated[
+        float | None, Option(min=0, callback=finite, help="Most seconds of an average request, for the fleet.")
+    ] = None
     validate: Annotated[
         str,
         Option(help="Batch sizes of the report to learn from, comma-separated: predict all and compare with measured."),
     ] = ""
-    within: Annotated[float, Option(min=0, help="Largest accepted error; if exceeded, the exit code is 1.")] = 0.1
+    within: Annotated[
+        float, Option(min=0, callback=finite, help="Largest accepted error; if exceeded, the exit code is 1.")
+    ] = 0.1
 
     def __post_init__(self) -> None:
         given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
@@ -49,7 +55,7 @@ class Options:
             without[model] = (self.machine == "report", "is only for a GPU; give --machine, too, or leave it out")
         for name in given:
             if self.validate and name not in ("report", "validate", "within"):
-                raise PlanError(f"{flag(name)} is given with --validate, which only reads the report; leave it out.")
+                raise ToolError(f"{flag(name)} is given with --validate, which only reads the report; leave it out.")
             ignored, sentence = without.get(name, (False, ""))
             if ignored:
-                raise PlanError(f"{flag(name)} {sentence}.")
+                raise ToolError(f"{flag(name)} {sentence}.")

@@ -11,8 +11,9 @@ from vllm_gsd.config.draft_check import kind_of_model
 from vllm_gsd.config.draft_kind import BLOCK_KINDS
 from vllm_gsd.config.source import with_underscores
 from vllm_gsd.planner.costs import Costs
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted
-from vllm_gsd.tools.plan.machine import Curve, Machine, PlanError, curve
+from vllm_gsd.tools.plan.machine import Curve, Machine, curve
 from vllm_gsd.tools.plan.model import Form, Workload
 from vllm_gsd.tools.plan.trace import Observed
 
@@ -27,7 +28,7 @@ class Report:
         batches: the batch sizes to learn from; all of the report's by default.
 
     Raises:
-        PlanError: the file is no report, or lacks a method, a batch size or a draft, or the draft predicts whole
+        ToolError: the file is no report, or lacks a method, a batch size or a draft, or the draft predicts whole
             blocks.
     """
 
@@ -38,9 +39,9 @@ class Report:
             self.settings: dict[str, Any] = report["settings"]
             draft: str | None = self.settings["draft"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{path} cannot be read as the bench.json of vllm-gsd bench ({error!r}).") from error
+            raise ToolError(f"{path} cannot be read as the bench.json of vllm-gsd bench ({error!r}).") from error
         if draft is None:
-            raise PlanError(f"{path} was measured without a draft model, which plans need; give bench a --draft.")
+            raise ToolError(f"{path} was measured without a draft model, which plans need; give bench a --draft.")
         self.draft = draft
         check_draft(draft)
         self.batches = sorted(batches or self.all)
@@ -48,16 +49,16 @@ class Report:
             rows = self.all.get(batch, {})
             for method in METHODS.values():
                 if "planner" not in rows.get(method, {}):
-                    raise PlanError(
+                    raise ToolError(
                         f'{path} has no "{method}" at batch size {batch}; run vllm-gsd bench --methods '
                         f"{','.join(METHODS.values())} --batch-sizes {','.join(map(str, self.batches))}."
                     )
         self.first = self.all[self.batches[0]]["gsd"]
         if not self.first["planner"]:
-            raise PlanError(f'In {path}, gsd measured no costs; run vllm-gsd bench with "budget": "auto" on CPUs.')
+            raise ToolError(f'In {path}, gsd measured no costs; run vllm-gsd bench with "budget": "auto" on CPUs.')
         if not self.first["acceptance_by_depth"]:
             first = self.batches[0]
-            raise PlanError(f"In {path}, gsd did not draft at batch size {first}, so its gain cannot be estimated.")
+            raise ToolError(f"In {path}, gsd did not draft at batch size {first}, so its gain cannot be estimated.")
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Report:
         try:
             return with_underscores(json.loads(self.settings["gsd"]), "the report")
         except (ValueError, KeyError) as error:
-            raise PlanError(f"The report's settings have no usable keys of gsd ({error}).") from None
+            raise ToolError(f"The report's settings have no usable keys of gsd ({error}).") from None
 
     @property
     def form(self) -> Form:
@@ -74,7 +75,7 @@ class Report:
         try:
             config = GSDConfig.load({"method": "gsd", "model": None, **given}, "the report")
         except ValueError as error:
-            raise PlanError(f"The report's settings have no usable keys of gsd ({error}).") from None
+            raise ToolError(f"The report's settings have no usable keys of gsd ({error}).") from None
         return Form(*(getattr(config, name) for name in limits))
 
     def acceptance(self, observed: Observed | None = None) -> Acceptance:
@@ -130,6 +131,6 @@ class Report:
 def check_draft(draft: str) -> None:
     """Refuse a draft whose forward pass gives more than one level of the graph."""
     if (kind := kind_of_model(draft)) in BLOCK_KINDS:
-        raise PlanError(
+        raise ToolError(
             f"{draft} is of kind {kind}, but plans are for drafts that run once for each level of the graph."
         )

@@ -5,10 +5,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.output import make_folder, write_whole
 from vllm_gsd.tools.plan.fleet import BUSY, replicas
 from vllm_gsd.tools.plan.gpus import GPUS, machine_of
-from vllm_gsd.tools.plan.machine import PlanError
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.options import Options
 from vllm_gsd.tools.plan.report import Report, check_draft
@@ -27,13 +27,12 @@ def plan(options: Options) -> dict[str, Any]:
     """Write ``plan.json`` and ``plan.png`` into ``options.out``. Returns what is in the JSON.
 
     Raises:
-        PlanError, TraceError: the plan cannot be made as asked.
-        OutputError: nothing can be written into ``options.out``.
+        ToolError: the plan cannot be made as asked, or nothing can be written into ``options.out``.
     """
     import matplotlib  # noqa: F401  # if it is missing, this fails before anything is written
 
     if options.machine not in ("report", *GPUS):
-        raise PlanError(f'--machine is "{options.machine}", but must be report or one of {", ".join(GPUS)}.')
+        raise ToolError(f'--machine is "{options.machine}", but must be report or one of {", ".join(GPUS)}.')
     report = Report(options.report)
     draft = report.draft if options.draft is None else str(options.draft)
     check_draft(draft)
@@ -44,7 +43,7 @@ def plan(options: Options) -> dict[str, Any]:
         machine = report.machine()
     else:
         if options.target is None:
-            raise PlanError("--machine with a GPU needs --target, a folder with the target's config.json.")
+            raise ToolError("--machine with a GPU needs --target, a folder with the target's config.json.")
         shapes = read_shapes(options.target), read_shapes(Path(draft), report.keys.get("draft_vocab_size"))
         machine = machine_of(options.machine, *shapes, workload)
     traced = observed(options.trace) if options.trace else None
@@ -69,7 +68,7 @@ def plan(options: Options) -> dict[str, Any]:
         "for_requests_at_once": usual,
         "fleet": fleet and {**fleet, "requests_per_second": options.rate, "busy": BUSY},
     }
-    (options.out / "plan.json").write_text(json.dumps(found, indent=1))
+    write_whole(options.out / "plan.json", json.dumps(found, indent=1))
     _draw(found, options.out / "plan.png")
     return found
 

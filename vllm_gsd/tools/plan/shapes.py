@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_gsd.config.draft_kind import EAGLE, EAGLE3, kind_of_config
 from vllm_gsd.config.eagle3_folder import flattened
-from vllm_gsd.tools.plan.machine import PlanError
+from vllm_gsd.tools.errors import ToolError
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def read_shapes(folder: Path, drafted: int | None = None) -> Shapes:
         drafted: tokens that its LM head computes ("draft_vocab_size"); None for what its folder says.
 
     Raises:
-        PlanError: there is no config.json, or it is not of that kind.
+        ToolError: there is no config.json, or it is not of that kind.
     """
     try:
         config = flattened(json.loads((folder / "config.json").read_text("utf-8")))
@@ -36,11 +36,11 @@ def read_shapes(folder: Path, drafted: int | None = None) -> Shapes:
             config["vocab_size"] = len(json.loads(trimmed.read_text())["token_ids"])
         shapes = shapes_of(config)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise PlanError(
+        raise ToolError(
             f"{folder} has no config.json of a Llama-like model ({error!r}); give a folder, not a hub id."
         ) from error
     if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise PlanError(f"{folder} is a mixture of experts, but plans from data sheets are for dense models only.")
+        raise ToolError(f"{folder} is a mixture of experts, but plans from data sheets are for dense models only.")
     return shapes
 
 

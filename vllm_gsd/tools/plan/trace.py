@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.inspect.trace import depths, read_traces
-from vllm_gsd.tools.plan.machine import PlanError
 
 # Share of the verified graphs with an accepted node at depth 1, 2, ..., and mean number of their nodes.
 Observed = tuple[list[float], float]
@@ -15,8 +15,7 @@ def observed(path: Path) -> Observed:
     """The acceptance in a trace.
 
     Raises:
-        TraceError: the file is no trace.
-        PlanError: it has no verified graph.
+        ToolError: the file is no trace, or has no verified graph.
     """
     accepted: Counter[int] = Counter()
     graphs = rows = 0
@@ -27,7 +26,7 @@ def observed(path: Path) -> Observed:
         for depth, taken in zip(depths(verified), verified["accepted"], strict=True):
             accepted[depth] += bool(taken)
     if not +accepted:
-        raise PlanError(f"The trace {path} has no accepted node, so the gain of a graph cannot be estimated.")
+        raise ToolError(f"The trace {path} has no accepted node, so the gain of a graph cannot be estimated.")
     return [accepted[depth] / graphs for depth in range(1, max(+accepted) + 1)], rows / graphs
 
 
@@ -35,7 +34,7 @@ def children(path: Path) -> list[float]:
     """The draft's average probabilities of the best, second best... child of the nodes in a trace's graphs.
 
     Raises:
-        TraceError: the file is no trace.
+        ToolError: the file is no trace.
     """
     totals: dict[int, float] = defaultdict(float)
     counts: Counter[int] = Counter()
