@@ -155,7 +155,7 @@ def test_apart_with_a_choice_and_analyses(command, preforked, tiny_pair, tiny_bl
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (["--methods", "plain,medusa"], '"medusa" is no method of the comparison'),
+        (["--methods", "plain,medusa"], '"medusa" is not a method of the comparison'),
         (["--modes", "fast"], '--modes has "fast"'),
         (["--batch-sizes", "0"], '--batch-sizes is "0"'),
         (["--contexts", "8,-1"], '--contexts is "8,-1"'),

@@ -158,7 +158,7 @@ def check_request(sampling_params: SamplingParams, speculative_config: Speculati
     """Check what a request asks of gsd.
 
     Raises:
-        VLLMValidationError: a wish is neither true nor false, or the engine allows no traces. A server answers 400.
+        VLLMValidationError: a key is neither true nor false, or the engine allows no traces. A server answers 400.
     """
     from vllm.exceptions import VLLMValidationError
 

@@ -85,7 +85,7 @@ def settings_of(
         GSDConfigError: ``gsd`` has a mistake.
     """
     if method not in METHODS:
-        raise BenchError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
+        raise BenchError(f'"{method}" is not a method of the comparison; they are {", ".join(METHODS)}.')
     configs: dict[str, dict[str, Any] | None] = {"": None}
     kind = drafts.eagle and kind_of_model(drafts.eagle)
     chains: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from vllm_gsd.tools.distill.options import DistillError
 from vllm_gsd.tools.distill.packs import Packs, batches
 from vllm_gsd.tools.distill.target import Target
 
-# About so many answers are read, and so many at a time.
+# About how many answers are read, and how many of them at a time.
 TEXTS, PACK = 384, 16
 RIDGE = 0.02
 # Random weights are kept at this size beside the fitted ones, so that training can tell them apart.
