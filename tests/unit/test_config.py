@@ -183,7 +183,7 @@ def test_wrong_inline_json(inline, parts):
         ("a" * 10_000, ["cannot be read", "JSON file"]),
         ("x\0y", ["JSON"]),
         ("line\nbreak", [r"line\nbreak", "does not exist"]),
-        ("/dev/zero", ["/dev/zero", "no regular file"]),
+        ("/dev/zero", ["/dev/zero", "not a regular file"]),
     ],
 )
 def test_wrong_paths(tmp_path, monkeypatch, path, parts):

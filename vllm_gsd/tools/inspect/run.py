@@ -9,6 +9,7 @@ from vllm_gsd.config.draft_check import local_folder
 from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.tools.inspect.trace import Trace, TraceError, read_traces
 from vllm_gsd.tools.prompt_file import token_ids_of
+from vllm_gsd.upstream import wire
 
 # Most tokens of prompt and answer, unless the engine's arguments say otherwise.
 LONGEST = 4096
@@ -38,7 +39,7 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     try:
         llm = LLM(target, speculative_config=gsd, **{**defaults, **engine_args})
         ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"gsd_trace": True})
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=wire.asking_for_trace())
         (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     except GSDConfigError:
         raise
