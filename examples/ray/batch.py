@@ -63,7 +63,7 @@ def read_lines(path: Path, text: str, keys: tuple[str, ...]) -> list[dict]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not all(key in row for key in keys):
-            raise SystemExit(f"Line {number} of {path} is no JSON object with {' and '.join(keys)}.")
+            raise SystemExit(f"Line {number} of {path} is not a JSON object with {' and '.join(keys)}.")
         if not isinstance(row["id"], str | int | float):
             id_ = json.dumps(row["id"])
             raise SystemExit(f"Line {number} of {path} has the id {id_}, but ids must be strings or numbers.")

@@ -1,7 +1,7 @@
-"""The build backend: setuptools' own, with the torch that the kernels are going to be loaded by.
+"""The build backend: setuptools' own, with the torch that will load the kernels.
 
-Compiled code fits one release of torch only. pip builds in an environment of its own, which hides the torch of the
-environment that is installed into; here it is brought into sight. Where there is none, the build requires vLLM's.
+Compiled code fits one release of torch only. pip builds in an isolated environment, which hides the torch of the
+environment that it installs into. This backend makes that torch visible. If there is none, the build requires vLLM's.
 """
 
 import json

@@ -94,7 +94,7 @@ def assigning_functions() -> set[str]:
     functions = set()
     for file in (ROOT / "vllm_gsd/upstream").glob("*.py"):
         for violation in violations(file.read_text()):
-            if not violation.what.startswith("spells"):
+            if not violation.what.startswith(("spells", "exposes", "imports")):
                 functions.add(f"{file.stem}.{violation.function}")
     return functions
 

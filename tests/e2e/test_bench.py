@@ -1,4 +1,4 @@
-"""``vllm-gsd bench`` on the tiny pair: it runs every method and writes JSON, pictures and a page."""
+"""``vllm-gsd bench`` on the tiny pair: it runs every method and writes JSON and a page."""
 
 import json
 import subprocess
@@ -26,6 +26,41 @@ def command(tiny_pair, preforked, tmp_path):
     ]  # fmt: skip
 
 
+def check_row(method, row):
+    speed = row["tokens_per_second"]
+    assert 0 < speed["min"] <= speed["median"] <= speed["max"]
+    assert row["ttft_ms"]["median"] > 0
+    assert row["tpot_ms"]["median"] > 0
+    assert row["peak_mb"] > 0
+    assert row["ratio_to_plain"]["median"] > 0
+    assert row["answers"]["prompt"] > 0 and 1 <= row["answers"]["tokens"] <= 12
+    assert 0 < row["decode"]["requests"] <= 3 and row["decode"]["step_ms"] > 0
+    assert row["planner"] is None  # a fixed budget needs no plan
+    parts = row["step_parts_ms"]
+    assert sum(parts.values()) == pytest.approx(row["step_ms"], rel=0.1)
+    assert parts["target forward"] > 0
+    assert parts["attention"] > 0
+    assert parts["scheduler"] > 0
+    if method in ("plain", "gsd-off"):
+        assert row["tokens_per_step"]["max"] == 1
+        assert "ratio_to_off" not in row
+    elif method in ("ngram", "suffix"):  # the prompts contain no repetitions to copy
+        assert row["tokens_per_step"]["median"] >= 1
+    else:
+        assert row["tokens_per_step"]["median"] > 1.1
+        assert parts["draft"] > 0
+        assert row["acceptance_by_depth"][0] > 0.1
+    if method in ("gsd", "gsd-tree", "gsd-chain"):
+        gain = row["ratio_to_off"]["median"]
+        assert row["efficiency"] == pytest.approx(gain / row["tokens_per_step"]["median"])
+        levels = row["draft_levels"]
+        assert levels["per_step"] * levels["forward_ms"] == pytest.approx(parts["draft forward"])
+        assert levels["per_step"] * levels["beside_ms"] == pytest.approx(parts["draft"])
+        assert levels["per_step"] > 1
+    else:
+        assert "draft_levels" not in row
+
+
 def test_all_methods(command, tmp_path):
     methods = "plain,draft_model,ngram,suffix,gsd-off,gsd,gsd-tree,gsd-chain"
     command += ["--methods", methods, "--chain-lengths", "2", "--batch-sizes", "1,3", "--repeats", "2"]
@@ -40,38 +75,7 @@ def test_all_methods(command, tmp_path):
     for rows in report["batches"].values():
         assert list(rows) == ran
         for method, row in rows.items():
-            speed = row["tokens_per_second"]
-            assert 0 < speed["min"] <= speed["median"] <= speed["max"]
-            assert row["ttft_ms"]["median"] > 0
-            assert row["tpot_ms"]["median"] > 0
-            assert row["peak_mb"] > 0
-            assert row["ratio_to_plain"]["median"] > 0
-            assert row["answers"]["prompt"] > 0 and 1 <= row["answers"]["tokens"] <= 12
-            assert 0 < row["decode"]["requests"] <= 3 and row["decode"]["step_ms"] > 0
-            assert row["planner"] is None  # a fixed budget needs no plan
-            parts = row["step_parts_ms"]
-            assert sum(parts.values()) == pytest.approx(row["step_ms"], rel=0.1)
-            assert parts["target forward"] > 0
-            assert parts["attention"] > 0
-            assert parts["scheduler"] > 0
-            if method in ("plain", "gsd-off"):
-                assert row["tokens_per_step"]["max"] == 1
-                assert "ratio_to_off" not in row
-            elif method in ("ngram", "suffix"):  # the prompts contain no repetitions to copy
-                assert row["tokens_per_step"]["median"] >= 1
-            else:
-                assert row["tokens_per_step"]["median"] > 1.1
-                assert parts["draft"] > 0
-                assert row["acceptance_by_depth"][0] > 0.1
-            if method in ("gsd", "gsd-tree", "gsd-chain"):
-                gain = row["ratio_to_off"]["median"]
-                assert row["efficiency"] == pytest.approx(gain / row["tokens_per_step"]["median"])
-                levels = row["draft_levels"]
-                assert levels["per_step"] * levels["forward_ms"] == pytest.approx(parts["draft forward"])
-                assert levels["per_step"] * levels["beside_ms"] == pytest.approx(parts["draft"])
-                assert levels["per_step"] > 1
-            else:
-                assert "draft_levels" not in row
+            check_row(method, row)
         logs = {log.stem for log in (tmp_path / "out" / "logs").iterdir()}
         assert "gsd-eager" in logs and "gsd-off-eager" not in logs  # requests that opt out share its engine
         assert rows["plain"]["ratio_to_plain"]["max"] == rows["plain"]["tokens_per_step"]["max"] == 1
@@ -155,7 +159,7 @@ def test_apart_with_a_choice_and_analyses(command, preforked, tiny_pair, tiny_bl
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (["--methods", "plain,medusa"], '"medusa" is no method of the comparison'),
+        (["--methods", "plain,medusa"], '"medusa" is not a method of the comparison'),
         (["--modes", "fast"], '--modes has "fast"'),
         (["--batch-sizes", "0"], '--batch-sizes is "0"'),
         (["--contexts", "8,-1"], '--contexts is "8,-1"'),

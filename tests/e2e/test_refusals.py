@@ -66,7 +66,7 @@ DRAFTS = {
     "broken-config": ["config.json", "vocab_size"],
     "more-words": ["600 tokens", "512"],
     "other-words": ["tokens other ids", "same tokenizer"],
-    "nobody/no-such-model": ["no folder here", "the hub"],
+    "nobody/no-such-model": ["not a local folder", "the hub"],
 }
 # Engine arguments that gsd does not support, with a good config.
 ARGUMENTS = {

@@ -27,6 +27,24 @@ BLOCKS = {
 }
 
 
+def _config(kind: str, vocab: int) -> dict:
+    return {
+        "architectures": [{"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}.get(kind, "Qwen3DSparkModel")],
+        "model_type": "qwen3",
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "block_size": 8,
+    }
+
+
 def build_tiny_block(
     kind: str,
     target: Path,
@@ -48,21 +66,7 @@ def build_tiny_block(
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
     own = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
     weights = _backbone()
-    config = {
-        "architectures": [{"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}.get(kind, "Qwen3DSparkModel")],
-        "model_type": "qwen3",
-        "vocab_size": vocab,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 96,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "block_size": 8,
-    }
+    config = _config(kind, vocab)
     if kind == "dspark":
         config |= {**own, "markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
         ids = torch.arange(0, vocab, 2) if trimmed else torch.arange(vocab)

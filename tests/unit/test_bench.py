@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.tools.bench import analyses, contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
+from vllm_gsd.tools.bench.categories import forms as forms_by_category
 from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.engine import run as answer_job
 from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
@@ -151,6 +152,14 @@ def test_forms_share_one_engine_and_analyses_are_compiled_if_anything_is(tmp_pat
     plan = run.Plan(["gsd"], ["compiled", "eager"], [1], Drafts.of("draft"), {}, [], forms=True, analyses=True)
     assert run.bench(plan, work, {}, tmp_path)["analyses"] is True
     assert started == [GRAPH]
+
+
+def test_shares_of_accepted_nodes_count_copies_from_other_answers():
+    accepted = {"native": 5, "merged": 1, "ngram": 1, "shared": 2, "agreed": 1}
+    counters = {"vllm:gsd_target_steps": 8, **{f"vllm:gsd_nodes_accepted_{name}": n for name, n in accepted.items()}}
+    runs = SimpleNamespace(parts={"gsd": {1: {"requests": [{"counters": counters}]}}})
+    found = forms_by_category(runs, SimpleNamespace(requests=requests(1)))["a"]["gsd"]
+    assert {name: found[f"accepted_{name}"] for name in accepted} == {name: n / 10 for name, n in accepted.items()}
 
 
 def test_forms_of_another_model_runner_are_refused_in_a_sentence():

@@ -95,7 +95,7 @@ DAMAGE = {
     "laguna": (
         "dflash",
         keys(architectures=["DFlashLagunaForCausalLM"], model_type="laguna"),
-        ["DFlashLagunaForCausalLM", "norm the context"],
+        ["DFlashLagunaForCausalLM", "normalise the context"],
     ),
     "another class": ("dflash", keys(architectures=["MuseGlimmerAssistantModel"]), ["MuseGlimmerAssistantModel"]),
     "windows of no size": ("dflash", keys(layer_types=["sliding_attention"]), ["sliding windows", "sliding_window"]),

@@ -183,7 +183,7 @@ def test_wrong_inline_json(inline, parts):
         ("a" * 10_000, ["cannot be read", "JSON file"]),
         ("x\0y", ["JSON"]),
         ("line\nbreak", [r"line\nbreak", "does not exist"]),
-        ("/dev/zero", ["/dev/zero", "no regular file"]),
+        ("/dev/zero", ["/dev/zero", "not a regular file"]),
     ],
 )
 def test_wrong_paths(tmp_path, monkeypatch, path, parts):
@@ -405,14 +405,14 @@ def test_missing_drafts(tmp_path, monkeypatch):
     assert "does not exist" in draft_refusal(tmp_path / "nowhere", 3)
     assert "without config.json" in draft_refusal(tmp_path, 3)
     (tmp_path / "draft.gguf").write_bytes(b"GGUF")
-    assert "is no folder" in draft_refusal(tmp_path / "draft.gguf", 3)
+    assert "is not a folder" in draft_refusal(tmp_path / "draft.gguf", 3)
     assert "does not exist" in draft_refusal("s3://bucket/draft", 3)
     assert "does not exist" in draft_refusal("./draft", 3)
 
 
 def test_hub_id_that_cannot_be_had(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "could not be had from the hub" in draft_refusal("some/draft-that-is-not-there", 3)
+    assert "could not be read from the hub" in draft_refusal("some/draft-that-is-not-there", 3)
 
 
 @pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"vocab_size": "many"}', '{"text_config": {}}'])

@@ -39,8 +39,8 @@ def test_several_requests_are_told_apart(tmp_path):
     [
         (None, "cannot be read"),
         ("", "has no request"),
-        ("no JSON\n", "Line 1 .* is no record"),
-        ("[" * 100_000 + "\n", "Line 1 .* is no record"),
+        ("no JSON\n", "Line 1 .* is not a record"),
+        ("[" * 100_000 + "\n", "Line 1 .* is not a record"),
         (lines([{**REQUEST, "version": 2}]), "has version 2 .* reads 1"),
     ],
 )

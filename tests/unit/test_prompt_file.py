@@ -35,7 +35,7 @@ def test_byte_order_mark(file):
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"])
 def test_deep_nesting_is_no_prompt(file, line):
     file.write_text('{"prompt": "one"}\n' + line)
-    with pytest.raises(ToolError, match=r"Line 2 of .* is no JSON object"):
+    with pytest.raises(ToolError, match=r"Line 2 of .* is not a JSON object"):
         read_requests(file)
 
 

@@ -61,7 +61,7 @@ def test_prompts(batch, tmp_path, monkeypatch):
     prompts.write_text('{"id": 1, "prompt": "one"}\n{"id": 2}\n')
     words = ["--target", "t", "--gsd", "g", "--prompts", str(prompts), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["batch.py", *words])
-    with pytest.raises(SystemExit, match=r"Line 2 of .*prompts\.jsonl is no JSON object with id and prompt"):
+    with pytest.raises(SystemExit, match=r"Line 2 of .*prompts\.jsonl is not a JSON object with id and prompt"):
         batch.main()
     assert out.read_text() == LINES + "{"
 

@@ -19,9 +19,10 @@ _ARCHITECTURES = {
 }
 # Why others are refused, by what is in their names.
 _OTHERS = {
-    "laguna": "whose layers norm the context each with weights of their own, gate their output and have no causality",
-    "deepseek": "whose attention is latent (MLA)",
-    "k3": "whose attention is latent (MLA)",
+    "laguna": "whose layers normalise the context with their own weights, gate their output and do not declare "
+    "causality",
+    "deepseek": "which uses multi-head latent attention (MLA)",
+    "k3": "which uses multi-head latent attention (MLA)",
 }
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _SLIDING = "sliding_attention"

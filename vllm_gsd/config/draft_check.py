@@ -56,7 +56,7 @@ def check_draft(
         return  # vLLM downloads it from a hub for which we have no client, and reports what is missing
     draft = draft or _from_hub(model)
     if not (draft / "config.json").is_file():
-        what = "is a folder without config.json" if draft.is_dir() else "is no folder"
+        what = "is a folder without config.json" if draft.is_dir() else "is not a folder"
         _refuse(model, f"{what}, but must be the folder of a Hugging Face model")
     if not (config := read_config(draft)):
         _refuse(model, _UNREADABLE)
@@ -121,7 +121,7 @@ def _aux_problem(kind: str, draft: Path, config: dict, target: dict, draft_vocab
         if problem := eagle3_problem(draft, keys, target):
             return problem
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return f"has a config.json that lacks or garbles {error}, but must be a whole draft of kind {kind}"
+        return f"has a config.json in which {error} is missing or malformed, but must be a whole draft of kind {kind}"
     own = keys.get("draft_vocab_size", keys["vocab_size"])
     if draft_vocab_size is not None and own != keys["vocab_size"]:
         return f'has a vocabulary of {own} tokens of its own, but must have all tokens for "draft_vocab_size"'
@@ -160,7 +160,7 @@ def _from_hub(model: str) -> Path:
         return Path(hf_hub_download(model, "config.json")).parent
     except Exception as error:  # the hub client and its HTTP library raise many kinds
         reason = type(error).__name__
-        _refuse(model, f"is no folder here and could not be had from the hub ({reason})")
+        _refuse(model, f"is not a local folder and could not be read from the hub ({reason})")
 
 
 def _vocab_size(model: str, config: dict) -> int:

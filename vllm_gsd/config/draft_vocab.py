@@ -64,5 +64,5 @@ def _checked(stored: Any, vocab_size: int) -> np.ndarray:
         ids = np.zeros(0)
     whole = ids.ndim == 1 and len(ids) > 0 and np.issubdtype(ids.dtype, np.integer)
     if not whole or ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) != len(ids):
-        fail(f'"model" has a file {FILE} that is no list of different tokens of its vocabulary under "token_ids"')
+        fail(f'"model" has a file {FILE} that does not list different tokens of its vocabulary under "token_ids"')
     return ids.astype(np.int64)

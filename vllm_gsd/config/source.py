@@ -88,7 +88,7 @@ def with_underscores(keys: dict[Any, Any], origin: str) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for key, value in keys.items():
         if not isinstance(key, str):
-            fail(f"the key {shown(key)} is no string, but keys must be strings", origin)
+            fail(f"the key {shown(key)} is not a string, but keys must be strings", origin)
         name = key.replace("-", "_")
         if name in renamed:
             fail(f"{shown(name)} is given with '-' and with '_', but must be given once", origin)
@@ -119,7 +119,7 @@ def _why_not_a_file(file: Path) -> str:
     if not file.exists():
         return "does not exist; give a path of a JSON file or a JSON object"
     if not file.is_file():  # a pipe could block, and a device might never end
-        return "is no regular file, but must be a JSON file"
+        return "is not a regular file, but must be a JSON file"
     return ""
 
 

@@ -247,7 +247,7 @@ REFUSALS = (
         "routed experts in outputs",
         lambda e: e.config.speculates and e.vllm_config.aux_output_config.enabled,
         "leave it out",
-        name="--enable-return-routed-experts, which reads a step's rows in order, where accepted nodes need not be",
+        name="--enable-return-routed-experts, which reads rows that need not be those of accepted nodes",
     ),
     Refusal("trace replay", lambda e: e.model.enable_trace_replay, "leave --enable-trace-replay off", runners=("V2",)),
     Refusal(

@@ -11,7 +11,7 @@ import numpy as np
 from vllm_gsd.host import chances, learn, learn_of_requests
 from vllm_gsd.method.constants import KEEP, NATIVE, NUM_BINS, NUM_DEPTHS, NUM_SOURCES, OWN_PRIOR, PRIOR
 
-# Promised nodes that a cell's evidence amounts to at least after steps that verified nothing.
+# Steps that verify nothing let a cell's evidence fade to no less than this many promised nodes.
 LEAST_EVIDENCE = 5.0
 
 
@@ -39,8 +39,8 @@ class Calibration:
     def rest(self) -> None:
         """Let the evidence fade in a step that verified nothing, but not the factors.
 
-        While speculation does not pay, a probe verifies a few nodes every some hundred steps. Beside the evidence of
-        many full steps, the planner would not learn from them that nodes have become better.
+        While speculation does not pay, a probe verifies a few nodes every few hundred steps. Against the evidence of
+        many full steps, they would not show the planner that nodes have become better.
         """
         keep = np.where(self.promised > LEAST_EVIDENCE, KEEP, 1.0)
         self.promised *= keep

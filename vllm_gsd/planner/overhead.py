@@ -58,8 +58,8 @@ class Overhead:
     def rest_drafts(self) -> None:
         """Let the evidence on drafting fade in a step that adds none.
 
-        Otherwise drafting that other load has slowed down for a while would be thought slow for ever: probes run over
-        text that the draft has missed, so their times are not typical.
+        Otherwise drafting that other load slowed down for a while would count as slow for ever: probes run over text
+        that the draft has missed, so their times are not typical and teach nothing.
         """
         self.draft.observe(np.zeros(2), 0.0, 0.0)
 

@@ -32,8 +32,8 @@ PROBE_REQUESTS = 2
 # are noisy, and a draft model that resumes must first run the text that it has missed.
 TAKE_UP_ABOVE = 1.03
 # Steps to the first plain step while drafting pays, to learn what a plain step takes. Each further one waits twice as
-# long, up to the maximum. The count is anew for each power of two of requests, since what graphs cost beyond the table
-# is unknown at first and differs with the batch.
+# long, up to the maximum. Batches are counted by powers of two of their size, since what graphs cost beyond the
+# table is unknown at first and differs with the batch.
 PLAIN_AFTER, PLAIN_EVERY = 4, 100
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6
@@ -103,7 +103,7 @@ class Planner:
 
     @contextmanager
     def given(self, levels: int | None) -> Iterator[None]:
-        """Within, draft so many levels, or all, and verify every node; what was planned for the step stays."""
+        """Inside this context, draft ``levels`` levels (None for all) and verify every node; then restore the plan."""
         kept = vars(self).copy()
         self.given_levels = len(self.levels) if levels is None else levels
         try:
@@ -120,7 +120,7 @@ class Planner:
         return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle
 
     def put_off(self) -> None:
-        """Probe in the next step instead, if in this one: there is no request to draft for."""
+        """If this step was to probe, probe in the next one instead, because there is no request to draft for."""
         if self.due:
             self.pause, self.next_probe = max(PROBE_EVERY, self.pause // 2), self.steps + 1
 
@@ -160,7 +160,7 @@ class Planner:
         return self.probing
 
     def _plain_step_is_due(self) -> bool:
-        """Count a step in which drafting pays, and tell whether it shall draft nothing to learn what that takes."""
+        """Count a step in which drafting pays; return whether to draft nothing in it, to time a plain step."""
         size = self.num_requests.bit_length()
         left, pause = self.plain_steps.get(size, (PLAIN_AFTER, PLAIN_AFTER))
         due = left <= 1

@@ -66,7 +66,8 @@ def _request(line: str, number: int, path: Path) -> Request:
             case {"turns": [str(text), *_]} | {"prompt": str(text)}:
                 return Request([{"role": "user", "content": text}], category)
     raise ToolError(
-        f'Line {number} of {str(path)!r} is no JSON object with "prompt", "turns" or "messages" of roles and contents.'
+        f'Line {number} of {str(path)!r} is not a JSON object with "prompt", "turns" or "messages" (with roles and '
+        "contents)."
     )
 
 

@@ -144,7 +144,7 @@ CHANGES = (
         when="engine",
         delta="Builds layers with full attention instead of chunked local attention if no text is longer than a chunk.",
         reason="Both attend the same keys then, and graphs attend with layers of the first kind.",
-        expiry="gsd's kernels know chunks.",
+        expiry="gsd's kernels support chunks.",
         contract="test_upstream.py::test_fields",
         kind="attribute",
     ),
@@ -344,7 +344,7 @@ CHANGES = (
         when="engine",
         delta="Clears sliding_window of the layers of a draft of whole blocks, whose attention still has its window.",
         reason="Layers with the attribute get blocks of their own, which vLLM frees behind the window.",
-        expiry="gsd has several block tables.",
+        expiry="gsd supports several block tables.",
         contract="test_inventory.py::test_windows_of_attention_and_of_its_cache",
     ),
     Patch(

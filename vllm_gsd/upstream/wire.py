@@ -137,6 +137,16 @@ def note_packed_weights(vllm_config: VllmConfig, packing: dict[str, int] | None)
     vllm_config.additional_config[_PACKED_KEY] = packing
 
 
+def opting_out() -> dict[str, Any]:
+    """``SamplingParams.extra_args`` of a request that is decoded without a graph."""
+    return {_REQUEST_KEY: False}
+
+
+def asking_for_trace() -> dict[str, Any]:
+    """``SamplingParams.extra_args`` of a request that is traced."""
+    return {_TRACE_KEY: True}
+
+
 def opts_out(sampling_params: SamplingParams) -> bool:
     """Whether a request asks to be decoded without a graph: ``SamplingParams(extra_args={"gsd": False})``."""
     # Over HTTP, vLLM converts false to 0.
@@ -158,7 +168,7 @@ def check_request(sampling_params: SamplingParams, speculative_config: Speculati
     """Check what a request asks of gsd.
 
     Raises:
-        VLLMValidationError: a wish is neither true nor false, or the engine allows no traces. A server answers 400.
+        VLLMValidationError: a key is neither true nor false, or the engine allows no traces. A server answers 400.
     """
     from vllm.exceptions import VLLMValidationError
 

@@ -99,24 +99,10 @@ class PagedCase:
 
 
 def paged_case(
-    rows=(5,),
-    prefixes=(40,),
-    num_heads=4,
-    kv_heads=2,
-    head_size=64,
-    block_size=16,
-    dtype=torch.float32,
-    kv_dtype=None,
-    physical="nhd",
-    sliding_window=-1,
-    softcap=0.0,
-    sinks=False,
-    scales=False,
-    words=None,
-    seed=0,
-    device="cpu",
+    rows=(5,), prefixes=(40,), num_heads=4, kv_heads=2, head_size=64, block_size=16, dtype=torch.float32, kv_dtype=None,
+    physical="nhd", sliding_window=-1, softcap=0.0, sinks=False, scales=False, words=None, seed=0, device="cpu",
     **launch,
-) -> PagedCase:
+) -> PagedCase:  # fmt: skip
     """Requests with ``rows[i]`` tree rows behind ``prefixes[i]`` tokens, in shuffled blocks.
 
     ``physical``: the order in memory, "nhd" (tokens before heads) or "hnd"; vLLM has both under one logical shape.

@@ -127,7 +127,7 @@ class TreeCPUAttentionBackend(TreeBackend, CPUAttentionBackend):
     """Upstream's backend with a tree-aware implementation."""
 
     builder, impl = TreeCPUAttentionMetadataBuilder, TreeCPUAttentionImpl
-    # One call of Python a layer instead of two, of some 20 microseconds each.
+    # Saves a Python call per layer, some 20 microseconds.
     forward_includes_kv_cache_update = True
 
 

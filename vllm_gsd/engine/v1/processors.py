@@ -75,6 +75,6 @@ def tell_of_processors(processors: LogitsProcessors) -> None:
         if type(processor) not in BUILTIN_LOGITS_PROCESSORS and not asks_by_request(processor):
             logger.warning(
                 "The logits processor %s sees all requests of a batch at once, so a step of gsd accepts no more tokens "
-                "of any request than of the one with the fewest; an AdapterLogitsProcessor does not limit it so.",
+                "of any request than of the one with the fewest; an AdapterLogitsProcessor has no such limit.",
                 type(processor).__name__,
             )

@@ -208,7 +208,7 @@ class DeviceDrafting:
                 self.drafter.stats.counts["draft_forwards"] += len(widths)
 
     def run_idle(self, count: int, levels: int) -> None:
-        """Run the draft phase as for ``count`` requests, but for none, to measure its cost."""
+        """Run the draft phase over padding for ``count`` requests, to measure its cost."""
         for first in range(0, count, self.most):
             part = min(self.most, count - first)
             graphs = self.cuda_graphs()

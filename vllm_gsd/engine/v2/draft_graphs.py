@@ -13,7 +13,7 @@ from vllm_gsd.engine.v2.device_drafting import DeviceDrafting
 
 
 def sizes(most: int) -> list[int]:
-    """Numbers of requests to capture for: 1, 2, 3, 4, 6, 8, 12... and ``most``, so that a third at most is padding."""
+    """Numbers of requests to capture for: 1, 2, 3, 4, 6, 8, 12... and ``most``, so that at most a third is padding."""
     powers = [2**of for of in range(most.bit_length())]
     return sorted({size for power in powers for size in (power, 3 * power) if size < most} | {most})
 

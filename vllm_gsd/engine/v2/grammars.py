@@ -47,15 +47,15 @@ class WorkerGrammars:
     def choose(self, request_id: str, output: list[int], proposed: ProposedTree) -> GrammarTree | None:
         """Choose the nodes to verify as ``allowed_nodes`` does.
 
-        All tensor-parallel ranks choose the same, as the others wait for grammars that the first rank has compiled.
+        All tensor-parallel ranks make the same choice: the others wait for grammars that the first rank has compiled.
 
         Args:
             output: all tokens that it has generated.
             proposed: its proposed nodes.
 
         Returns:
-            None if the grammar is still being compiled, has ended or does not accept the output, as after reasoning
-            that only the scheduler knows the end of.
+            None if the grammar is still being compiled, has ended or does not accept the output, for example
+            after reasoning, whose end only the scheduler knows.
         """
         request = self.requests.get(request_id)
         if request is None:

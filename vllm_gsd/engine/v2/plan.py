@@ -3,9 +3,9 @@
 Only the device knows the graphs of the step under way, so the plan is made with the latest graphs that have arrived on
 the host, a step or two old: their values stand for those of the next graphs. Whatever it decides is lossless, because
 every share of a graph is a valid tree. Each request has its own share. If full CUDA graphs of the target were captured,
-all have one of the shares that these hold. The draft phase runs as many levels as the planner would add one by one to
-the latest graphs; CUDA graphs of it were captured for a few numbers of levels. Tensor-parallel ranks decide alike: they
-learn of the same graphs at the same time, and use the first rank's clock.
+all requests get the same one of the shares that were captured. The draft phase runs as many levels as the planner would
+add one by one to the latest graphs; CUDA graphs of it were captured for a few numbers of levels. Tensor-parallel ranks
+decide alike: they learn of the same graphs at the same time, and use the first rank's clock.
 """
 
 from typing import NamedTuple
@@ -45,9 +45,9 @@ class Plan:
     def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int, num_levels: int) -> None:
         self.speculation = speculation
         self.num_nodes = num_nodes
-        self.levels = list(range(1, num_levels + 1))  # of these the planner chooses one
-        self.most = num_nodes  # of these, how many the scheduler gives each request in the next step
-        # If full CUDA graphs of the target were captured, their numbers of nodes, and none.
+        self.levels = list(range(1, num_levels + 1))  # the numbers of levels that the planner chooses from
+        self.most = num_nodes  # how many nodes the scheduler gives each request in the next step
+        # The numbers of nodes for which full CUDA graphs of the target were captured, and 0; empty without them.
         self.captured: list[int] = []
         # By slot, how many nodes of the next graph are verified.
         self.shares = np.full(num_slots, num_nodes, np.int64)
@@ -149,7 +149,7 @@ class Plan:
     def _frontiers(self, slots: np.ndarray) -> list[np.ndarray]:
         """Values of the nodes that each draft level but the last adds to the graphs in some slots, as far as known.
 
-        The graphs of new requests are those in which every node has the average children.
+        In the graph of a new request, every node is expected to have the average children.
         """
         known = self.seen[slots] == DRAFTED
         drafted = self._real(slots) & self.drafted[slots] & known[:, None]
@@ -167,9 +167,10 @@ class Plan:
         return np.arange(self.num_nodes) < self.size[slots][:, None]
 
     def _expected(self, slots: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Values and sizes of the next graphs: those of the latest ones if these were of the same kind.
+        """Values and sizes that are expected of the next graphs.
 
-        Drafted graphs are otherwise like the average one, and of drafted ones the copied nodes remain.
+        They are those of the request's latest graph, without the drafted nodes that will not be drafted again. After a
+        graph that was not drafted, a drafted one is expected to be the average one.
         """
         levels = np.where(kinds == COPIES_ONLY, 0, self.levels[-1] if self.phase.levels is None else self.phase.levels)
         left_out = ~self.copied[slots] & (self.depth[slots] > levels[:, None])

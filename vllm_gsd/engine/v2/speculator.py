@@ -56,8 +56,8 @@ class GraphSpeculator(BaseSpeculator):
     The host learns from the accepted tokens later, when they have been copied. It looks up what other requests'
     responses suggest for the text that it knows by then; the device skips what was accepted since. The graphs of
     requests with a grammar depend on the host. The host waits for the accepted tokens of such requests and grows their
-    graphs itself, while the device drafts for the others. Tensor-parallel ranks
-    draft from the first rank's candidates and learn of each step at the same time, so all draft the same graphs.
+    graphs itself, while the device drafts for the others. Tensor-parallel ranks draft from the first rank's candidates
+    and learn of each step at the same time, so all draft the same graphs.
     """
 
     supports_mm_inputs = False

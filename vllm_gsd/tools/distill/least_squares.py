@@ -17,7 +17,7 @@ from vllm_gsd.tools.distill.target import Target
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.prompt_file import thinned
 
-# About so many answers are read, and so many at a time.
+# About how many answers are read, and how many of them at a time.
 TEXTS, PACK = 384, 16
 RIDGE = 0.02
 # Random weights are kept at this size beside the fitted ones, so that training can tell them apart.

@@ -130,7 +130,7 @@ def _check(options: Options, out: Path, work: Path) -> None:
 def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
     """Refuse a draft of another kind or for another target."""
     if not (Path(init) / "config.json").is_file():
-        raise ToolError(f"--init {init!r} is no folder with a config.json; give the folder of a draft.")
+        raise ToolError(f"--init {init!r} is not a folder with a config.json; give the folder of a draft.")
     kind = kind_of(Path(init))
     if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
         raise ToolError(f"--init {init!r} is of kind {kind}, but --kind is {options.kind}.")

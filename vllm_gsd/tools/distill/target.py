@@ -20,7 +20,7 @@ def check_target(folder: Path) -> dict[str, Any]:
     """
     if not (config := read_config(folder)):
         raise ToolError(
-            f"The target {str(folder)!r} is no folder with a readable config.json; give a folder, not a hub id."
+            f"The target {str(folder)!r} is not a folder with a readable config.json; give a folder, not a hub id."
         )
     if config.get("model_type") not in LLAMA_LIKE:
         allowed = ", ".join(LLAMA_LIKE)

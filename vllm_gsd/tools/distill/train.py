@@ -14,9 +14,9 @@ from vllm_gsd.tools.distill.stages import kept, logger, stage
 from vllm_gsd.tools.distill.students import Student
 
 WARM_UP = 0.05
-# How much longer than usual a pack may be before it takes twice the space.
+# Packs up to this much longer than usual are padded to one size; longer ones take twice that.
 SLACK = 1.35
-# Flex attention computes blocks of so many positions.
+# The number of positions in a block of flex attention.
 ATTENTION_BLOCK = 128
 
 

@@ -10,6 +10,7 @@ from vllm_gsd.config.draft_kind import positions_of
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.inspect.trace import Trace, read_traces
 from vllm_gsd.tools.prompt_file import token_ids_of
+from vllm_gsd.upstream import wire
 
 # Most tokens of prompt and answer, unless the engine's arguments say otherwise.
 LONGEST = 4096
@@ -39,7 +40,7 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
     try:
         llm = LLM(target, speculative_config=gsd, **{**defaults, **engine_args})
         ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={"gsd_trace": True})
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=wire.asking_for_trace())
         (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     except GSDConfigError:
         raise

@@ -71,7 +71,7 @@ def _record(line: bytes, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or record.get("event") not in ("request", "step") or "request" not in record:
-        raise ToolError(f'{name} is no record of a trace; give the file that gsd.json names as "trace".')
+        raise ToolError(f'{name} is not a record of a trace; give the file that gsd.json names as "trace".')
     if record["event"] == "request" and record.get("version") != VERSION:
         raise ToolError(f"{name} has version {record.get('version')} of the format, but this command reads {VERSION}.")
     return record

@@ -1,4 +1,4 @@
-"""Machines from data sheets of GPUs. A few steps on an H200 have been compared with what it predicts."""
+"""Machines from data sheets of GPUs. Only a few steps on an H200 have been compared with the predictions."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ GPUS = {
 BANDWIDTH, ARITHMETIC = 0.75, 0.5
 # Milliseconds of a step and of a draft level beside their forwards, if both replay CUDA graphs.
 STEP_MS, LEVEL_MS = 1.0, 0.15
-# What of this has been compared with measurements (docs/experiments/2026-11-26-06-on-an-h200.md).
+# What has been compared with measurements (docs/experiments/2026-11-26-06-on-an-h200.md).
 COMPARED = "Steps of 8B at 1 and 8 requests on an H200 took 92 to 106% of this; nothing else was compared with a GPU."
 # Share of the memory that vLLM uses.
 MEMORY = 0.9

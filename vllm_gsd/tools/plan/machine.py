@@ -22,9 +22,9 @@ class Machine:
     node_ms: float
     draft_ms: float
     level_ms: float
-    prompt_ms: dict[str, Curve]  # what of a request is no decoding, by method ("plain", "off", "gsd") and requests
+    prompt_ms: dict[str, Curve]  # a request's time outside of decoding, by method ("plain", "off", "gsd") and requests
     most: int | None  # most requests whose context fits into memory; None if unknown
-    assumptions: list[str]  # sentences that tell where the numbers are from
+    assumptions: list[str]  # sentences that say where the numbers come from
 
 
 def curve(points: list[tuple[float, float]]) -> Curve:

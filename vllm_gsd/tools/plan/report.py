@@ -117,7 +117,7 @@ class Report:
         return curve([(row["requests"], row["step_ms"]) for row in rows])
 
     def _prompts(self, method: str) -> Curve:
-        """What of a request's time is no decoding step: chiefly its prompt."""
+        """A request's time outside of decoding steps, chiefly its prompt."""
         points = []
         for batch in self.batches:
             row = self.all[batch][method]
