@@ -26,7 +26,7 @@ from vllm_gsd.config.speculators_folder import is_speculators, speculators_probl
 # The kinds of drafts that gsd runs.
 KINDS = (LANGUAGE_MODEL, *EAGLE_KINDS, *BLOCK_KINDS)
 _ALLOWED = "a language model, an EAGLE or EAGLE-3 head, or a DFlash, DFlash2 or DSpark draft"
-# Kinds of the speculators package beside AUX_KINDS.
+# Kinds of the speculators package besides AUX_KINDS.
 _REFUSED_KINDS = ("peagle", "mtp")
 # How the config.json of a model with MTP modules counts them.
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
