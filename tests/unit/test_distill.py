@@ -289,7 +289,7 @@ class TestStudents:
             assert agreement(model, data, packs)["chain"] > 0
         finally:
             torch.compiler.set_stance("default")
-        assert "goes on without torch.compile" in caplog.text
+        assert "continues without torch.compile" in caplog.text
         assert model.hardware == flex._replace(attention="sdpa", pack=4)
         model.save(tmp_path / "draft")
         assert "flex" not in (tmp_path / "draft" / "config.json").read_text()

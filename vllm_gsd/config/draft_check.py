@@ -28,7 +28,7 @@ from vllm_gsd.config.speculators_folder import is_speculators, speculators_probl
 # The kinds of drafts that gsd runs.
 KINDS = (LANGUAGE_MODEL, *EAGLE_KINDS, *BLOCK_KINDS)
 _ALLOWED = "a language model, an EAGLE or EAGLE-3 head, or a DFlash, DFlash2 or DSpark draft"
-# Kinds of the speculators package beside AUX_KINDS.
+# Kinds of the speculators package besides AUX_KINDS.
 _REFUSED_KINDS = ("peagle", "mtp")
 _UNREADABLE = "has a config.json that is not readable or lacks vocab_size, but must be a whole model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -47,7 +47,7 @@ def check_tensor(
 
 
 def warps_for(lanes: int) -> int:
-    """Warps of a program over so many lanes: 8 lanes a thread up to 4096 lanes, since each takes some registers."""
+    """Warps of a program over this many lanes: 8 lanes a thread up to 4096 lanes, since each takes some registers."""
     return max(1, min(16, lanes // 256))
 
 

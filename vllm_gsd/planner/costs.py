@@ -46,7 +46,7 @@ class Costs:
         return float(read(self.tables[0], rows) + self.attention * attended)
 
     def draft_ms(self, rows: float, level: int = 0) -> float:
-        """Milliseconds of a draft level over ``rows`` rows, or for so many requests; the first level is 0."""
+        """Milliseconds of a draft level over ``rows`` rows, or for this many requests; the first level is 0."""
         return float(read(self.every[1 + min(level, len(self.every) - 2)], rows))
 
 

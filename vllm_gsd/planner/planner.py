@@ -218,7 +218,7 @@ class Planner:
     # --- while drafting ---------------------------------------------------------------------------
 
     def caught_up(self, rows: int) -> None:
-        """Record that the draft model ran over so many rows of committed text."""
+        """Record that the draft model ran over this many rows of committed text."""
         self.caught_up_rows += rows
 
     def drafted(self, probs: np.ndarray) -> None:

@@ -59,7 +59,7 @@ def by_level(levels: list[int], phases: np.ndarray) -> np.ndarray:
 
     Args:
         levels: numbers of levels, ascending.
-        phases: float64 [len(levels), n], times of draft phases with so many levels.
+        phases: float64 [len(levels), n], times of draft phases with these numbers of levels.
 
     Returns:
         float64 [levels[-1], n].

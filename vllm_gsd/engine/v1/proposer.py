@@ -45,7 +45,7 @@ class GraphProposer:
     def forget(self, request_ids: Collection[str]) -> None:
         """Store the responses of finished requests, whose records the runner still has, and drop their state."""
         shared = self.speculation.copies.shared
-        # In an order that all ranks have. Given is a set, and suggestions depend on the order of responses.
+        # Sorted, because suggestions depend on the order of responses and all ranks need the same suggestions.
         for request_id in sorted(request_ids):
             record = self.runner.requests.get(request_id)
             if shared is not None and record is not None:

@@ -279,7 +279,7 @@ class DeviceDrafting:
         flatten_graphs(bucket.graphs, self.trees, bucket.known.factor, bucket.known.trust)
 
     def _grow(self, drafter: Drafter, bucket: Bucket, num_levels: int, blocks: tuple[Any, ...]) -> None:
-        """Catch up on the texts and grow so many levels."""
+        """Catch up on the texts and grow ``num_levels`` levels."""
         (_, rows, tree), *levels = bucket.rows[:num_levels]
         features, model = drafter.features, drafter.model
         # No name keeps what the draft reads, so that it is freed before there are logits.

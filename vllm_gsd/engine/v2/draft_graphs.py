@@ -56,7 +56,7 @@ class DraftGraphs(CudaGraphManager):
         self.drafting.draft(size, levels)
 
     def size_for(self, count: int, levels: int) -> int | None:
-        """The smallest captured number of requests that holds ``count`` and drafts so many levels, or None."""
+        """The smallest captured number of requests, at least ``count``, that drafts ``levels`` levels, or None."""
         captured = [of for of, desc in self.variants.items() if desc in self.graphs]
         size = min((size for size, of in captured if size >= count and of == levels), default=None)
         self.stats.counts["cudagraph_misses" if size is None else "cudagraph_hits"] += 1

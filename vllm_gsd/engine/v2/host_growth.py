@@ -35,7 +35,7 @@ def grow_on_host(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndar
 
 
 def _grow(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, levels: int | None) -> None:
-    """Grow the graphs of these requests with so many draft levels; None for all."""
+    """Grow the graphs of these requests with ``levels`` draft levels; None for all."""
     speculation, batch = ours.speculation, ours.batch(input_batch, places)
     skipped = speculation.stats.counts["drafts_skipped"]  # the plan has counted them
     with speculation.planner.given(levels):

@@ -162,7 +162,7 @@ class GraphSpeculator(BaseSpeculator):
             # The last tokens of responses have arrived, because the scheduler has seen them. Ranks in step would leave
             # them in the queue.
             self.learn(wait=self.late.in_step)
-        # In an order that all ranks have. Given is a set, and suggestions depend on the order of responses.
+        # Sorted, because suggestions depend on the order of responses and all ranks need the same suggestions.
         for request_id in sorted(request_ids):
             record, slot = self.requests.pop(request_id, None), self.slots.pop(request_id, None)
             if slot is not None:

@@ -21,7 +21,7 @@ ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 96}
 INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
 # Numbers in an attention head of a language model, whose width is a multiple of it.
 HEAD_SIZE = 32
-# vLLM reads the states of so many layers for EAGLE-3 heads in the speculators package's format.
+# The number of layers whose states vLLM reads for EAGLE-3 heads in the speculators package's format.
 EAGLE3_LAYERS = 3
 
 

@@ -4,9 +4,9 @@ The states of an answer are bfloat16 [tokens, layers, hidden]. That of its last 
 need not have run it.
 
 A CPU runs the target slowly, so its states are stored: ``states/{name}.safetensors`` holds one tensor, ``states``, with
-those of all answers of ``answers/{name}.parquet``. On a GPU they are computed again for each pack. A pass of the target
-over a pack costs little beside the student's training on it, or, for a large target, in each epoch what storing would
-have cost once. Storing 9M tokens of a small target took 39 GB and more time than its training.
+those of all answers of ``answers/{name}.parquet``. On a GPU they are computed again for each pack. That costs
+little compared with training the student on the pack. For a large target, every epoch costs what storing would have
+cost once. Storing 9M tokens of a small target took 39 GB and more time than its training.
 """
 
 from collections.abc import Callable

@@ -69,7 +69,7 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
 
 
 def _try(model: Student, data: list[Answer], packs: Packs) -> None:
-    """Compile the model if that is of use, and go on without torch.compile if it fails."""
+    """Compile the model if that helps, and continue without torch.compile if it fails."""
     if model.hardware.attention == "sdpa":
         return
     packs.multiple = _usual_size(model, data)
@@ -79,7 +79,7 @@ def _try(model: Student, data: list[Answer], packs: Packs) -> None:
             _learn(model, batch)
             model.hardware.wait()
     except Exception as error:
-        logger.warning("training goes on without torch.compile, which failed: %s", error)
+        logger.warning("training continues without torch.compile, which failed: %s", error)
         model.go_plain()
     model.zero_grad()
     packs.multiple = _usual_size(model, data)

@@ -20,7 +20,7 @@ GPUS = {
 }
 # Shares of the data sheet's numbers that kernels reach.
 BANDWIDTH, ARITHMETIC = 0.75, 0.5
-# Milliseconds of a step and of a draft level beside their forwards, if both replay CUDA graphs.
+# Milliseconds of a step and of a draft level besides their forwards, if both replay CUDA graphs.
 STEP_MS, LEVEL_MS = 1.0, 0.15
 # What has been compared with measurements (docs/experiments/2026-11-26-06-on-an-h200.md).
 COMPARED = "Steps of 8B at 1 and 8 requests on an H200 took 92 to 106% of this; nothing else was compared with a GPU."
@@ -64,7 +64,7 @@ def machine_of(name: str, target: Shapes, draft: Shapes, workload: Workload) -> 
         assumptions=[
             f"One {name.upper()} by its data sheet: {tflops} dense bfloat16 TFLOPS, {bandwidth} GB/s, {memory} GB.",
             f"Kernels reach {BANDWIDTH:.0%} of the bandwidth and {ARITHMETIC:.0%} of the arithmetic.",
-            f"A step takes {STEP_MS} ms and a draft level {LEVEL_MS} ms beside their forwards.",
+            f"A step takes {STEP_MS} ms and a draft level {LEVEL_MS} ms besides their forwards.",
             "Weights, keys and values have two bytes per number.",
             "Our engine without speculation is as fast as plain vLLM.",
             "Acceptance is that of the report; it belongs to the models and the texts, not to the machine.",

@@ -17,7 +17,7 @@ class Machine:
     costs: Costs  # forwards of both models
     plain: Curve  # a step that verifies nothing in plain vLLM, by running requests
     off: Curve  # the same in our engine
-    # What verifying graphs at all, each node, drafting at all and each draft level add to a step, beside the forwards.
+    # What verifying graphs at all, each node, drafting at all and each draft level add to a step, besides the forwards.
     graph_ms: float
     node_ms: float
     draft_ms: float

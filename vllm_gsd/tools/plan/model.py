@@ -45,7 +45,7 @@ class Model:
         context = count * self.workload.context
         target, draft, attention = machine.costs.tables
         tables = target, draft, attention, machine.node_ms, machine.level_ms
-        # What a step takes beside the forward that ``best_rate`` adds.
+        # What a step takes besides the forward that ``best_rate`` adds.
         spent = machine.off(count) - machine.costs.target_ms(count, context) + machine.graph_ms + machine.draft_ms
         best = 0.0
         for levels in range(1, min(form.max_depth, len(self.acceptance.depth)) + 1):
@@ -66,7 +66,7 @@ class Model:
         return self.speculating(requests, form) > requests / self.machine.off(requests)
 
     def request_ms(self, requests: float, form: Form | None, off: bool = False) -> float:
-        """Milliseconds of the engine for a whole request, prompt included, with so many requests running."""
+        """Milliseconds of the engine for a whole request, prompt included, with ``requests`` running."""
         off = off or (form is not None and not self.pays(requests, form))
         rate = requests / self.machine.off(requests) if off else self.decoding(requests, form)
         method = "off" if off else "plain" if form is None else "gsd"
@@ -77,13 +77,13 @@ class Model:
         return 1e3 * self.workload.answer / self.request_ms(requests, form, off)
 
     def turns_off(self, form: Form, most: int) -> int | None:
-        """The fewest requests from which on speculation does not pay up to ``most``; None if it always does."""
+        """The smallest number of requests from which on speculation does not pay; None if it pays at ``most``."""
         pays = [requests for requests in _tried(most) if self.pays(requests, form)]
         last = max(pays, default=0)
         return None if last >= most else next(requests for requests in _tried(most) if requests > last)
 
     def best_form(self, requests: float, limits: Form) -> Form:
-        """The smallest graph within 1% of the fastest one at so many requests."""
+        """The smallest graph within 1% of the fastest one at this number of requests."""
         sizes = [size for size in (4, 8, 12, 16, 24, 32, 48, 64) if size <= limits.num_speculative_tokens]
         forms = [
             Form(limits.top_k, depth, size)

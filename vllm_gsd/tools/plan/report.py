@@ -62,7 +62,7 @@ class Report:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys of gsd.json that were given to the benchmark, beside ``"model"``."""
+        """The keys of gsd.json that were given to the benchmark, besides ``"model"``."""
         try:
             return with_underscores(json.loads(self.settings["gsd"]), "the report")
         except (ValueError, KeyError) as error:
