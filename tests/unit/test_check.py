@@ -72,6 +72,17 @@ def test_pair_that_fits(model):
     }
 
 
+def test_the_mtp_module_of_the_target(model):
+    folder = model("target", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+    module = {"model.mtp_layers.0.input_proj.weight": np.zeros((4, 8), np.float32)}
+    save_file({**WEIGHTS, **module}, folder / "model.safetensors")
+    findings, memory = pair(folder, folder)
+    assert set(statuses(findings).values()) == {"ok"}
+    assert memory["weight_bytes"] == 4 * 4 * 8
+    assert memory["kv_bytes_per_token"] == 2 * 1 * 2 * 8 * 2
+    assert memory["feature_bytes_per_token"] == 2 * LLAMA["hidden_size"]
+
+
 def test_draft_that_reads_hidden_states(model):
     findings, memory = pair(model("target"), model("draft", architectures=["EagleLlamaForCausalLM"]), "float32")
     assert statuses(findings)["features of the draft"] == "ok"

@@ -46,7 +46,7 @@ def work(target, tmp_path_factory):
         ({"epochs": 0.0}, "--epochs is 0, but must be above 0"),
         ({"minutes": -5.0}, "--minutes is -5, but must be above 0"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan, but must be above 0"),
-        ({"kind": "lm", "init": "nowhere"}, "no folder with a config.json"),
+        ({"kind": "lm", "init": "nowhere"}, "not a folder with a config.json"),
         ({"prompts": "nowhere"}, "cannot be read"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.config.draft_check import kind_of_model
-from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
+from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, MTP
 from vllm_gsd.tools.errors import ToolError
 
 METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
@@ -24,7 +24,7 @@ FORMS: dict[str, dict[str, Any]] = {
 # Lengths of the suffix that vLLM's ngram method looks up.
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 # Methods of vLLM's with other names than the kinds of their drafts, and kinds that only its runner for GPUs takes.
-NAMES, ON_GPUS = {"dflash2": "dflash"}, ("dspark", "dflash2")
+NAMES, ON_GPUS = {"dflash2": "dflash", MTP: "mtp"}, ("dspark", "dflash2")
 
 
 @dataclass(frozen=True)

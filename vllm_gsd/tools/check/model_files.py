@@ -1,6 +1,7 @@
 """The sizes of a model, from its config.json and the headers of its weight files. It reads no weights."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ def read_shape(folder: Path) -> dict[str, Any]:
     return config.get("transformer_layer_config") or config
 
 
-def weight_bytes(folder: Path) -> int:
+def weight_bytes(folder: Path, behind: int | None = None) -> int:
     """Bytes of a model's weights as stored.
+
+    Args:
+        behind: number of the model's layers, to count only the MTP modules that follow them.
 
     Raises:
         ToolError: there are no safetensors files, or one is missing or damaged.
@@ -41,7 +45,13 @@ def weight_bytes(folder: Path) -> int:
         raise ToolError(f"The weights in {folder} cannot be read ({error}), but must be whole.") from None
     if not files:
         raise ToolError(f"{folder} has no safetensors files, but must hold the model's weights.")
-    return sum(tensor.end - tensor.start for tensor in tensors.values())
+    counted = [name for name in tensors if behind is None or _in_mtp_module(name, behind)]
+    return sum(tensors[name].end - tensors[name].start for name in counted)
+
+
+def _in_mtp_module(name: str, num_layers: int) -> bool:
+    layer = re.search(r"\blayers\.(\d+)\.", name)
+    return "mtp" in name or (layer is not None and int(layer[1]) >= num_layers)
 
 
 def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:

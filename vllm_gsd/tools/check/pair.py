@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
-from vllm_gsd.config.draft_kind import EAGLE, EAGLE_KINDS
+from vllm_gsd.config.draft_kind import EAGLE, EAGLE_KINDS, MTP
 from vllm_gsd.tools.check.model_files import DTYPE_BYTES, computed_dtype, kv_bytes_per_token, read_shape, weight_bytes
 from vllm_gsd.tools.check.probes import Finding
 from vllm_gsd.tools.errors import ToolError
@@ -38,37 +38,38 @@ def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[lis
     except GSDConfigError as error:
         return [*found, Finding("draft", "failed", str(error))], {}
     kind = kind_of_model(config.model)
-    features = kind in EAGLE_KINDS
-    kind = "one layer on the target's hidden states, as EAGLE's" if kind == EAGLE else f"a draft of the kind {kind}"
-    found.append(Finding("draft", "ok", f"{config.model}, {kind}; the vocabularies are the same"))
+    known = {EAGLE: "one layer on the target's hidden states, as EAGLE's", MTP: "whose MTP module drafts"}
+    what = known.get(kind, f"a draft of the kind {kind}")
+    found.append(Finding("draft", "ok", f"{config.model}, {what}; the vocabularies are the same"))
     draft = local_folder(config.model)
     if draft is None:
         return [*found, Finding("memory of the draft", "unknown", "it is not on this machine")], {}
     if why := _without_headers(config.model, draft):
         return [*found, Finding("weights of the draft", "note", f"their size is not known, because {why}")], {}
     try:
-        memory = draft_memory(draft, computed_dtype(target_config, dtype), features)
+        memory = draft_memory(draft, computed_dtype(target_config, dtype), kind)
     except ToolError as error:
         return [*found, Finding("weights of the draft", "failed", str(error))], {}
     return [*found, *_memory_findings(memory)], memory
 
 
-def draft_memory(draft: Path, dtype: str, features: bool) -> dict[str, Any]:
+def draft_memory(draft: Path, dtype: str, kind: str) -> dict[str, Any]:
     """The memory that a draft adds to an engine.
 
     Args:
         dtype: what the target computes in, which keys, values and features have.
-        features: whether hidden states of the target are stored for the draft.
+        kind: of the draft. Hidden states of the target are stored for some.
 
     Raises:
         ToolError: the draft's files do not tell its sizes.
     """
     config = read_shape(draft)
+    layers = {**config, "num_hidden_layers": 1} if kind == MTP else config
     return {
         "dtype": dtype,
-        "weight_bytes": weight_bytes(draft),
-        "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
-        "feature_bytes_per_token": config["hidden_size"] * DTYPE_BYTES[dtype] if features else 0,
+        "weight_bytes": weight_bytes(draft, behind=config["num_hidden_layers"] if kind == MTP else None),
+        "kv_bytes_per_token": kv_bytes_per_token(layers, dtype),
+        "feature_bytes_per_token": config["hidden_size"] * DTYPE_BYTES[dtype] if kind in EAGLE_KINDS else 0,
     }
 
 

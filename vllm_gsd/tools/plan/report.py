@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.config.draft_check import kind_of_model
-from vllm_gsd.config.draft_kind import BLOCK_KINDS
+from vllm_gsd.config.draft_kind import BLOCK_KINDS, MTP
 from vllm_gsd.config.source import with_underscores
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.tools.errors import ToolError
@@ -129,8 +129,8 @@ class Report:
 
 
 def check_draft(draft: str) -> None:
-    """Refuse a draft whose forward pass gives more than one level of the graph."""
-    if (kind := kind_of_model(draft)) in BLOCK_KINDS:
+    """Refuse a draft whose forward pass gives more than one level of the graph, and MTP modules."""
+    if (kind := kind_of_model(draft)) in (*BLOCK_KINDS, MTP):
         raise ToolError(
-            f"{draft} is of kind {kind}, but plans are for drafts that run once for each level of the graph."
+            f"{draft} is of kind {kind}, but plans are for drafts that are language models, EAGLE or EAGLE-3 heads."
         )
