@@ -7,8 +7,8 @@ An operator raises ValueError where shapes, dtypes, devices or numbers do not fi
 Triton and that cannot run on the tensors. Both messages are one sentence.
 
 Some operators also have a PyTorch version in this package, because it runs in production:
-``tree_attention_reference``, ``topk_softmax_reference``, ``argmax_of_walks_reference``, ``best_paths_reference``,
-``move_kv_reference`` and what ``state_rows`` does elsewhere serve CPUs where the extension is not built.
+``tree_attention_reference``, ``topk_softmax_reference``, ``argmax_of_walks_reference``, ``move_kv_reference`` and what
+``state_rows`` does elsewhere serve CPUs where the extension is not built.
 
 All other references are in ``tests/kernels/references``.
 """
