@@ -1,9 +1,9 @@
-// The instruction set that the kernels use, and its vector type.
+// The instruction set that the kernels use.
 #pragma once
 
 #include <cstdint>
 
-#if defined(__x86_64__) || defined(_M_X64)
+#ifdef __x86_64__
 #define GSD_X86 1
 #include <immintrin.h>
 #else
@@ -21,5 +21,7 @@ Isa current_isa();
 
 // Limits the instruction set to `level` (0 baseline, 1 AVX2, 2 AVX-512, 3 with BF16) and returns the one in use.
 int64_t set_isa_limit(int64_t level);
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace gsd

@@ -3,8 +3,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cstring>
-#include <utility>
 #include <vector>
 
 #include "ops.h"

@@ -1,13 +1,8 @@
 // The micro-kernels of tree attention: products of a few rows held in registers.
 // Included by tree_attention_body.h, so inside each instruction set's namespace.
 
-#if GSD_LANES == 16
-constexpr int kMaxRows = 12, kVectors = 2;  // 24 accumulators of 32 registers
-#elif GSD_LANES == 8
-constexpr int kMaxRows = 6, kVectors = 2;  // 12 of 16
-#else
-constexpr int kMaxRows = 4, kVectors = 2;  // 8 of 16
-#endif
+// Accumulators: 24 of 32 registers with AVX-512, 12 of 16 with AVX2.
+constexpr int kMaxRows = GSD_LANES == 16 ? 12 : GSD_LANES == 8 ? 6 : 4, kVectors = 2;
 
 // Prefetching into the L2 cache beside the products: each product fetches two lines, `step` bytes after those of the
 // last. More at a time would make the processor wait for a free line.

@@ -23,6 +23,7 @@ static GSD_INLINE V load_raw(const P* from) {
 
 // x - 0 is x for every x, so this is a plain broadcast.
 static GSD_INLINE vf splat(float x) { return x - vf{}; }
+// b if one of them is NaN.
 static GSD_INLINE vf max_of(vf a, vf b) { return a > b ? a : b; }
 
 static GSD_INLINE vf widen_bf16(vu low16) { return bits_as<vf>(low16 << 16); }
@@ -111,11 +112,11 @@ static GSD_INLINE float sum_of_lanes(vf v) {
   return fold_lanes<kLanes>(v, [](auto a, auto b) { return a + b; });
 }
 
-// e^x for x <= 88, relative error below 2e-7; exactly 0 below -87.3 (where the result would be denormal).
+// e^x for x <= 88, relative error below 2e-7; exactly 0 below -87.3 (where it would be denormal), NaN of NaN.
 // x = n ln 2 + r with integer n and |r| <= ln 2 / 2; e^r by a polynomial of degree 6 (Cephes expf).
 static GSD_INLINE vf exp_of(vf x) {
   const vf lowest = splat(-87.3f);
-  const vf clamped = max_of(x, lowest);
+  const vf clamped = max_of(lowest, x);
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
   const vf shifted = clamped * 1.44269504088896341f + 12582912.0f;
   const vf n = shifted - 12582912.0f;
@@ -134,9 +135,10 @@ static GSD_INLINE vf exp_of(vf x) {
 #if GSD_BF16
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2^x for x <= 127, relative error below 4e-6, a thousandth of what rounding to bfloat16 adds; 0 from -150 down.
+// 2^x for x <= 127, relative error below 4e-6, a thousandth of what rounding to bfloat16 adds; 0 from -150 down, NaN of
+// NaN.
 static GSD_INLINE vf exp2_of(vf x) {
-  const vf clamped = max_of(x, splat(-200.0f));
+  const vf clamped = max_of(splat(-200.0f), x);
   const __m512 n = _mm512_roundscale_ps(bits_as<__m512>(clamped), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const vf r = clamped - bits_as<vf>(n);  // 2^r by the polynomial of degree 4 that fits it best on [-1/2, 1/2]
   vf p = r * 9.5701018345e-03f + 5.5917860313e-02f;

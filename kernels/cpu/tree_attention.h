@@ -2,6 +2,7 @@
 // for the work.
 #pragma once
 
+#include "isa.h"
 #include "paged_cache.h"
 
 namespace gsd {
@@ -117,8 +118,6 @@ inline int64_t keys_end(const TreeAttention& op, int64_t prefix, int64_t row) {
   }
   return prefix_end(op, prefix, row);
 }
-
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Where what a task's rows attend lies.
 struct KeyRange {

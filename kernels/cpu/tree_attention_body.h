@@ -28,6 +28,8 @@ class TaskRun {
   using Held = float;
   static constexpr int kPer = 1;
 #endif
+  static constexpr int64_t kWide = kVectors * kLanes;  // dimensions that are multiplied at once
+  static constexpr std::make_integer_sequence<int, kMaxRows> sizes{};
 
  public:
   TaskRun(const TreeAttention& op, const AttentionTask& task, float* scratch)
@@ -228,7 +230,6 @@ class TaskRun {
       const auto page = [this](int64_t token) { return value_page(token); };
       return ahead(page, t, kTile, call, num_groups_ * kCalls, size_ / kPer);
     };
-    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = group_begin(g), rows = group_begin(g + 1) - begin;
       const Factor* query = query_ + begin * (size_ / kPer);
@@ -411,7 +412,6 @@ class TaskRun {
   template <typename B>
   void add_run(const B* values, const int32_t* dim, int64_t ld, int64_t t, int64_t begin, int64_t length,
                float* output) {
-    constexpr int64_t kWide = kVectors * kLanes;
     const int64_t calls = num_groups_ * (padded_ / kWide + padded_ % kWide / kLanes);
     int64_t call = 0;
     for (int64_t g = 0; g < num_groups_; ++g) {
@@ -430,8 +430,6 @@ class TaskRun {
   template <typename B, typename NextAhead>
   void add_rows(int64_t first, int64_t rows, const B* values, const int32_t* dim, int64_t ld, int64_t at,
                 int64_t length, float* output, const NextAhead& next_ahead) {
-    constexpr int64_t kWide = kVectors * kLanes;
-    constexpr auto sizes = std::make_integer_sequence<int, kMaxRows>{};
     const auto column = [&](int64_t d) { return values + (dim ? dim[d] : d); };
     const Factor* weights = weights_ + first * (kScoreStride / kPer) + at / kPer;
 #if GSD_BF16

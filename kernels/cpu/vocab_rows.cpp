@@ -4,17 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "core/step.h"
 #include "isa.h"
 #include "ops.h"
-
-namespace gsd {
-static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-}  // namespace gsd
 
 #define GSD_KERNEL_BODY "vocab_rows_body.h"
 #include "each_isa.h"

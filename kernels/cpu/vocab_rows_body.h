@@ -38,31 +38,24 @@ static void offer_chunk(TopList& top, const T* row, int64_t begin, int64_t end) 
   offer_range(top, row, i, end);
 }
 
-// Sums in stretches, which reduces rounding errors and makes the additions independent. `exp_of` does not handle NaN,
-// so the loop detects it: with a NaN among the terms the sum is NaN.
+// Sums in stretches, which reduces rounding errors and makes the additions independent.
 template <typename T>
 static float sum_of_exp(const T* row, int64_t begin, int64_t end, float highest) {
   constexpr int kStretch = 64 * kLanes;
   vf sum[4] = {};
-  vi nan = {};
-  const auto term = [&](vf below) {
-    nan |= below != below;
-    return exp_of(below);
-  };
   int64_t i = begin;
   for (; i + kStretch <= end; i += kStretch) {
     vf part[4] = {};
     for (int64_t j = i; j < i + kStretch; j += 4 * kLanes)
-      for (int n = 0; n < 4; ++n) part[n] += term(load(row + j + n * kLanes) - highest);
+      for (int n = 0; n < 4; ++n) part[n] += exp_of(load(row + j + n * kLanes) - highest);
     for (int n = 0; n < 4; ++n) sum[n] += part[n];
   }
-  for (; i + kLanes <= end; i += kLanes) sum[0] += term(load(row + i) - highest);
+  for (; i + kLanes <= end; i += kLanes) sum[0] += exp_of(load(row + i) - highest);
   if (i < end) {
     vf rest = splat(-std::numeric_limits<float>::infinity());
     for (int n = 0; i + n < end; ++n) rest[n] = static_cast<float>(row[i + n]) - highest;
-    sum[1] += term(rest);
+    sum[1] += exp_of(rest);
   }
-  if (any_of(nan)) return std::numeric_limits<float>::quiet_NaN();
   return sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 

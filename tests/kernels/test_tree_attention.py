@@ -159,6 +159,20 @@ def test_row_that_attends_nothing_is_zero(op):
     assert (output[1] == 0).all() and torch.isfinite(output).all()
 
 
+@pytest.mark.parametrize("option", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("place", [10, 309])
+def test_rows_that_attend_bad_keys_are_nan(isa, place, bad, dtype, option):
+    """As in plain attention, and even if the keys' values are numbers."""
+    case = tree_case(rows=(17,), prefixes=(300,), dtype=dtype, **option)
+    slot = case.block_table[0, place // 32].long()[None] * 32 + place % 32
+    key, value = case.layout.read(case.kv_cache, slot)
+    case.layout.write(case.kv_cache, slot, torch.full_like(key, bad), value)
+    expected = case.run(tree_attention_reference).isnan()
+    assert torch.equal(case.run(tree_attention).isnan(), expected) and expected.any()
+
+
 def test_strided_query_and_output(isa):
     """Query as a slice of a fused projection, output as a slice of a wider buffer."""
     case = tree_case(rows=(9,), prefixes=(40,), num_heads=4, head_size=32)

@@ -120,5 +120,10 @@ def test_rows_that_are_not_there(graphs):
         COMPILED.kv_moves(parents, starts - [0, 1], place + 3, place)
     with pytest.raises(ValueError, match="parents must come before"):
         COMPILED.kv_moves(np.array([-1, 2, 1], np.int32), np.array([0, 3]), place + 1, place)
+    outputs = np.zeros(8, np.int64), np.zeros(1, np.int64), np.zeros((8, 1), np.int64)
+    for root in 1, 5, 9:
+        batch = np.ones(1, np.bool_), np.array([root]), np.array([2, 5], np.int32)
+        with pytest.raises(ValueError, match="first_rows: a root is not among"):
+            COMPILED.batch_masks(parents, starts - [0, 1], parents, *batch, *outputs)
     with pytest.raises(IndexError, match="depth"):
         COMPILED.chances(np.ones((5, 3, 8), np.float32), place, place - 9, np.ones(1))

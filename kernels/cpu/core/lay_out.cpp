@@ -71,6 +71,8 @@ void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::ha
     if (begin >= end) continue;
     check_size(begin, 0, "batch_starts");
     check_size(room, end, "positions or masks");
+    if (tree[request] && (root < begin || root >= end))
+      throw py::value_error("first_rows: a root is not among its request's rows");
     const int64_t text_end = tree[request] ? root : end;
     for (int64_t row = begin; row < text_end; ++row) std::fill_n(mask.row(row), words, 0);
     if (!tree[request]) {
@@ -78,7 +80,6 @@ void batch_masks(py::handle parents, py::handle starts, py::handle depth, py::ha
       continue;
     }
     if (end - root > 64 * words) throw py::value_error("a tree has more rows than its attention mask has bits");
-    check_size(root, begin, "first_rows");
     check_size(trees.end(request) - trees.first(request), end - root, "a tree");
     before[request] = position[root];
     for (int64_t row = root; row < end; ++row) {

@@ -72,11 +72,6 @@ void graft(Graph graph, const T* text, int64_t length, int64_t max_matches, int6
     insert_copy(graph, text + starts[j], std::min(max_depth, length - starts[j]), matched[j]);
 }
 
-void check_text(int64_t size, int64_t length) {
-  check_size(length, 1, "a text");
-  check_size(size, length, "a text");
-}
-
 }  // namespace
 
 void graft_all_ngrams(py::handle graphs, py::handle token_ids, py::handle lines, py::handle length, py::handle chosen,
@@ -92,7 +87,8 @@ void graft_all_ngrams(py::handle graphs, py::handle token_ids, py::handle lines,
   either<int32_t, int64_t, 2>(token_ids, "token_ids", [&](const auto& texts) {
     for (int64_t row = 0; row < wanted.size(); ++row) {
       if (!wanted[row]) continue;
-      check_text(texts.shape[1], used[row]);
+      check_size(used[row], 1, "a text");
+      check_size(texts.shape[1], used[row], "a text");
       const auto* text = texts.row(placed(line[row], texts.size(), "lines"));
       graft(batch.graph(row), text, used[row], max_matches, deepest[row], min_match, scratch);
     }

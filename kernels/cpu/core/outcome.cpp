@@ -17,10 +17,9 @@ py::array array_of(const std::vector<T>& values) {
   return result;
 }
 
-template <typename T>
-py::array_t<T> zeros(int64_t count) {
-  py::array_t<T> result(count);
-  std::fill_n(result.mutable_data(), count, T{0});
+py::array_t<int64_t> zeros(int64_t count) {
+  py::array_t<int64_t> result(count);
+  std::fill_n(result.mutable_data(), count, 0);
   return result;
 }
 
@@ -57,8 +56,8 @@ py::tuple tally(py::handle parents, py::handle starts, py::handle places, py::ha
   check_size(sources.size(), trees.rows(), "source");
   check_size(survivals.size(), trees.rows(), "survival");
 
-  auto counts = zeros<int64_t>(ACCEPTED + NUM_SOURCES);
-  auto length = zeros<int64_t>(place.size()), deepest = zeros<int64_t>(place.size());
+  auto counts = zeros(ACCEPTED + NUM_SOURCES);
+  auto length = zeros(place.size()), deepest = zeros(place.size());
   int64_t *count = counts.mutable_data(), *lengths = length.mutable_data(), *deepests = deepest.mutable_data();
   std::vector<char> accepted(trees.rows(), 0);
   std::vector<int64_t> ordinals;

@@ -25,7 +25,7 @@ Table table_of(py::handle table, const char* name) {
 // Interpolates a table of milliseconds at ``rows``; extrapolates with its last slope.
 double read_table(const Table& table, double rows) {
   const int64_t last = table.size() - 1;
-  const int64_t low = placed(rows < last - 1 ? static_cast<int64_t>(rows) : last - 1, table.size(), "rows");
+  const int64_t low = placed(rows < last - 1 ? static_cast<int64_t>(rows) : last - 1, last, "rows");
   return table[low] + (rows - low) * (table[low + 1] - table[low]);
 }
 
