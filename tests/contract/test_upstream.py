@@ -127,7 +127,7 @@ SIGNATURES = [
     ),
     (Scheduler._handle_stopped_request, ["request"]),
     (SpecDecodingStats.observe_draft, ["num_draft_tokens", "num_accepted_tokens"]),
-    # engine.v1.processors
+    # engine.schedule.text_end
     (check_sequence_repetition, ["token_ids", "params"]),
     # engine.draft.model
     (

@@ -16,9 +16,8 @@ if {why!r} == "missing":
     sys.modules["vllm_gsd._C"] = None  # importing it now fails
 sys.path.insert(0, {folder!r})
 import torch
-from tree_cases import tree_case
+from tree_cases import plain, tree_case
 from vllm_gsd import ops
-from vllm_gsd.ops.kv_move.layout import KVLayout
 from vllm_gsd.ops.kv_move.cpu import move_kv
 from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.ops.topk.api import argmax_of_walks, topk_softmax
@@ -28,7 +27,7 @@ assert not ({why!r} and ops.HAVE_EXTENSION)
 case = tree_case()
 torch.testing.assert_close(case.run(tree_attention), case.run(tree_attention_reference))
 kv_cache = torch.arange(64.0).view(1, 1, 4, 16)
-move_kv([kv_cache], KVLayout.plain(4, 8), torch.tensor([3]), torch.tensor([0]))
+move_kv([kv_cache], plain(4, 8), torch.tensor([3]), torch.tensor([0]))
 assert kv_cache[0, 0, 0, 0] == 24
 assert topk_softmax(torch.tensor([[0.0, 1.0]]), 1)[1].tolist() == [[1]]
 walk = torch.tensor([0]), torch.tensor([-1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_cases import LAYOUTS, random_separable
+from tree_cases import LAYOUTS, plain, random_separable
 
 from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
 
@@ -56,18 +56,18 @@ def test_read_returns_what_was_written(seed, block_size, head_size):
 
 def not_separable(key, value, key_cache, value_cache, slots):
     """Dimensions of odd tokens are reversed."""
-    layout = KVLayout.plain(key_cache.shape[2], key_cache.shape[3])
+    layout = plain(key_cache.shape[2], key_cache.shape[3])
     odd = (slots % 2 == 1).view(-1, 1, 1)
     writer_of(layout)(torch.where(odd, key.flip(2), key), value, key_cache, value_cache, slots)
 
 
 def drops_values(key, value, key_cache, value_cache, slots):
-    layout = KVLayout.plain(key_cache.shape[2], key_cache.shape[3])
+    layout = plain(key_cache.shape[2], key_cache.shape[3])
     writer_of(layout)(key, torch.full_like(value, -1), key_cache, value_cache, slots)
 
 
 def wrong_block(key, value, key_cache, value_cache, slots):
-    layout = KVLayout.plain(key_cache.shape[2], key_cache.shape[3])
+    layout = plain(key_cache.shape[2], key_cache.shape[3])
     writer_of(layout)(key, value, key_cache, value_cache, slots - key_cache.shape[2])
 
 
@@ -85,7 +85,7 @@ def test_probe_refuses(write, message):
 
 
 def test_refuses_another_cache():
-    layout = KVLayout.plain(16, 32)
+    layout = plain(16, 32)
     for kv_cache in (torch.zeros(2, 1, 16, 32), torch.zeros(2, 1, 32, 64), torch.zeros(2, 16, 64)):
         with pytest.raises(ValueError, match="the layout is for"):
             layout.read(kv_cache, torch.arange(1))

@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_cases import LAYOUTS, random_separable, transposed
+from tree_cases import LAYOUTS, plain, random_separable, transposed
 
 from vllm_gsd.ops.kv_move.cpu import move_kv, move_kv_reference
-from vllm_gsd.ops.kv_move.layout import KVLayout
 
 OPS = [move_kv, move_kv_reference]
 
@@ -60,7 +59,7 @@ def test_swap(op):
 @pytest.mark.parametrize("op", OPS)
 def test_one_layout_per_cache(op):
     """Layers may differ in everything but the slots."""
-    layouts = [transposed(16, 32), random_separable(16, 64), KVLayout.plain(16, 16)]
+    layouts = [transposed(16, 32), random_separable(16, 64), plain(16, 16)]
     cases = list(zip(layouts, (1, 2, 4), strict=True))
     given = [caches(1, head_size=layout.head_size, kv_heads=heads)[0] for layout, heads in cases]
     src, dst = torch.tensor([3, 20]), torch.tensor([70, 3])
@@ -85,8 +84,8 @@ def test_nothing_to_move(op):
     none = torch.empty(0, dtype=torch.int64)
     given = caches(2)
     before = [kv_cache.clone() for kv_cache in given]
-    op(given, KVLayout.plain(16, 32), none, none)
-    op([], KVLayout.plain(16, 32), torch.tensor([1]), torch.tensor([2]))
+    op(given, plain(16, 32), none, none)
+    op([], plain(16, 32), torch.tensor([1]), torch.tensor([2]))
     assert all(map(torch.equal, given, before))
 
 
@@ -96,15 +95,15 @@ def test_nothing_to_move(op):
 )
 def test_refuses_slots(op, src, dst):
     with pytest.raises(ValueError, match="slot"):
-        op(caches(2), KVLayout.plain(16, 32), torch.tensor(src), torch.tensor(dst))
+        op(caches(2), plain(16, 32), torch.tensor(src), torch.tensor(dst))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_refuses_layouts_and_dtypes(op):
     one = torch.tensor([1])
     with pytest.raises(ValueError, match="layouts"):
-        op(caches(3), [KVLayout.plain(16, 32)] * 2, one, one)
+        op(caches(3), [plain(16, 32)] * 2, one, one)
     with pytest.raises(ValueError, match="layout"):
-        op(caches(1), KVLayout.plain(32, 32), one, one)
+        op(caches(1), plain(32, 32), one, one)
     with pytest.raises(ValueError, match="int64"):
-        op(caches(1), KVLayout.plain(16, 32), one.int(), one.int())
+        op(caches(1), plain(16, 32), one.int(), one.int())

@@ -14,8 +14,7 @@ PROGRAM = """
 import resource, sys
 sys.path.insert(0, {folder!r})
 import torch
-from tree_cases import tree_case
-from vllm_gsd.ops.kv_move.layout import KVLayout
+from tree_cases import plain, tree_case
 from vllm_gsd.ops.kv_move.cpu import move_kv
 from vllm_gsd.ops.topk.api import topk_softmax
 from vllm_gsd.ops.attention.cpu import tree_attention
@@ -27,7 +26,7 @@ def attend(case):
 
 def move(slots):
     caches = [torch.zeros(slots // 16, 2, 16, 256) for _ in range(4)]
-    layout, sources = KVLayout.plain(16, 128), torch.arange(slots)
+    layout, sources = plain(16, 128), torch.arange(slots)
     return lambda: move_kv(caches, layout, sources, sources.flip(0))
 
 def top(width):

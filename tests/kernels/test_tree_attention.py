@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_cases import LAYOUTS, check, tree_case, tree_rows
+from tree_cases import LAYOUTS, check, plain, tree_case, tree_rows
 
 from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
@@ -128,7 +128,7 @@ def test_any_case(requests, kv_heads, group, layout, **options):
 @pytest.mark.parametrize("op", [tree_attention, tree_attention_reference])
 def test_formula(op):
     """One row, two keys, by hand."""
-    layout = KVLayout.plain(2, 2)
+    layout = plain(2, 2)
     kv_cache = torch.zeros(1, 1, 2, 4)
     key, value = torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), torch.tensor([[[1.0, 2.0]], [[3.0, 5.0]]])
     layout.write(kv_cache, torch.arange(2), key, value)
@@ -223,7 +223,7 @@ BROKEN = {
     "int32 mask": lambda c: broken(c, tree_mask=c.tree_mask.int()),
     "int64 prefix": lambda c: broken(c, prefix_lens=c.prefix_lens.long()),
     "too few prefixes": lambda c: broken(c, prefix_lens=c.prefix_lens[:0]),
-    "another layout": lambda c: broken(c, layout=KVLayout.plain(16, 64)),
+    "another layout": lambda c: broken(c, layout=plain(16, 64)),
 }
 
 
@@ -238,10 +238,10 @@ def test_refuses(op, what):
 def test_kernel_refuses_strange_dtypes_and_layouts():
     with pytest.raises(ValueError, match="float32, bfloat16 and float16"):
         tree_case().double().run(tree_attention)
-    layout = KVLayout.plain(32, 64)
+    layout = plain(32, 64)
     wild = KVLayout(layout.key_token + 1, layout.key_dim, layout.value_token, layout.value_dim)
     with pytest.raises(ValueError, match="outside of its page"):
-        broken(tree_case(layout=KVLayout.plain), layout=wild).run(tree_attention)
+        broken(tree_case(layout=plain), layout=wild).run(tree_attention)
 
 
 @pytest.mark.skipif(not HAVE_EXTENSION, reason="the compiled kernels are not built")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tree_cases import check, transposed, tree_case
+from tree_cases import check, plain, transposed, tree_case
 
 from vllm_gsd.ops.attention.cpu import tree_attention
 from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
@@ -58,7 +58,7 @@ def test_kernel_on_probed_layouts(upstream, isa, dtype, up_to_isa):
 
     check(case(probed))
     up_to_isa("avx512")
-    assert torch.equal(case(probed).run(tree_attention), case(KVLayout.plain).run(tree_attention))
+    assert torch.equal(case(probed).run(tree_attention), case(plain).run(tree_attention))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -30,8 +30,14 @@ def random_separable(block_size: int, head_size: int, seed: int = 0) -> KVLayout
     )
 
 
+def plain(block_size: int, head_size: int) -> KVLayout:
+    """The layout with keys and values ``[block_size, head_size]``."""
+    token, dim = torch.arange(block_size, dtype=torch.int32) * head_size, torch.arange(head_size, dtype=torch.int32)
+    return KVLayout(key_token=token, key_dim=dim, value_token=token, value_dim=dim)
+
+
 def transposed(block_size: int, head_size: int) -> KVLayout:
-    """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values as in ``KVLayout.plain``."""
+    """The layout of vLLM's "vec" and "vec16": keys are ``[head_size, block_size]``, values as in ``plain``."""
     token, dim = torch.arange(block_size, dtype=torch.int32), torch.arange(head_size, dtype=torch.int32)
     return KVLayout(key_token=token, key_dim=dim * block_size, value_token=token * head_size, value_dim=dim)
 
@@ -47,7 +53,7 @@ def pairs_interleaved(block_size: int, head_size: int) -> KVLayout:
     )
 
 
-LAYOUTS = {"plain": KVLayout.plain, "transposed": transposed, "pairs": pairs_interleaved, "shuffled": random_separable}
+LAYOUTS = {"plain": plain, "transposed": transposed, "pairs": pairs_interleaved, "shuffled": random_separable}
 
 
 def tree_rows(nodes: int, words: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

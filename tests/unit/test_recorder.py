@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RepetitionDetectionParams
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.engine.observe import trace_file
@@ -134,7 +135,7 @@ def test_pruned_candidates_are_bounded():
 
 
 def test_the_answer_ends_at_a_stop_token():
-    traced = _Traced("one", [1, 2], SimpleNamespace(stop_token_ids=[9], eos_token_id=None, max_tokens=None))
+    traced = _Traced("one", [1, 2], SamplingParams(stop_token_ids=[9], max_tokens=None))
     records = [traced.end_step(tokens, 2, WITHOUT_TEXT, text) for tokens in ([5], [6, 9, 7])]
     assert [record["tokens"]["text"] for record in records] == [["#5"], ["#6", "#9"]]
     assert [record["step"] for record in records] == [1, 2]
@@ -142,11 +143,19 @@ def test_the_answer_ends_at_a_stop_token():
 
 
 def test_the_answer_ends_at_max_tokens():
-    traced = _Traced("one", [1], SimpleNamespace(stop_token_ids=None, eos_token_id=9, max_tokens=3))
+    traced = _Traced("one", [1], SamplingParams(max_tokens=3))
     assert traced.end_step([5, 6], 1, WITHOUT_TEXT, text)["tokens"]["token"] == [5, 6]
     assert not traced.ended
     assert traced.end_step([7, 8], 3, WITHOUT_TEXT, text)["tokens"]["token"] == [7]
     assert traced.ended
+
+
+def test_the_answer_ends_where_it_repeats_itself():
+    repetition = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
+    traced = _Traced("one", [1], SamplingParams(repetition_detection=repetition, min_tokens=4, max_tokens=None))
+    records = [traced.end_step(tokens, 1, WITHOUT_TEXT, text) for tokens in ([5, 5], [6, 5, 6, 7])]
+    assert [record["tokens"]["token"] for record in records] == [[5, 5], [6, 5, 6]]
+    assert traced.num_outputs == 6 and traced.ended
 
 
 def test_chunks_of_a_session_are_recorded_if_they_ask(tmp_path):

@@ -6,7 +6,6 @@ text then shows what was emitted. Other requests' texts are never recorded.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
@@ -20,12 +19,14 @@ from vllm.tokenizers.detokenizer_utils import detokenize_incrementally
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.observe.step_record import Step, Text
 from vllm_gsd.engine.observe.trace_file import TraceFile
+from vllm_gsd.engine.schedule.text_end import ends_text
 from vllm_gsd.method.constants import NONE
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.upstream import wire
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
 
     from vllm_gsd.engine.observe.stats import GraphStats
@@ -180,10 +181,9 @@ class Recorder:
 class _Traced:
     """A traced request: its text so far and its open step."""
 
-    def __init__(self, request_id: str, prompt: list[int], params: Any):
-        self.request_id, self.prompt = request_id, prompt
-        self.stops = {*(params.stop_token_ids or ()), params.eos_token_id}
-        self.most = params.max_tokens or sys.maxsize
+    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams):
+        self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.output: list[int] = []  # its answer so far
         self.num_outputs = self.num_steps = 0
         self.ended = False
         self.step = Step()
@@ -192,17 +192,23 @@ class _Traced:
 
     def end_step(self, tokens: list[int], length: int, tokenizer: Any, text: Text) -> dict[str, Any]:
         """The record of the open step, which emitted ``tokens`` after ``length`` tokens; opens the next."""
-        # Tokens after the end of the text are not part of the answer.
-        room = self.most - self.num_outputs
-        stop = next((place for place, token in enumerate(tokens, start=1) if token in self.stops), None)
         self.num_outputs += len(tokens)
         self.num_steps += 1
-        tokens = tokens[:room][:stop]
-        self.ended = stop is not None or len(tokens) == room
+        tokens = self._answer(tokens)
         texts = [f"#{token}" if tokenizer is None else self._next_text(token, tokenizer) for token in tokens]
         step, self.step = self.step, Step()
         head = {"event": "step", "request": self.request_id, "step": self.num_steps, "length": length}
         return {**head, **step.record(tokens, texts, text)}
+
+    def _answer(self, tokens: list[int]) -> list[int]:
+        """Append ``tokens`` to the answer and return them, without those behind its end."""
+        before = len(self.output)
+        for token in tokens:
+            self.ended = ends_text(self.params, self.output, token) or len(self.output) + 1 == self.params.max_tokens
+            self.output.append(token)
+            if self.ended:
+                break
+        return self.output[before:]
 
     def _next_text(self, token: int, tokenizer: Any) -> str:
         """The text that an emitted token adds; empty until a character is complete."""

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from vllm import SamplingParams
 from vllm.logger import init_logger
-from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     AdapterLogitsProcessor,
@@ -57,16 +55,6 @@ def asks_by_request(processor: LogitsProcessor) -> bool:
         and kind.apply is AdapterLogitsProcessor.apply
         and kind.update_state is AdapterLogitsProcessor.update_state
     )
-
-
-def ends_text(params: SamplingParams, output: list[int], token: int) -> bool:
-    """Whether ``token`` after ``output`` ends a request's text, as upstream's ``check_stop`` says, lengths apart."""
-    if token == params.eos_token_id or token in (params.stop_token_ids or ()):
-        return True
-    repetition = params.repetition_detection
-    if repetition is None or len(output) + 1 < params.min_tokens:
-        return False
-    return check_sequence_repetition([*output, token], repetition)
 
 
 def tell_of_processors(processors: LogitsProcessors) -> None:

@@ -17,7 +17,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_gsd.engine.parallel.ranks import from_first_rank
-from vllm_gsd.engine.v1.processors import CustomProcessors, ends_text
+from vllm_gsd.engine.schedule.text_end import ends_text
+from vllm_gsd.engine.v1.processors import CustomProcessors
 from vllm_gsd.engine.verify.draft_tree import Paths, WalkTrees
 from vllm_gsd.host import follow, step_into
 from vllm_gsd.ops.topk.api import argmax_of_walks

@@ -55,12 +55,6 @@ class KVLayout:
         return torch.cat([self.key_token, self.key_dim, self.value_token, self.value_dim])
 
     @classmethod
-    def plain(cls, block_size: int, head_size: int) -> KVLayout:
-        """The layout with keys and values ``[block_size, head_size]``."""
-        token, dim = _steps(block_size, head_size), _steps(head_size, 1)
-        return cls(token, dim, token, dim)
-
-    @classmethod
     def probe(cls, write: WriteRows, block_size: int, head_size: int, dtype: torch.dtype) -> KVLayout:
         """Find the layout: write token and dimension numbers into a cache and see where they end up.
 
@@ -134,10 +128,6 @@ class KVLayout:
         key = key_token[offset].unsqueeze(1) + key_dim
         value = value_token[offset].unsqueeze(1) + value_dim
         return key, value + self.block_size * self.head_size
-
-
-def _steps(count: int, step: int) -> torch.Tensor:
-    return torch.arange(0, count * step, step, dtype=torch.int32)
 
 
 def _separate(
