@@ -36,10 +36,19 @@ def test_which_rows_are_verified():
     )
     step = DeviceStep(Proposals(4, 5, CPU), batch)
     assert step.sizes.tolist() == [6, 1, 5] and step.batch_ends.tolist() == [6, 13, 18]
-    assert step.tree_requests.tolist() == [0, 2] and step.num_tree_requests == 2 and not step.whole
+    assert step.tree_requests.tolist() == [0, 2] and step.has_nodes and not step.whole
     batch.num_draft_tokens_per_req = None
     step = DeviceStep(Proposals(4, 5, CPU), batch)
-    assert step.sizes.tolist() == [1, 1, 1] and step.num_tree_requests == 0
+    assert step.sizes.tolist() == [1, 1, 1] and not step.has_nodes and not len(step.tree_requests)
+
+
+def test_rows_of_decodes_that_are_attended_by_row():
+    """Those without nodes too, but no prompts."""
+    batch = SimpleNamespace(
+        num_draft_tokens_per_req=None, num_reqs=3, query_start_loc_np=np.array([0, 1, 8, 9], np.int32), num_tokens=9
+    )
+    step = DeviceStep(Proposals(4, 5, CPU), batch, by_row=True)
+    assert step.tree_requests.tolist() == [0, 2] and not step.has_nodes and not step.whole
 
 
 def test_trees_come_back_as_they_went():

@@ -75,6 +75,10 @@ USED = {
         *("V2", "GPU", {"config.tree_attention": "xformers", "model.dtype": "torch.float32"}),
         "--dtype float32; leave",
     ),
+    'batch invariance (VLLM_BATCH_INVARIANT) with "tree_attention" other than "kernel"': (
+        *("V2", "GPU", {"config.tree_attention": "flash_prefix", "engine.batch_invariant": True}),
+        'VLLM_BATCH_INVARIANT=1 with "tree_attention" "flash_prefix"; leave',
+    ),
     "routed experts in outputs": (
         *("V2", "GPU", {"vllm_config.aux_output_config": SimpleNamespace(enabled=True)}),
         "--enable-return-routed-experts",
@@ -127,7 +131,8 @@ def engine(runner: str, platform: str, **changes: dict) -> Engine:
         ),
     }
     config = GSDConfig.load({"method": "gsd", "model": None, **changes.get("config", {})})
-    return Engine(SimpleNamespace(**vllm_config | changes.get("vllm_config", {})), config, runner, platform)
+    vllm_config |= changes.get("vllm_config", {})
+    return Engine(SimpleNamespace(**vllm_config), config, runner, platform, **changes.get("engine", {}))
 
 
 def split(changes: dict) -> dict[str, dict]:
@@ -185,7 +190,9 @@ def test_vllm_has_what_is_asked():
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 
     classes = {"model": ModelConfig, "parallel": ParallelConfig, "cache": CacheConfig, "vllm_config": VllmConfig}
-    paths = {path for _, _, changes, _ in USED.values() for path in changes if not path.startswith("config.")}
+    paths = {
+        path for _, _, changes, _ in USED.values() for path in changes if not path.startswith(("config.", "engine."))
+    }
     for name, key in (path.split(".") for path in paths | {"model.is_attention_free"}):
         fields = {field.name for field in dataclasses.fields(classes[name])}
         assigned = f"self.{key}" in inspect.getsource(classes[name])

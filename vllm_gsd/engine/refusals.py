@@ -25,6 +25,7 @@ class Engine:
     config: GSDConfig
     runner: str  # one of RUNNERS
     platform: str  # one of PLATFORMS, "" for any other platform
+    batch_invariant: bool = False  # whether a row's result must not depend on the other rows of a batch
 
     @property
     def model(self) -> ModelConfig:
@@ -228,6 +229,13 @@ REFUSALS = (
         lambda e: e.config.tree_attention == "xformers" and e.block_size % XFORMERS_PAGE != 0,
         f"set --block-size to a multiple of {XFORMERS_PAGE}",
         name='"tree_attention" "xformers" with KV blocks of {e.block_size} tokens',
+        platforms=("GPU",),
+    ),
+    Refusal(
+        'batch invariance (VLLM_BATCH_INVARIANT) with "tree_attention" other than "kernel"',
+        lambda e: e.batch_invariant and e.config.tree_attention != "kernel",
+        'leave "tree_attention" at "kernel"',
+        name='VLLM_BATCH_INVARIANT=1 with "tree_attention" "{e.config.tree_attention}"',
         platforms=("GPU",),
     ),
     Refusal(

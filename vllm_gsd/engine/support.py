@@ -58,10 +58,11 @@ def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -
     Raises:
         GSDConfigError: names the unsupported feature and an alternative.
     """
+    from vllm import envs
     from vllm.platforms import current_platform
 
     platform = "CPU" if current_platform.is_cpu() else "GPU" if current_platform.is_cuda() else ""
-    engine = Engine(vllm_config, config, "V2" if v2 else "V1", platform)
+    engine = Engine(vllm_config, config, "V2" if v2 else "V1", platform, envs.VLLM_BATCH_INVARIANT)
     for refusal in REFUSALS:
         if message := refusal.message(engine):
             raise GSDConfigError(message)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from engine_process import run
+from invariance import be_batch_invariant, record_calls, take_calls
 from launch_keys import launch_keys, record_launch_keys
 from planted import cost_rows, plant_costs
 from replays import not_replayed, record_replays
@@ -60,6 +61,20 @@ def test_kernels_of_gpus(start_v2, requests, expected):
     # Cached blocks of the first prompt are reused, with the draft's KV in them.
     again = [requests[0][0] + expected[0] + expected[1], requests[0][0] + expected[0] + expected[3]]
     assert run(engine, again, GREEDY) == run(start_v2(None), again, GREEDY)
+
+
+@pytest.mark.parametrize("more", [{}, {"cuda_graphs": True}], ids=["eager", "CUDA graphs"])
+def test_batch_invariance(start_v2, requests, expected, more):
+    """Each row of a decode is attended by itself, with a graph and opted out. vLLM's kernel attends prompts only."""
+    engine = start_v2(GSD, first=(be_batch_invariant,), gpu_attention=True, **more)
+    engine.call(record_calls)
+    prompts, params = requests
+    opted_out = [{**of, "extra_args": {"gsd": False}} for of in params]
+    for of in params, opted_out:
+        assert run(engine, prompts, of) == expected
+        ours, theirs = engine.call(take_calls)
+        assert (more or ours) and all(by_row for by_row, _ in ours)
+        assert theirs and min(theirs) > 1  # no prompt has one token
 
 
 @pytest.fixture(scope="module")

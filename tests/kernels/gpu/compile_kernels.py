@@ -54,6 +54,11 @@ ATTENTION = {
         "dtype": torch.float16, "head_size": 128, "sliding_window": 20, "softcap": 5.0,
         "sinks": True,
     },
+    "by row": {"dtype": torch.bfloat16, "head_size": 128, "by_row": True},
+    "by row, every option": {
+        "dtype": torch.bfloat16, "head_size": 256, "sliding_window": 20, "softcap": 5.0, "by_row": True,
+        "sinks": True, "kv_dtype": E4M3, "scales": True,
+    },
     "fp8 cache": {"dtype": torch.bfloat16, "head_size": 128, "kv_dtype": E4M3, "scales": True},
     "head size 80": {"dtype": torch.bfloat16, "head_size": 80},
     "every option, head size 256": {

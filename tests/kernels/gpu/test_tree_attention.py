@@ -1,5 +1,7 @@
 """Tree attention over the paged cache: every option, any shape, against the reference in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_cases import E4M3, E5M2, PagedCase, paged_case
@@ -249,3 +251,54 @@ def test_reference_refuses_unknown_blocks(device, block):
     case.block_table = case.block_table[:, :1]
     with pytest.raises(ValueError, match="no blocks for"):
         paged_tree_attention_reference(torch.empty_like(case.query), *case.inputs)
+
+
+OPTIONS = [{}, {"softcap": 2.0}, {"sinks": True}, {"scales": True}, {"sliding_window": 40}]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_by_row(device, large, option, dtype):
+    paged_case(rows=(17, 1, 0, 4), prefixes=(90 * large, 33, 50, 0), num_heads=6, kv_heads=2, head_size=32, dtype=dtype,
+               by_row=True, device=device, **option).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [(71, 1), (3, 3)], ids=str)
+def test_many_nodes_by_row(device, heads):
+    paged_case(rows=(130,), prefixes=(20,), num_heads=heads[0], kv_heads=heads[1], head_size=16, by_row=True,
+               device=device).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_alone(device, large, option, dtype):
+    """As a step without a graph has it: its path is text, in other blocks, beside no other rows."""
+    case = paged_case(rows=(5, 70, 2), prefixes=(50, 61 * large, 0), head_size=32, dtype=dtype, by_row=True,
+                      device=device, **option)  # fmt: skip
+    together, lse = case.run()
+    for request, row in (0, 0), (0, 4), (1, 5), (1, 40), (1, 74), (2, 76):
+        output, own_lse = alone(case, request, row).run()
+        assert torch.equal(output[0], together[row]) and torch.equal(own_lse[0], lse[row])
+
+
+def alone(case: PagedCase, request: int, row: int) -> PagedCase:
+    """The row behind its path, whose last key is a tree of one node."""
+    prefix, size = int(case.prefix_lens[request]), case.key_cache.shape[1]
+    mask = case.tree_mask[row].tolist()
+    path = [prefix + 64 * word + bit for word, bits in enumerate(mask) for bit in range(64) if bits >> bit & 1]
+    keys = torch.tensor([*range(prefix), *path], device=case.query.device)
+    block = case.block_table[request, keys // size].long()
+    count = -(-len(keys) // size)
+    caches = []
+    for cache in (case.key_cache, case.value_cache):
+        own = torch.full((count, *cache.shape[1:]), torch.nan, device=cache.device).to(cache.dtype)
+        place = torch.arange(len(keys), device=cache.device)
+        own[count - 1 - place // size, place % size] = cache[block, keys % size]
+        caches.append(own)
+    like = {"dtype": torch.int32, "device": case.query.device}
+    return replace(
+        case, query=case.query[row : row + 1], key_cache=caches[0], value_cache=caches[1],
+        block_table=torch.arange(count, **like).flip(0)[None], query_start_loc=torch.tensor([0, 1], **like),
+        prefix_lens=torch.tensor([len(keys) - 1], **like), positions=case.positions[row : row + 1],
+        tree_mask=torch.ones_like(case.tree_mask[:1, :1]),
+    )  # fmt: skip

@@ -26,12 +26,13 @@ def paged_tree_attention_reference(
     include_prefix: bool = True,
     max_rows: int | None = None,
     num_splits: int | None = None,
+    by_row: bool = False,
     tiles: TreeTiles | None = None,
     compute: torch.dtype = torch.float64,
 ) -> None:
     """``paged_tree_attention`` in plain PyTorch, computed in ``compute``; ``output`` may have that dtype too.
 
-    ``max_rows``, ``num_splits`` and ``tiles`` do not change the result.
+    ``max_rows``, ``num_splits``, ``by_row`` and ``tiles`` do not change the result.
 
     Raises:
         ValueError: as there, and if a row attends a key for which its request's block table has no block.

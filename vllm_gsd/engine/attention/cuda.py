@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -142,6 +143,7 @@ class _TreeRowsImpl(AttendsTrees):
             # Upstream's window is (left, right), without the token itself.
             sliding_window=self.sliding_window[0] + 1, softcap=self.logits_soft_cap, sinks=self.sinks, **options,
             **({} if _chosen == "xformers" else {"max_rows": tree.max_rows}),
+            **({"by_row": True} if envs.VLLM_BATCH_INVARIANT else {}),
         )  # fmt: skip
 
 

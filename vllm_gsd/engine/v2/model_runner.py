@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.config.lora import LoRAConfig
 from vllm.sequence import IntermediateTensors
@@ -248,9 +249,10 @@ class GraphModelRunner(GPUModelRunner):
             metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
             draft_layers, step = set(self.speculation.layer_names), self.step
             full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
-            # A full graph of one row a request is plain decoding's.
-            full &= input_batch.num_tokens_after_padding > input_batch.num_reqs_after_padding
-            graphs = step if step is not None and step.num_tree_requests else None
+            # vLLM's kernel attends full graphs of one row a request, unless rows must not depend on the batch.
+            single = input_batch.num_tokens_after_padding == input_batch.num_reqs_after_padding
+            full &= envs.VLLM_BATCH_INVARIANT or not single
+            graphs = step if step is not None and len(step.tree_requests) else None
             if step is None:
                 self.row_buffers.clear()  # a dummy batch
             if full or (graphs is not None and graphs.whole):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -407,7 +408,7 @@ class GraphSpeculator(BaseSpeculator):
 
     def lay_out(self, input_batch: InputBatch) -> DeviceStep:
         """Create the step that verifies the proposed graphs."""
-        return DeviceStep(self.proposals, input_batch)
+        return DeviceStep(self.proposals, input_batch, by_row=envs.VLLM_BATCH_INVARIANT)
 
     def verified(
         self,

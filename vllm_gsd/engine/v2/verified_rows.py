@@ -76,25 +76,25 @@ class DeviceStep:
 
     Args:
         batch: the batch, whose ``num_draft_tokens_per_req`` says how many rows each request verifies.
+        by_row: whether our kernel attends all rows of decodes, so that a row has the same bits with nodes and without.
     """
 
     # The graphs of the batch's requests, cut to their rows; set by ``lay``, if any request has more than a root.
     trees: DeviceTrees | None = None
     slot_mapping: torch.Tensor  # int64 [>= rows of the batch], set by ``lay``
 
-    def __init__(self, proposals: Proposals, batch: InputBatch) -> None:
+    def __init__(self, proposals: Proposals, batch: InputBatch, by_row: bool = False) -> None:
         drafts, count = batch.num_draft_tokens_per_req, batch.num_reqs
         self.proposals, self.batch = proposals, batch
         # int64 [num_requests], the rows of each request to verify: the last ones of its rows of the batch.
         self.sizes = np.ones(count, np.int64) if drafts is None else 1 + drafts.astype(np.int64)
         self.batch_ends = batch.query_start_loc_np[1 : count + 1].astype(np.int64)
-        self.tree_requests = np.flatnonzero(self.sizes > 1)  # requests with more rows than a root
+        has_nodes = self.sizes > 1
+        self.has_nodes = bool(has_nodes.any())
+        # Requests whose verified rows our kernel attends. Without ``by_row`` these are the ones with nodes.
+        decodes = by_row & (np.diff(batch.query_start_loc_np[: count + 1]) == self.sizes)
+        self.tree_requests = np.flatnonzero(has_nodes | decodes)
         self.whole = int(self.sizes.sum()) == batch.num_tokens  # whether all rows of the batch are verified
-
-    @property
-    def num_tree_requests(self) -> int:
-        """The number of requests with more rows than a root."""
-        return len(self.tree_requests)
 
     def lay(self, buffers: RowBuffers, slot_mapping: torch.Tensor) -> None:
         """Assign the nodes to the rows: sets positions by depth, masks and prefix lengths.
@@ -107,13 +107,14 @@ class DeviceStep:
         """
         batch, slots = self.batch, self.batch.idx_mapping
         self.slot_mapping = slot_mapping
-        if not self.num_tree_requests:
+        if not len(self.tree_requests):
             return
         (fresh,) = send(slots.device, self.proposals.fresh[batch.idx_mapping_np].astype(np.int32))
-        self.trees = lay_out_rows(
+        trees = lay_out_rows(
             self.proposals.trees, slots, fresh, batch.cu_num_logits, batch.query_start_loc, batch.positions,
             buffers.mask, buffers.prefix_lens,
         )  # fmt: skip
+        self.trees = trees if self.has_nodes else None
 
     def attach_tree_rows(
         self,

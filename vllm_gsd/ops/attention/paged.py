@@ -19,6 +19,8 @@ values are two tensors, as in all of vLLM's GPU backends, and may be fp8:
     include_prefix: False to attend slots only, for ``merge_attention`` with attention over the prefix.
     max_rows: bound on the rows of a request; rows beyond it are not written. None for ``num_rows``.
     num_splits: number of spans of the prefix that separate programs read, 1 to 32. None to fill the GPU.
+    by_row: whether a row's result has the same bits in a tree, alone, and beside any other rows. Each row then reads
+        the whole prefix by itself, in one span. Needs ``include_prefix``.
     tiles: None to choose by shape.
 """
 
@@ -55,6 +57,7 @@ def paged_tree_attention(
     include_prefix: bool = True,
     max_rows: int | None = None,
     num_splits: int | None = None,
+    by_row: bool = False,
     tiles: TreeTiles | None = None,
 ) -> None:
     """Write the attention of every row into ``output``. The module describes the formula and the arguments.
@@ -72,11 +75,15 @@ def paged_tree_attention(
     if not (len(query) and num_reqs):
         return
     roomy = _capability(query.device) >= (9, 0) and not (softcap or sliding_window > 0 or sinks is not None)
-    tiles = tiles or TreeTiles.of(max_rows, group, query.shape[2], query.element_size(), roomy)
-    m_tiles = -(-max_rows * group // tiles.rows)
+    if by_row:
+        tiles = TreeTiles.of(1, group, query.shape[2], query.element_size())
+        num_splits, m_tiles = 1, max_rows * -(-group // tiles.rows)
+    else:
+        tiles = tiles or TreeTiles.of(max_rows, group, query.shape[2], query.element_size(), roomy)
+        m_tiles = -(-max_rows * group // tiles.rows)
     launch: dict[str, Any] = {
         "inputs": inputs, "scale": scale, "m_tiles": m_tiles, "tiles": tiles, "sliding_window": sliding_window,
-        "softcap": softcap, "include_prefix": include_prefix, **extras,
+        "softcap": softcap, "include_prefix": include_prefix, "by_row": by_row, **extras,
     }  # fmt: skip
     if num_splits is None:
         longest = block_table.shape[1] * key_cache.shape[1] if include_prefix else 0
@@ -123,6 +130,7 @@ def _launch(
     sliding_window: int,
     softcap: float,
     include_prefix: bool,
+    by_row: bool,
 ) -> None:
     """Launch the kernel. With several splits ``output`` and ``lse`` have a leading dimension of that size."""
     from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel, triton
@@ -141,8 +149,8 @@ def _launch(
         BLOCK_SIZE=block_size, HEAD_SIZE=head_size, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
         BLOCK_D=max(16, triton.next_power_of_2(head_size)), PREFIX=include_prefix, WINDOW=sliding_window > 0,
         SOFTCAP=softcap != 0, SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
-        STORE_LSE=lse is not None, DOT_DTYPE=_dot_dtype(query.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
-        maxnreg=registers_for(tiles.warps) if spills else None,
+        STORE_LSE=lse is not None, DOT_DTYPE=_dot_dtype(query.dtype), BY_ROW=by_row,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=registers_for(tiles.warps) if spills else None,
     )  # fmt: skip
 
 

@@ -3,6 +3,9 @@
 A program holds BLOCK_M pairs (row, query head of one KV head) of one request. It attends a span of the prefix, BLOCK_N
 keys at a time, with the online softmax of FlashAttention (Dao et al., 2022). The last span's program also attends the
 tree's slots. ``ops.attention.merge`` merges the spans (split-KV, as in Flash-Decoding).
+
+With BY_ROW a program holds the heads of one row, and attends its keys in the order of its path, in tiles that begin at
+multiples of BLOCK_N. It does the same arithmetic whether the path is in the tree or, later, part of the prefix.
 """
 
 import triton
@@ -106,6 +109,42 @@ def _attend_slots(
     return highest, total, acc
 
 
+@triton.jit
+def _attend_path(
+    q, highest, total, acc, row, valid, prefix, tree_mask, mask_row, num_words, sliding_window, table, key_cache,
+    value_cache, kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, WINDOW,
+    BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+):  # fmt: skip
+    """Attend the prefix and the slots of one row's path, in the order of their positions."""
+    bit = tl.arange(0, 64)
+    length = prefix
+    for of in range(num_words):
+        word = tl.load(tree_mask + row * mask_row + of)
+        length += tl.sum(((word >> bit) & 1).to(tl.int32), 0)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - sliding_window, 0)
+    for start in range(first // BLOCK_N * BLOCK_N, length, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        used = (position >= first) & (position < length)
+        index = tl.where(position < prefix, position, prefix)
+        if start + BLOCK_N > prefix:
+            found = 0  # nodes of the path in earlier words
+            for of in range(num_words):
+                word = tl.load(tree_mask + row * mask_row + of)
+                on_path = ((word >> bit) & 1).to(tl.int32)
+                depth = found + tl.cumsum(on_path, 0) - on_path
+                here = (depth[None, :] == (position - prefix)[:, None]) & (on_path != 0)[None, :]
+                index += tl.sum(tl.where(here, of * 64 + bit[None, :], 0), 1)
+                found += tl.sum(on_path, 0)
+        attends = valid[:, None] & used[None, :]
+        highest, total, acc = _attend(
+            q, highest, total, acc, attends, used, index, table, key_cache, value_cache, kv_head, in_head, k_block,
+            k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_SIZE, SOFTCAP, DOT_DTYPE, False,
+        )  # fmt: skip
+    return highest, total, acc
+
+
 # What varies between the batches of an engine is not specialised, so that nothing compiles while it serves.
 @triton.jit(
     do_not_specialize=[
@@ -120,17 +159,22 @@ def tree_attention_kernel(
     v_scale_head, m_tiles, num_splits, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, STORE_LSE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     """Grid (m tiles x splits, KV heads, requests). Tiles vary fastest, so programs that share keys run together."""
     tile, split = tl.program_id(0) % m_tiles, tl.program_id(0) // m_tiles
     kv_head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.load(query_start_loc + request).to(tl.int64)
     num_pairs = (tl.load(query_start_loc + request + 1) - first_row) * GROUP
-    if tile * BLOCK_M >= num_pairs:
+    first_pair, end_pair = tile * BLOCK_M, num_pairs
+    if BY_ROW:
+        tiles_per_row: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+        end_pair = (tile // tiles_per_row + 1) * GROUP
+        first_pair = end_pair - GROUP + tile % tiles_per_row * BLOCK_M
+    if first_pair >= num_pairs:
         return
-    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = pair < num_pairs
+    pair = first_pair + tl.arange(0, BLOCK_M)
+    valid = pair < end_pair
     row = first_row + pair // GROUP
     head = kv_head * GROUP + pair % GROUP
     d = tl.arange(0, BLOCK_D)
@@ -148,18 +192,25 @@ def tree_attention_kernel(
     if SINKS:
         if split == 0:
             highest, total = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E, total + 1.0
-    if PREFIX:
+    if BY_ROW:
+        highest, total, acc = _attend_path(
+            q, highest, total, acc, first_row + first_pair // GROUP, valid, prefix, tree_mask, mask_row, num_words,
+            sliding_window, table, key_cache, value_cache, kv_head, in_head, k_block, k_token, k_head, v_block, v_token,
+            v_head, score_scale, softcap, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+        )  # fmt: skip
+    elif PREFIX:
         highest, total, acc = _attend_prefix(
             q, highest, total, acc, row, valid, split, prefix, positions, sliding_window, table, key_cache, value_cache,
             kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap,
             num_splits, WINDOW, BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
         )  # fmt: skip
-    if split == num_splits - 1:
-        highest, total, acc = _attend_slots(
-            q, highest, total, acc, row, valid, prefix, tree_mask, mask_row, num_words, table, key_cache, value_cache,
-            kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap, BLOCK_N,
-            BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
-        )  # fmt: skip
+    if not BY_ROW:
+        if split == num_splits - 1:
+            highest, total, acc = _attend_slots(
+                q, highest, total, acc, row, valid, prefix, tree_mask, mask_row, num_words, table, key_cache,
+                value_cache, kv_head, in_head, k_block, k_token, k_head, v_block, v_token, v_head, score_scale, softcap,
+                BLOCK_N, BLOCK_SIZE, SOFTCAP, DOT_DTYPE,
+            )  # fmt: skip
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if V_SCALE:
