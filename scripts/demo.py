@@ -9,16 +9,16 @@ apart, and the number of tokens in a forward pass then decides which one wins. O
 none with --dtype float32.
 """
 
-import multiprocessing
+import argparse
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
 from generate import steps_of  # beside this file
 from rich.console import Console
 from rich.panel import Panel
@@ -39,35 +39,29 @@ TIE = 0.25
 console = Console()
 
 
-def main(
-    max_tokens: int = 96,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="let vLLM compile the models, which starts slower and runs faster")
-    ] = False,
-    method: Annotated[
-        Literal["gsd", "draft_model"], typer.Option(help="draft_model is vLLM's own method, for comparison")
-    ] = "gsd",
-) -> None:
-    """Answer a few prompts by plain vLLM, by our engine without a graph, and with the graph, and compare them."""
+def main() -> None:
+    options = parse_options()
+    if options.worker:
+        work(options)
+        return
     try:
         pair = built_in_pair()
     except ToolError as error:
         console.print(error, style="red")
         sys.exit(1)
     # vLLM's draft_model cannot use a draft that reads the target's hidden states.
-    draft = pair.draft_model if method == "draft_model" else pair.draft
+    draft = pair.draft_model if options.method == "draft_model" else pair.draft
     results = {}
-    for name in ("plain", method):
-        with console.status(f"vLLM, {name}: starting and answering {len(PROMPTS)} prompts"):
-            results[name] = in_own_process(name, str(pair.target), str(draft), max_tokens, dtype, compiled)
-    plain, graph = results["plain"], results[method]
-    excused = TIE if dtype == "bfloat16" else 0.0
+    for method in ("plain", options.method):
+        with console.status(f"vLLM, {method}: starting and answering {len(PROMPTS)} prompts"):
+            results[method] = run_worker(method, {"target": str(pair.target), "draft": str(draft)})
+    plain, graph = results["plain"], results[options.method]
+    excused = TIE if options.dtype == "bfloat16" else 0.0
     verdicts = [compare(*texts, excused) for texts in zip(plain["answers"], graph["answers"], strict=True)]
     for prompt, answer, verdict in zip(PROMPTS, graph["answers"], verdicts, strict=True):
         console.print(Panel(answer["text"].strip(), title=prompt, subtitle=verdict))
     off = {"gsd, opted out": graph["off"]} if "off" in graph else {}
-    console.print(summary({"plain": plain, **off, method: graph}))
+    console.print(summary({"plain": plain, **off, options.method: graph}))
     if any("tie within" in verdict for verdict in verdicts):
         console.print("In float32 no tie is excused: ./scripts/demo --dtype float32", style="dim")
     if any(verdict.startswith("DIFFERS") for verdict in verdicts):
@@ -75,45 +69,64 @@ def main(
         sys.exit(1)
 
 
-def in_own_process(method: str, *job: Any) -> dict[str, Any]:
-    """The result of ``work``. Its log is shown only if it fails."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.NamedTemporaryFile() as log, ProcessPoolExecutor(1, spawn, log_to, (log.name,)) as process:
-        try:
-            return process.submit(work, method, *job).result()
-        except Exception as error:  # vLLM raises many types
-            console.print(Path(log.name).read_text(errors="replace"), markup=False, highlight=False)
-            console.print(f"The engine for {method!r} failed (above is its log): {error}", style="red", markup=False)
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--compile", action="store_true", help="let vLLM compile the models, which starts slower and runs faster"
+    )
+    parser.add_argument(
+        "--method",
+        default="gsd",
+        choices=["gsd", "draft_model"],
+        help="draft_model is vLLM's own method, for comparison",
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_worker(method: str, pair: dict[str, str]) -> dict[str, Any]:
+    """Run this script as the worker for one method. Its log is shown only if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        job = json.dumps({"method": method, "result": str(result), **pair})
+        with log.open("wb") as stream:
+            done = subprocess.run(
+                [sys.executable, __file__, *sys.argv[1:], "--worker", job],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if done.returncode != 0 or not result.exists():
+            console.print(log.read_text(errors="replace"), markup=False, highlight=False)
+            console.print(f"The engine for {method!r} failed (above is its log).", style="red")
             sys.exit(1)
+        return json.loads(result.read_text())
 
 
-def log_to(file: str) -> None:
-    """Write what this process and its children print to a file."""
+def work(options: argparse.Namespace) -> None:
+    """Answer the prompts in this process and write texts and speed to the result file."""
+    job = json.loads(options.worker)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    for output in (1, 2):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), output)
-
-
-def work(method: str, target: str, draft: str, most_tokens: int, dtype: str, compiled: bool) -> dict[str, Any]:
-    """Answer the prompts in this process: texts, and speed."""
     from vllm import LLM, SamplingParams
 
     speculative: dict[str, Any] | None = None
-    if method != "plain":
-        speculative = {"method": method, "model": draft}
-        if method == "draft_model":
+    if job["method"] != "plain":
+        speculative = {"method": job["method"], "model": job["draft"]}
+        if job["method"] == "draft_model":
             speculative["num_speculative_tokens"] = 4
     llm = LLM(
-        target,
+        job["target"],
         speculative_config=speculative,
-        dtype=dtype,
+        dtype=options.dtype,
         max_model_len=2048,
         kv_cache_memory_bytes=1 << 30,
-        enforce_eager=not compiled,
+        enforce_eager=not options.compile,
         disable_log_stats=False,  # for the counters below
     )
 
-    def answer(prompt: str, *, graph: bool = True, max_tokens: int = most_tokens, **more: Any) -> Any:
+    def answer(prompt: str, *, graph: bool = True, max_tokens: int = options.max_tokens, **more: Any) -> Any:
         extra_args = None if graph else {"gsd": False}
         params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=extra_args, **more)
         return llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0].outputs[0]
@@ -131,13 +144,13 @@ def work(method: str, target: str, draft: str, most_tokens: int, dtype: str, com
     for prompt in PROMPTS:  # warm-up
         answer(prompt, max_tokens=8)
     report = answer_all(graph=True)
-    if method == "gsd":
+    if job["method"] == "gsd":
         report["off"] = answer_all(graph=False)
-    if method == "plain":
+    if job["method"] == "plain":
         # Untimed, to get the gap between the two best tokens.
         for entry, prompt in zip(report["answers"], PROMPTS, strict=True):
             entry["gaps"] = [gap(position) for position in answer(prompt, logprobs=2).logprobs]
-    return report
+    Path(job["result"]).write_text(json.dumps(report))
 
 
 def gap(position: dict[int, Any]) -> float:
@@ -177,4 +190,4 @@ def summary(runs: dict[str, dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()
