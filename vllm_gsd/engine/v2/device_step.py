@@ -12,12 +12,7 @@ from vllm_gsd.ops.flatten.api import DeviceTrees
 
 
 class Proposals:
-    """The latest proposed graph for each of V2's request slots.
-
-    Args:
-        num_slots: the most concurrent requests.
-        num_nodes: the most nodes of a graph.
-    """
+    """The latest proposed graph, of at most ``num_nodes`` nodes, for each of V2's request slots."""
 
     def __init__(self, num_slots: int, num_nodes: int, device: torch.device) -> None:
         self.trees = empty_trees(num_slots, num_nodes, device)

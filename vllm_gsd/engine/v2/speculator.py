@@ -89,11 +89,7 @@ class GraphSpeculator(BaseSpeculator):
         self.clock = StepClock(self.speculation.planner, pipelined=True)
 
     def prepare(self, req_states: RequestState) -> None:
-        """Set up drafting on the device after the models are loaded.
-
-        Args:
-            req_states: V2's request states.
-        """
+        """Set up drafting on the device after the models are loaded."""
         ours = self.speculation
         capacity, trees = ours.graphs.capacity, self.proposals.trees
         self.drafting = DeviceDrafting(ours.config, ours.drafter, req_states, capacity, trees, self.device)

@@ -4,12 +4,7 @@ import numpy as np
 
 
 class Texts:
-    """The tokens that the host knows: the prompts, and accepted tokens once they have been copied from the device.
-
-    Args:
-        num_slots: the maximum number of concurrent requests.
-        max_length: the maximum number of tokens of a request.
-    """
+    """The tokens that the host knows: the prompts, and accepted tokens once they have been copied from the device."""
 
     def __init__(self, num_slots: int, max_length: int) -> None:
         self.tokens = np.zeros((num_slots, max_length), np.int32)
