@@ -1,1 +1,1 @@
-"""Grammars along graphs in the scheduler, and which requests are decoded without a graph, and where texts end."""
+"""Grammars along graphs in the scheduler, which requests are decoded without a graph, and where texts end."""
