@@ -1,7 +1,7 @@
 """A program that runs an engine which never stops generating, so that a test can kill one of its ranks.
 
 The argument is JSON: ``target``, ``config`` (gsd's or null), ``engine`` (arguments of ``LLM``). The program prints two
-lines: the process ids of its ranks as a JSON list, and "generating" after ten steps.
+lines: its process id and those of its ranks as a JSON list, and "generating" after ten steps.
 """
 
 import json
@@ -29,7 +29,7 @@ def main(job: dict) -> None:
         **job["engine"],
     }
     llm = LLM(job["target"], speculative_config=job["config"], **options)
-    say(json.dumps(llm.collective_rpc(process_id)))
+    say(json.dumps([os.getpid(), *llm.collective_rpc(process_id)]))
     params = SamplingParams(detokenize=False, ignore_eos=True, max_tokens=options["max_model_len"] - 112)
     steps = 0
     while True:

@@ -25,6 +25,9 @@ NODE = {
     "RAY_memory_monitor_refresh_ms": "0",  # do not kill workers because other programs use memory
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
+    # No workers before they are needed: their environment would not be the program's.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
 }
 
 
@@ -60,7 +63,9 @@ class RayCluster:
             environment: environment variables for all of the node's processes, including ranks.
         """
         head = ["--head", f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self.folder}"]
-        address = [f"--address={self.address}"] if self.nodes else [*head, "--include-dashboard=false"]
+        # Logs of all nodes are in one folder, so one process reads them.
+        other = [f"--address={self.address}", "--include-log-monitor=false"]
+        address = other if self.nodes else [*head, "--include-dashboard=false", "--no-monitor"]
         command = [RAY, "start", *address, f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--block"]
         log = self.folder.with_name(f"{self.folder.name}-node-{len(self.nodes)}.log")
         until = time.monotonic() + SECONDS

@@ -48,10 +48,10 @@ def generating(job: dict, folder: Path, environment: dict[str, str], command: tu
         )
     everything = [psutil.Process(process.pid)]
     try:
-        ranks = next(json.loads(line) for line in process.stdout if line.startswith("["))
+        main, *ranks = next(json.loads(line) for line in process.stdout if line.startswith("["))
         assert any(line == "generating\n" for line in process.stdout)
-        everything += everything[0].children(recursive=True)
-        everything += [psutil.Process(pid) for pid in ranks if pid not in {one.pid for one in everything}]
+        pids = [main, *[child.pid for child in psutil.Process(main).children(recursive=True)], *ranks]
+        everything += [psutil.Process(pid) for pid in dict.fromkeys(pids) if pid != process.pid]
         yield Program(process, ranks, everything, shared_memory(everything))
     finally:
         for one in everything:
@@ -116,15 +116,18 @@ def test_plugin_missing_on_a_node(job, cluster, preforked, tmp_path):
 @pytest.mark.parametrize("attempt", range(KILLS))
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_killed_rank(job, backend, attempt, tmp_path, request):
-    environment = {}
-    if backend == "ray":
+    """Over Ray, all processes start as they come; otherwise they are forked."""
+    environment, command = {}, (sys.executable,)
+    if backend == "mp":
+        command = (request.getfixturevalue("preforked"),)
+    else:
         cluster = request.getfixturevalue("cluster")
         environment = cluster.environment()
         if len(cluster.nodes) == 1:
             cluster.add_node()
     job["engine"]["distributed_executor_backend"] = backend
     # In one attempt of each, a first and a second rank.
-    check_killed(job, (attempt + (backend == "ray")) % 2, tmp_path, environment)
+    check_killed(job, (attempt + (backend == "ray")) % 2, tmp_path, environment, command=command)
 
 
 def check_killed(job: dict, victim: int, folder: Path, environment: dict[str, str], **how) -> None:
