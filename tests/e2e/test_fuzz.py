@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 from engine_process import Engine, EngineError, Params, draft_every_level, model_runner
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from tiny_pair import VOCAB_SIZE
 
@@ -110,6 +110,20 @@ def draft(llm, shape: dict) -> None:
     model.candidates = candidates
 
 
+REPETITIVE = [
+    ([10, 11, 12, 10, 11], Params({"max_tokens": 16, "ignore_eos": True, "seed": i, "temperature": 0.4 * (i % 2)}))
+    for i in range(4)
+]
+MERGING = {
+    "limits": {"sources": ["draft"], "max_depth": 6, "theta_sib": 0.0, "theta_prob": 0.0, "merge_ngram": 1},
+    "nodes": 16,
+    "degree": 4,
+    "shuffled": 0.2,
+    "repeated": 0.3,
+    "power": 0.2,
+    "seed": 3,
+}
+
 # --- the check ----------------------------------------------------------------------------------------
 
 
@@ -170,11 +184,12 @@ def test_fuzz(engines, pytestconfig):
         max_examples=pytestconfig.getoption("examples"),
         deadline=None,
         database=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
     @given(batch=st.lists(requests(), min_size=1, max_size=5), shape=shapes())
+    @example(batch=REPETITIVE, shape=MERGING)  # how often random examples merge nodes varies much
     def check(batch, shape):
         prompts, params = map(list, zip(*batch, strict=True))
         gsd.call("call", draft, shape)
