@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def generating(job: dict, folder: Path, environment: dict[str, str], command: tuple = (sys.executable,)):
+def generating(job: dict, folder: Path, environment: dict[str, str], command: tuple):
     """The program in mid-generation, run by ``command``; its errors go to ``folder / "errors"``."""
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # the engine core in a process of its own, as it comes
@@ -115,24 +114,21 @@ def test_plugin_missing_on_a_node(job, cluster, preforked, tmp_path):
 
 @pytest.mark.parametrize("attempt", range(KILLS))
 @pytest.mark.parametrize("backend", ["mp", "ray"])
-def test_killed_rank(job, backend, attempt, tmp_path, request):
-    """Over Ray, all processes start as they come; otherwise they are forked."""
-    environment, command = {}, (sys.executable,)
-    if backend == "mp":
-        command = (request.getfixturevalue("preforked"),)
-    else:
+def test_killed_rank(job, backend, attempt, preforked, tmp_path, request):
+    environment = {}
+    if backend == "ray":
         cluster = request.getfixturevalue("cluster")
         environment = cluster.environment()
         if len(cluster.nodes) == 1:
             cluster.add_node()
     job["engine"]["distributed_executor_backend"] = backend
     # In one attempt of each, a first and a second rank.
-    check_killed(job, (attempt + (backend == "ray")) % 2, tmp_path, environment, command=command)
+    check_killed(job, (attempt + (backend == "ray")) % 2, tmp_path, environment, command=(preforked,))
 
 
-def check_killed(job: dict, victim: int, folder: Path, environment: dict[str, str], **how) -> None:
-    """Kill a rank of the program, which ``how`` says how to run: it must end by itself and leave nothing behind."""
-    with generating(job, folder, environment, **how) as program:
+def check_killed(job: dict, victim: int, folder: Path, environment: dict[str, str], command: tuple) -> None:
+    """Kill a rank of the program, run by ``command``: it must end by itself and leave nothing behind."""
+    with generating(job, folder, environment, command) as program:
         assert program.segments
         os.kill(program.ranks[victim], signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # what it said so far tells more

@@ -1,14 +1,15 @@
 """``examples/ray/batch.py``: killed half way and started again, it answers each of 500 prompts exactly once."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 from engine_process import ENVIRONMENT
 from patience import SECONDS
@@ -65,18 +66,28 @@ def answers(out: Path) -> list[str]:
     return out.read_text().split("\n")[:-1] if out.exists() else []
 
 
+def writers(out: Path) -> list[psutil.Process]:
+    """Processes that have the job's output open."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [one for file in one.open_files() if file.path == str(out)]
+    return found
+
+
 def test_killed_and_resumed(command, cluster, tmp_path, tiny_pair):
     out = tmp_path / "answers.jsonl"
-    # Not forked from a process that would outlive it.
-    first = start([sys.executable, *command[1:]], cluster, tmp_path / "first")
+    first = start(command, cluster, tmp_path / "first")
     try:
         until = time.monotonic() + SECONDS
         while len(answers(out)) < PROMPTS // 2:
             assert first.poll() is None and time.monotonic() < until, (tmp_path / "first").read_text()[-5000:]
             time.sleep(0.05)
+        (job,) = writers(out)
+        job.kill()
+        assert first.wait(SECONDS) == 128 + signal.SIGKILL
     finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.kill()
     before = answers(out)
     assert PROMPTS // 2 <= len(before) < PROMPTS
     with out.open("a") as stream:

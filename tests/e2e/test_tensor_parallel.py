@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # All nodes are verified. The rows of the trimmed LM head are gathered from the ranks that hold them.
 GRAPH = {"budget": 16, "draft_vocab_size": 480}
 PROGRAM = Path(__file__).with_name("parallel_run.py")
-STEPS = 1000  # number of steps in which the ranks' graphs are compared
+# Numbers of steps in which the ranks' graphs are compared. A step of a draft that is sharded over Ray takes long.
+STEPS = 1000
+STEPS_OVER_RAY = 300
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +122,10 @@ def test_ray_nodes(run, expected, one_rank):
     """One rank runs on each of two nodes: first without graphs, then with them, then for many steps."""
     with ray_cluster(nodes=2) as cluster:
         over_ray = {"environment": cluster.environment(), "distributed_executor_backend": "ray"}
-        two = run(GRAPH, 2, opt_out=True, steps=STEPS, **over_ray)
+        two = run(GRAPH, 2, opt_out=True, steps=STEPS_OVER_RAY, **over_ray)
     assert two["plain_tokens"] == two["tokens"] == expected
     assert two["accepted"] == one_rank["accepted"]
     first, second = two["hashes"]
     assert first == second
-    assert len(first) >= STEPS
+    assert len(first) >= STEPS_OVER_RAY
     assert len(set(first)) > 0.9 * len(first)

@@ -6,9 +6,7 @@ Greedy answers are compared with those of plain vLLM on V1, which is much faster
 import contextlib
 import json
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
 
 import jsonschema
@@ -22,7 +20,6 @@ from test_serve_features import REQUESTS, SCHEMAS, assert_same, choices, post
 from v2_engine import variables_of_programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SECONDS)]
-COMMAND = (sys.executable, str(Path(__file__).with_name("forking_v2.py")))
 V2 = "Using V2 Model Runner"  # a message in vLLM's log
 GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "budget": 8}
 SMALL = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 24}
@@ -50,20 +47,19 @@ def ask(server, **more) -> list[list[dict]]:
         return list(pool.map(answer, *zip(*SENT, strict=True)))
 
 
-def test_served_by_two_engines(text_pair, preforked, tmp_path):
+def test_served_by_two_engines(text_pair, preforked, preforked_v2, tmp_path):
     """Chats, tool calls, reasoning and echo equal plain vLLM's, and both engines serve requests."""
-    for name in ("plain", "gsd", "metrics"):
+    for name in ("plain", "gsd"):
         (tmp_path / name).mkdir()
     (tmp_path / "gsd.json").write_text(json.dumps({**GSD, "model": str(text_pair.draft)}))
     flags, options = ["--enable-auto-tool-choice"], {**SMALL, **PARSERS}
     with serving(text_pair.target, tmp_path / "plain", *flags, command=(preforked, VLLM), **options) as server:
         server.wait()
         expected = ask(server)
-    variables = {**variables_of_programs(), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")}
-    options |= {"data_parallel_size": 2, "speculative_config": tmp_path / "gsd.json"}
+    options |= {"data_parallel_size": 2, "api_server_count": 1, "speculative_config": tmp_path / "gsd.json"}
     with (
-        mock.patch.dict(os.environ, variables),
-        serving(text_pair.target, tmp_path / "gsd", *flags, command=(*COMMAND, VLLM), **options) as server,
+        mock.patch.dict(os.environ, variables_of_programs()),
+        serving(text_pair.target, tmp_path / "gsd", *flags, command=(preforked_v2, VLLM), **options) as server,
     ):
         server.wait()
         answers = ask(server)
@@ -90,10 +86,10 @@ def test_run_batch(text_pair, preforked_v2, tmp_path):
         assert answers[index] == [(one.text, one.finish_reason) for one in answer.completions]
 
 
-def test_killed_rank(tiny_pair, tmp_path):
+def test_killed_rank(tiny_pair, preforked_v2, tmp_path):
     config = {**GSD, "model": str(tiny_pair.draft)}
     engine = {**SMALL, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     job = {"target": str(tiny_pair.target), "config": config, "engine": engine}
     # Ranks cannot compile, because the interpreter has no driver.
     variables = {**variables_of_programs(), "TORCHDYNAMO_DISABLE": "1"}
-    check_killed(job, 1, tmp_path, variables, command=COMMAND)
+    check_killed(job, 1, tmp_path, variables, (preforked_v2,))
