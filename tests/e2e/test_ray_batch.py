@@ -23,8 +23,13 @@ MAX_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def cluster():
-    # The engine is a child of an actor, and has the variables of the node.
-    with ray_cluster(nodes=1, VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="INFO") as cluster:
+    # The engine is a child of an actor, and has the variables of the node. Its rank needs no process of its own.
+    variables = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    with ray_cluster(nodes=1, **variables) as cluster:
         yield cluster
 
 
