@@ -113,9 +113,12 @@ def random_case(seed: int, device, large: int) -> PagedCase:
     )
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 500, 20)], ids=str)
+CASES = 500 if torch.cuda.is_available() else 240  # the interpreter is slow
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, CASES, 20)], ids=str)
 def test_any_case(device, large, seeds):
-    """500 random shapes, trees and block tables."""
+    """Random shapes, trees and block tables."""
     for seed in seeds:
         try:
             random_case(seed, device, large).check()
