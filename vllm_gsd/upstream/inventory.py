@@ -330,7 +330,7 @@ CHANGES = (
     ),
     Patch(
         "vllm.model_executor.models.interfaces:SupportsEagleBase",
-        by="drafts.share_ends drafts.share_mtp_ends",
+        by="drafts.share_ends",
         when="engine",
         delta="Gives an EAGLE or DFlash draft the target's embedding and LM head if it has none of its own or a copy, "
         "and MTP modules in any case.",

@@ -131,8 +131,7 @@ class DraftModel:
             self.model = self.model.get_language_model()
         self.layer_names = sorted(set(attention_layers(self.vllm_config)) - before)
         if is_head:
-            share = drafts.share_mtp_ends if self.kind == MTP else drafts.share_ends
-            share(self.model, target_model)
+            drafts.share_ends(self.model, target_model)
             # The replaced embedding and LM head are in reference cycles. Free them before vLLM freezes the collector.
             gc.collect()
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
