@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -193,6 +193,12 @@ class GraphModelRunner(GPUModelRunner):
             output = copy.copy(output)  # vLLM returns the same object at all such steps
             wire.attach_stats(output, self.speculator.take_stats())
         return output
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> tuple[BatchReqState | None, int | None]:
+        """Gather as upstream does. In batch-invariant mode, no CUDA graph of decodes serves a prompt's last token."""
+        state, uniform = super().gather_batch_req_state(*args, **kwargs)
+        prompts = envs.VLLM_BATCH_INVARIANT and state is not None and state.has_prefill
+        return state, None if prompts else uniform
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         """Prepare the inputs and assign the nodes of the proposed graphs to their rows."""
