@@ -9,7 +9,7 @@ contiguous slots. The speculator then drafts again. No part waits for the device
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class GraphModelRunner(GPUModelRunner):
     step: DeviceStep | None = None  # set from ``prepare_inputs`` to ``sample``
     aux_hidden_states: list[torch.Tensor] | None = None  # set from ``execute_model`` to ``sample``
     moved: torch.Tensor | None = None  # with M-RoPE, int64 [rows], each row's position minus the one in row order
+    features_pool: Callable[[], AbstractContextManager[Any]] = nullcontext  # the memory for hidden states
     has_dummy_loras = False  # while ``maybe_setup_dummy_loras`` is active
 
     @property
@@ -93,7 +94,8 @@ class GraphModelRunner(GPUModelRunner):
         self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
         assert self.cudagraph_manager is not None
         instances.wrap(self.cudagraph_manager, "dispatch", self._counted)
-        self.speculation.prepare(self.kv_cache_config, self.attn_groups)
+        pool = nullcontext() if is_profiling else self.features_pool()
+        self.speculation.prepare(self.kv_cache_config, self.attn_groups, pool)
         self.speculator.bind(self.block_tables)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
