@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
+# What the names of a draft's layers begin with, because the target may have layers of the same names.
+PREFIX = "draft_model"
+
+
 def tensor_parallel_group(group: GroupCoordinator) -> AbstractContextManager[None]:
     """Build models inside this context with ``group`` as their tensor-parallel group."""
     return replaced("vllm.distributed.parallel_state:_TP", lambda upstream: group)
@@ -33,6 +37,19 @@ def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig, 
     vllm_config.speculative_config.draft_model_config = draft_model_config
     if block_depth is not None:
         vllm_config.speculative_config.num_speculative_tokens = block_depth
+
+
+def name_layers_as_stored(quant_config: Any) -> None:
+    """Make the quantisation config of a draft see layers by their names in the checkpoint, without ``PREFIX``.
+
+    By these it finds layers that are not quantised, or otherwise than the others.
+    """
+    upstream = quant_config.get_quant_method
+
+    def get_quant_method(layer: torch.nn.Module, prefix: str) -> Any:
+        return upstream(layer, prefix.removeprefix(f"{PREFIX}."))
+
+    quant_config.get_quant_method = get_quant_method
 
 
 def share_ends(draft: Any, target: Any) -> None:

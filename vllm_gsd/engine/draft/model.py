@@ -125,8 +125,10 @@ class DraftModel:
         is_head = self.kind != LANGUAGE_MODEL
         if is_head:
             drafts.with_draft_config(config, self.model_config, self.block_depth)
+        if config.quant_config is not None:
+            drafts.name_layers_as_stored(config.quant_config)
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
-            self.model = get_model(vllm_config=config, prefix="draft_model")
+            self.model = get_model(vllm_config=config, prefix=drafts.PREFIX)
         if supports_multimodal(self.model):  # a draft reads the text and the placeholders of images
             self.model = self.model.get_language_model()
         self.layer_names = sorted(set(attention_layers(self.vllm_config)) - before)
