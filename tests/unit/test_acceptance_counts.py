@@ -44,6 +44,7 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
         wire.attach_stats(output, {"counts": counts})
         assert scheduler.update_from_output(None, output) == {}
         reported.append(counts)
+    assert scheduler.update_from_output(None, ModelRunnerOutput(["ended"], {"ended": 0})) == {}  # nothing was sampled
     assert reported == [{}, {"target_steps": 0, "nodes_verified": 9}, {"target_steps": 2}] and scheduler.unneeded == 0
 
 

@@ -225,7 +225,7 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process the output as ``GraphScheduling`` does, but count no step for requests that end while it runs."""
         output, stats = model_runner_output, wire.stats_of(model_runner_output)
-        ended = set(output.req_ids) - self.requests.keys()
+        ended = set(output.req_ids) - self.requests.keys() if output.sampled_token_ids else ()
         self.unneeded += sum(bool(output.sampled_token_ids[output.req_id_to_index[request]]) for request in ended)
         if stats is not None and (counted := min(self.unneeded, stats["counts"].get("target_steps", 0))):
             stats["counts"]["target_steps"] -= counted
