@@ -63,6 +63,7 @@ SIGNATURES = [
     (RUNNER, "GPUModelRunner.finish_requests", ["scheduler_output"]),
     (RUNNER, "GPUModelRunner.add_requests", ["scheduler_output"]),
     (RUNNER, "GPUModelRunner.update_requests", ["scheduler_output"]),
+    (RUNNER, "GPUModelRunner.gather_batch_req_state", ["scheduler_output", "dummy_run"]),
     (
         RUNNER,
         "GPUModelRunner.prepare_inputs",

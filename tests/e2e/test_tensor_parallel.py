@@ -9,6 +9,7 @@ import pytest
 from patience import SECONDS
 from ray_cluster import ray_cluster
 from tiny_blocks import build_tiny_block
+from tiny_mtp import build_tiny_mtp
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # All nodes are verified. The rows of the trimmed LM head are gathered from the ranks that hold them.
@@ -32,12 +33,12 @@ def run(tiny_pair, preforked, random_prompts, tmp_path_factory):
             keys |= {"repetition_penalty": 1.2}
         params.append(keys)
 
-    def run(config, size, *, environment=None, disturb=False, opt_out=False, steps=0, count=100, **engine):
-        folder = tmp_path_factory.mktemp("run")
+    def run(config, size, *, target=None, environment=None, disturb=False, opt_out=False, steps=0, count=100, **engine):
+        folder, target = tmp_path_factory.mktemp("run"), target or tiny_pair.target
         if config is not None:
             config = {"method": "gsd", "model": str(tiny_pair.draft), **config}
         job = {
-            "target": str(tiny_pair.target), "config": config, "prompts": prompts[:count], "params": params[:count],
+            "target": str(target), "config": config, "prompts": prompts[:count], "params": params[:count],
             "disturb": disturb, "opt_out": opt_out, "steps": steps,
             "engine": {
                 "tensor_parallel_size": size, "distributed_executor_backend": "mp" if size > 1 else "uni", **engine,
@@ -82,6 +83,17 @@ def test_an_eagle3_head(run, expected, tiny_eagle3):
     """The head's own LM head is sharded over the ranks, and each rank combines the hidden states."""
     two = run({"budget": 16, "model": str(tiny_eagle3 / "llama"), "sources": ["draft"]}, 2, count=24)
     assert two["tokens"] == expected[:24]
+    assert two["accepted"] > 0
+    first, second = two["hashes"]
+    assert first == second
+
+
+def test_an_mtp_module(run, random_prompts, tmp_path):
+    """The module's layer, with experts, is sharded over the ranks, as are the embedding and LM head that it shares."""
+    target = build_tiny_mtp(tmp_path / "target", "GLM", random_prompts(2))
+    config = {"budget": 16, "model": str(target), "sources": ["draft"]}
+    one, two = run(None, 1, target=target, count=12), run(config, 2, target=target, count=12)
+    assert one["tokens"] == two["tokens"]
     assert two["accepted"] > 0
     first, second = two["hashes"]
     assert first == second

@@ -79,13 +79,15 @@ FORMATS = {
 }
 
 
-def quantised(target: Path, folder: Path, form: str) -> Path:
-    """A copy of a Llama model with quantised layers; the embedding and the LM head are not quantised."""
+def quantised(target: Path, folder: Path, form: str, ignore: tuple[str, ...] = ()) -> Path:
+    """A copy of a Llama model with quantised layers; embedding, LM head and ``ignore`` are not quantised."""
     quantise, config = FORMATS[form]
+    if ignore:
+        config = {**config, "ignore": [*config["ignore"], *ignore]}
     shutil.copytree(target, folder)
     weights = {}
     for name, weight in load_file(target / "model.safetensors").items():
-        if weight.dim() < 2 or ".layers." not in name:
+        if weight.dim() < 2 or ".layers." not in name or name.removesuffix(".weight") in ignore:
             weights[name] = weight
             continue
         parts = quantise(weight.float())

@@ -7,10 +7,12 @@ from collections import Counter
 from types import SimpleNamespace
 
 from vllm import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.engine.schedule.scheduler import GraphScheduling
+from vllm_gsd.engine.schedule.scheduler import GraphAsyncScheduler, GraphScheduling
 from vllm_gsd.engine.speculation import Speculation
+from vllm_gsd.upstream import wire
 
 
 def test_graphs_are_counted_by_depth():
@@ -27,6 +29,23 @@ def test_graphs_are_counted_by_depth():
 
 def test_steps_without_graphs_count_nothing():
     assert GraphScheduling._acceptance(SimpleNamespace(num_spec_tokens=8), GraphStats().take()["verified"]) is None
+
+
+def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
+    """The scheduler learns with the output of a step that a request ended, when its next step is under way."""
+    monkeypatch.setattr(GraphScheduling, "update_from_output", lambda *_: {})
+    scheduler = GraphAsyncScheduler.__new__(GraphAsyncScheduler)
+    scheduler.requests, scheduler.unneeded = {"runs": None}, 0
+    reported = []
+    # The worker counts a step when its results have reached the host, which may be with the output of a later one.
+    for counts in {}, {"target_steps": 1, "nodes_verified": 9}, {"target_steps": 4}:
+        output = ModelRunnerOutput(["runs", "ended", "in its prompt"], {"runs": 0, "ended": 1, "in its prompt": 2})
+        output.sampled_token_ids = [[7], [8, 9], []]
+        wire.attach_stats(output, {"counts": counts})
+        assert scheduler.update_from_output(None, output) == {}
+        reported.append(counts)
+    assert scheduler.update_from_output(None, ModelRunnerOutput(["ended"], {"ended": 0})) == {}  # nothing was sampled
+    assert reported == [{}, {"target_steps": 0, "nodes_verified": 9}, {"target_steps": 2}] and scheduler.unneeded == 0
 
 
 def test_a_session_of_streaming_input_is_one_request():

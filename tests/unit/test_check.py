@@ -66,20 +66,23 @@ def test_pair_that_fits(model):
     assert set(statuses(findings).values()) == {"ok"}
     assert memory == {
         "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
         "weight_bytes": BYTES,
         "kv_bytes_per_token": 2 * 1 * 2 * 8 * 2,
         "feature_bytes_per_token": 0,
     }
 
 
-def test_the_mtp_module_of_the_target(model):
-    folder = model("target", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+@pytest.mark.parametrize("modules", [1, 2])
+def test_the_mtp_modules_of_the_target(model, modules):
+    """All have a layer in the KV cache, although only the first one drafts."""
+    folder = model("target", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=modules)
     module = {"model.mtp_layers.0.input_proj.weight": np.zeros((4, 8), np.float32)}
     save_file({**WEIGHTS, **module}, folder / "model.safetensors")
     findings, memory = pair(folder, folder)
     assert set(statuses(findings).values()) == {"ok"}
     assert memory["weight_bytes"] == 4 * 4 * 8
-    assert memory["kv_bytes_per_token"] == 2 * 1 * 2 * 8 * 2
+    assert memory["kv_bytes_per_token"] == 2 * modules * 2 * 8 * 2
     assert memory["feature_bytes_per_token"] == 2 * LLAMA["hidden_size"]
 
 
@@ -107,10 +110,19 @@ def test_memory_is_of_the_type_that_the_engine_computes_in(model, without_probes
     assert report["memory"]["dtype"] == dtype and report["memory"]["kv_bytes_per_token"] == 2 * 3 * 2 * 8 * size
 
 
+def test_a_kv_cache_in_fp8(model, without_probes):
+    """Hidden states are not quantised."""
+    head = model("draft", architectures=["EagleLlamaForCausalLM"])
+    memory = check_run.check(str(model("target")), str(head), None, {"kv_cache_dtype": "fp8_e4m3"}, 1)["memory"]
+    assert (memory["dtype"], memory["kv_dtype"]) == ("bfloat16", "fp8")
+    assert memory["kv_bytes_per_token"] == 2 * 3 * 2 * 8 and memory["feature_bytes_per_token"] == 2 * 32
+
+
 @pytest.mark.parametrize(
     ("config", "numbers"),
     [
         ({}, 3 * 2 * 512),
+        ({"num_kv_shared_layers": 2}, 2 * 512),
         ({"num_global_key_value_heads": 1, "global_head_dim": 64}, 3 * 64),
         ({"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}, 2 * 2 * 8 + 2 * 512),
         ({"per_layer_config": {str(layer): {"head_dim": 16} for layer in range(3)}}, 3 * 2 * 16),

@@ -32,7 +32,6 @@ def test_which_rows_are_verified():
         num_draft_tokens_per_req=np.array([5, 0, 4], np.int32),
         num_reqs=3,
         query_start_loc_np=np.array([0, 6, 13, 18, 18], np.int32),  # the second has a prompt
-        num_tokens=18,
     )
     step = DeviceStep(Proposals(4, 5, CPU), batch)
     assert step.sizes.tolist() == [6, 1, 5] and step.batch_ends.tolist() == [6, 13, 18]
@@ -43,10 +42,11 @@ def test_which_rows_are_verified():
 
 
 def test_rows_of_decodes_that_are_attended_by_row():
-    """Those without nodes too, but no prompts."""
+    """Those without nodes too, but no prompts, not even the last token of one."""
     batch = SimpleNamespace(
-        num_draft_tokens_per_req=None, num_reqs=3, query_start_loc_np=np.array([0, 1, 8, 9], np.int32), num_tokens=9
-    )
+        num_draft_tokens_per_req=None, num_reqs=4, query_start_loc_np=np.array([0, 1, 8, 9, 10], np.int32),
+        is_prefilling_np=np.array([False, True, False, True]),
+    )  # fmt: skip
     step = DeviceStep(Proposals(4, 5, CPU), batch, by_row=True)
     assert step.tree_requests.tolist() == [0, 2] and not step.has_nodes and not step.whole
 

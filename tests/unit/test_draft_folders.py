@@ -6,7 +6,7 @@ import pytest
 import torch
 from damaged_folders import TARGET, VOCAB, cut_off, keys, refusal, tensors, write_target
 from eagle3_files import LAYERS, layer_config, random_head, write_midlayer, write_speculators
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import check_draft
@@ -119,6 +119,33 @@ def test_an_mtp_module_drafts_for_its_target_only(target, tmp_path):
         check_draft(str(target), VOCAB, target, draft_vocab_size=40)
     with pytest.raises(GSDConfigError, match="its own model only"):
         check_draft(str(other), VOCAB, target)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module"),
+    {
+        "MiMoForCausalLM": "mtp_layers.0.input_proj", "Ernie4_5_MoeForCausalLM": "mtp_linear_proj.0",
+        "Glm4MoeForCausalLM": f"layers.{TARGET['num_hidden_layers']}.eh_proj",
+    }.items(),
+)  # fmt: skip
+def test_copies_without_their_mtp_module(target, architecture, module):
+    """vLLM would leave the module's weights uninitialised if the copy is quantised."""
+    config = {**TARGET, "architectures": [architecture], "num_nextn_predict_layers": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    rest = {"model.layers.0.mlp.up_proj.weight": torch.zeros(1), "model.embed_tokens.weight": torch.zeros(1)}
+    save_file(rest, target / "model.safetensors")
+    with pytest.raises(GSDConfigError, match="lacks the tensors of the MTP module"):
+        check_draft(str(target), VOCAB, target)
+    save_file({**rest, f"model.{module}.weight": torch.zeros(1)}, target / "model.safetensors")
+    check_draft(str(target), VOCAB, target)
+    # Of a download that was interrupted, only the index knows all names.
+    (target / "model.safetensors").unlink()
+    save_file(rest, target / "model-00001-of-00002.safetensors")
+    check_draft(str(target), VOCAB, target)
+    index = {"weight_map": dict.fromkeys(rest, "model-00001-of-00002.safetensors")}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(GSDConfigError, match="lacks the tensors of the MTP module"):
+        check_draft(str(target), VOCAB, target)
 
 
 def test_a_trimmed_head_needs_all_tokens(head, target):

@@ -1,7 +1,9 @@
 """``"budget": "auto"`` on Model Runner V2: with the same graphs, it chooses and learns the same as V1."""
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import GraphScheduler, GraphScheduling, cut_to_fit, nodes_that_fit
 from vllm_gsd.engine.speculation import Speculation
+from vllm_gsd.engine.v2 import host_growth
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
+from vllm_gsd.engine.verify.draft_tree import NO_NODES
 from vllm_gsd.method.constants import NONE, ORIGIN_AGREED, ORIGIN_DRAFT, ORIGIN_NGRAM
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.planner.calibration import SourceTrust
@@ -208,9 +212,29 @@ def test_empty_graphs_tell_of_a_draft_that_gives_nan(plan):
     """Otherwise the device has drafted nothing, as at the end of an answer."""
     graphs, planner = {name: np.zeros((1, NODES), np.int64) for name in NAMES}, plan.speculation.planner
     graphs["graph_size"] = np.array([0])
-    for invalid in (False, True):
-        plan.arrived(np.array([1]), np.array([DRAFTED]), Phase(1, 3), graphs, invalid)
-        assert (planner.worth[0] < FIRST_CHANCE) == (planner.children[0] < FIRST_CHANCE) == invalid
+    before = FIRST_CHANCE
+    for on_device, on_host in (False, False), (True, False), (False, True):
+        plan.arrived(np.array([1]), np.array([DRAFTED]), Phase(1, 3, invalid=on_host), graphs, on_device)
+        assert (planner.worth[0] < before) == (planner.children[0] < before) == (on_device or on_host)
+        before = max(planner.worth[0], planner.children[0])
+
+
+def test_graphs_that_grow_on_the_host_tell_of_nan(monkeypatch):
+    speculator, counts = MagicMock(), Counter()
+    speculator.plan = SimpleNamespace(active=True, phase=Phase(1, 3), shares=np.array([NODES]), captured=[])
+    speculator.batch.return_value = SimpleNamespace(request_ids=["a"], requests=[None], token_rows=np.array([0]))
+    speculator.speculation.stats.counts = counts
+    speculator.speculation.take_grammar_trees.return_value = {}
+    for name in ("has_grammar", "to_device", "_values"):
+        monkeypatch.setattr(host_growth, name, lambda *_: None)
+    for found in (0, 1):
+        speculator.speculation.propose = lambda batch, found=found: [
+            counts.update(draft_rows_invalid=found) or NO_NODES
+        ]
+        speculator.speculation.draft_kv.lengths.return_value = np.zeros(1)
+        speculator.device = torch.device("cpu")
+        host_growth.grow_on_host(speculator, None, np.array([0]), np.array([DRAFTED]))
+        assert speculator.plan.phase == Phase(1, 3, invalid=found > 0)
 
 
 @pytest.mark.parametrize("row_ms", [0.0, 0.3, 1.0, 20.0])

@@ -20,6 +20,7 @@ from vllm_gsd.config.draft_kind import (
     kind_of_config,
     read_config,
 )
+from vllm_gsd.config.draft_tensors import mtp_problem
 from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab
 from vllm_gsd.config.eagle3_folder import eagle3_problem, flattened
 from vllm_gsd.config.source import fail, shown
@@ -71,6 +72,8 @@ def check_draft(
     if has_mtp_modules(config):
         is_target = name == model or (target_folder is not None and target_folder.samefile(draft))
         _check_mtp(model, kind, is_target, draft_vocab_size)
+        if kind == MTP and (problem := mtp_problem(draft, config.get("num_hidden_layers", 0))):
+            _refuse(model, problem)
     size = _vocab_size(model, config)
     if size != target_vocab_size:
         _refuse(model, f"has {size} tokens in its vocabulary, but must have the target's {target_vocab_size}")

@@ -1,8 +1,10 @@
-"""Checks of drafts that read hidden states of the target's layers, whatever their kind: which ones, and their tensors.
+"""Checks of drafts that read the target's hidden states: of which layers, and the drafts' tensors.
 
 vLLM leaves missing tensors uninitialised, so they are found here.
 """
 
+import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,36 @@ def tensors_problem(folder: Path, what: str, vocab: int, expected: Iterable[tupl
         if found[name].shape != shape:
             return f"has a tensor {name} of shape {found[name].shape}, but must have one of {shape}"
     return _mapping_problem(found["d2t"], vocab) if "d2t" in found else None
+
+
+def mtp_problem(folder: Path, num_layers: int) -> str | None:
+    """What is wrong with the tensors of a model with an MTP module, as the end of a sentence about it.
+
+    Args:
+        num_layers: number of the model's layers, without the module's.
+    """
+    try:
+        names = _tensor_names(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # the target cannot be loaded either, which vLLM reports
+    if not names or any(in_mtp_module(name, num_layers) for name in names):
+        return None
+    missing = "lacks the tensors of the MTP module that its config.json names, as some quantised copies do"
+    return f"{missing}, but must have them or be another model"
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """The names of a model's tensors; empty if they are not known before vLLM has downloaded the weights."""
+    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        return list(json.loads(index.read_text("utf-8"))["weight_map"])
+    return [] if any("-of-" in file.name for file in files) else list(stored_tensors(files))
+
+
+def in_mtp_module(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to an MTP module of a model with ``num_layers`` layers."""
+    layer = re.search(r"\blayers\.(\d+)\.", name)
+    return "mtp" in name or (layer is not None and int(layer[1]) >= num_layers)
 
 
 def _mapping_problem(d2t: Stored, vocab: int) -> str | None:

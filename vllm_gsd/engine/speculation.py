@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,13 +106,22 @@ class Speculation:
         if self.drafter is not None:
             self.drafter.model.run_idle(num_tokens)
 
-    def prepare(self, kv_cache_config: KVCacheConfig, attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-        """Set up drafting for the KV cache, once the cache and the attention groups exist."""
+    def prepare(
+        self,
+        kv_cache_config: KVCacheConfig,
+        attention_groups: Sequence[Sequence[AttentionGroup]],
+        pool: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Set up drafting for the KV cache, once the cache and the attention groups exist.
+
+        Args:
+            pool: the context in which hidden states are allocated.
+        """
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.shift)
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
-            self.drafter.prepare(kv_cache_config.num_blocks, block_size)
+            self.drafter.prepare(kv_cache_config.num_blocks, block_size, pool or nullcontext())
 
     def release_kv_cache(self) -> None:
         """Drop everything that refers to the KV cache. ``prepare`` is called again for the next cache."""

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
+# What the names of a draft's layers begin with, because the target may have layers of the same names.
+PREFIX = "draft_model"
+
+
 def tensor_parallel_group(group: GroupCoordinator) -> AbstractContextManager[None]:
     """Build models inside this context with ``group`` as their tensor-parallel group."""
     return replaced("vllm.distributed.parallel_state:_TP", lambda upstream: group)
@@ -35,34 +39,42 @@ def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig, 
         vllm_config.speculative_config.num_speculative_tokens = block_depth
 
 
+def name_layers_as_stored(quant_config: Any) -> None:
+    """Make the quantisation config of a draft see layers by their names in the checkpoint, without ``PREFIX``.
+
+    By these it finds layers that are not quantised, or otherwise than the others.
+    """
+    upstream = quant_config.get_quant_method
+
+    def get_quant_method(layer: torch.nn.Module, prefix: str) -> Any:
+        return upstream(layer, prefix.removeprefix(f"{PREFIX}."))
+
+    quant_config.get_quant_method = get_quant_method
+
+
 def share_ends(draft: Any, target: Any) -> None:
-    """Give an EAGLE or DFlash draft the target's embedding and LM head where it has none of its own.
+    """Give a draft the target's embedding and LM head where it has none of its own, and an MTP module in any case.
 
     A copy of the embedding is replaced by it, too.
 
     Args:
+        draft: an EAGLE or DFlash draft, or an MTP module, of which the checkpoint may hold copies of the target's ends.
         target: the target, which may be multimodal.
     """
     target = target.get_language_model() if supports_multimodal(target) else target
-    embedding = target.model.embed_tokens
-    embedding = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
+    # Without LoRA adapters.
+    embedding, head = (getattr(end, "base_layer", end) for end in (target.model.embed_tokens, target.lm_head))
+    # Gemma 4's drafts have both and say nothing else; MTP modules say nothing.
+    has_both = not getattr(draft, "dspark_shares_target_embeddings", True)
     own = draft.model.embed_tokens.weight
-    has_both = not getattr(draft, "dspark_shares_target_embeddings", True)  # as Gemma 4's, which say nothing else
     if not getattr(draft, "has_own_embed_tokens", has_both) or torch.equal(own, embedding.weight):
         draft.model.embed_tokens = embedding
-    if not getattr(draft, "has_own_lm_head", has_both):
-        draft.lm_head = getattr(target.lm_head, "base_layer", target.lm_head)
-
-
-def share_mtp_ends(draft: Any, target: Any) -> None:
-    """Give an MTP module the target's embedding and LM head, of which its checkpoint may have copies."""
-    target = target.get_language_model() if supports_multimodal(target) else target
-    embedding, head = target.model.embed_tokens, target.lm_head
-    draft.model.embed_tokens = getattr(embedding, "base_layer", embedding)  # without LoRA adapters
-    draft.lm_head = getattr(head, "base_layer", head)
+    if getattr(draft, "has_own_lm_head", has_both):
+        return
+    draft.lm_head = head
     for module in draft.model.modules():
-        if hasattr(module, "shared_head"):  # some models have the LM head in the module's layer
-            module.shared_head.head = draft.lm_head
+        if hasattr(module, "shared_head"):  # some MTP modules have the LM head in their layer
+            module.shared_head.head = head
 
 
 def keep_all_keys(layers: Iterable[Any]) -> None:

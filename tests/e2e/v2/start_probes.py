@@ -17,6 +17,7 @@ class Start:
     @contextmanager
     def watch_pools(self, worker):
         """Record in which memory pool, which sleep mode keeps or discards, each of our classes is built."""
+        from vllm_gsd.engine.draft.features import Features
         from vllm_gsd.engine.draft.model import DraftModel
         from vllm_gsd.engine.v2.device_drafting import DeviceDrafting
         from vllm_gsd.engine.v2.verified_rows import RowBuffers
@@ -36,6 +37,7 @@ class Start:
 
             return noted
 
+        Features.__init__ = noting(Features.__init__)  # built later, with the KV cache
         with (
             mock.patch.object(worker, "_maybe_get_memory_pool_context", pool),
             mock.patch.object(DraftModel, "load", noting(DraftModel.load)),

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from hard_requests import SCARCE, ask, check_counts, hard_prompts
+from start_probes import start_of
 from test_v2_drafts import CHAIN, DEPTH, ENGINE, GRAPH, drafted
 from tiny_mtp import build_tiny_mtp
 from v2_engine import V2Engine
@@ -31,6 +32,8 @@ def test_same_module_same_chain(target, prompts):
     for config, more in ({"method": "mtp", "num_speculative_tokens": DEPTH}, {}), (ours, {}), (ours, ON_GPUS):
         engine = V2Engine(target, config, **more, **ENGINE)
         found.append(drafted(engine, prompts[0]))
+        if more:  # sleep mode discards hidden states together with keys and values
+            assert engine.call(start_of)[1]["Features"] == ["kv_cache"]
         engine.close()
     (tokens, theirs), *both = found
     for ours_tokens, chain in both:

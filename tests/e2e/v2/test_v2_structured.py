@@ -135,7 +135,6 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     # On both runners, grammars remove nodes and add others, so that V2 accepts as many as V1.
     assert counts["gsd_nodes_accepted_grammar"] > 0
     if head is None:
-        unneeded = len(answers) + 1 if async_scheduling else 0  # steps of requests that have just ended
-        assert counts["gsd_target_steps"] <= 1.1 * v1_steps + unneeded
+        assert counts["gsd_target_steps"] <= 1.1 * v1_steps
     assert counts["spec_decode_num_accepted_tokens"] > 5
     assert not any(name.startswith("gsd_fallbacks") for name in counts)

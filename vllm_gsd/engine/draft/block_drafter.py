@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,8 +98,8 @@ class BlockDrafter:
             )
         self.causal = causal == {True}
 
-    def prepare(self, num_blocks: int, block_size: int) -> None:
-        """Find the draft's KV caches once they are allocated."""
+    def prepare(self, num_blocks: int, block_size: int, pool: AbstractContextManager[Any]) -> None:
+        """Find the draft's KV caches once they are allocated; arguments as for ``Drafter.prepare``."""
         context = self.model.vllm_config.compilation_config.static_forward_context
         self.features = ContextKV(self.model.model, {name: context[name] for name in self.model.layer_names})
 

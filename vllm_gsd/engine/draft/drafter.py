@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +75,13 @@ class Drafter:
             return 0
         return self.model.hidden_size * torch.empty((), dtype=self.model.model_config.dtype).element_size()
 
-    def prepare(self, num_blocks: int, block_size: int) -> None:
-        """Allocate the store of hidden states, if needed, for a KV cache of this size."""
+    def prepare(self, num_blocks: int, block_size: int, pool: AbstractContextManager[Any]) -> None:
+        """Allocate the store of hidden states, if needed, for a KV cache of this size, in the context ``pool``."""
         if self.model.reads_features:
             model = self.model
             slots = num_blocks * block_size
-            self.features = Features(slots, model.hidden_size, model.model_config.dtype, model.device)
+            with pool:
+                self.features = Features(slots, model.hidden_size, model.model_config.dtype, model.device)
 
     def check_layers(self, layers: dict[str, Any]) -> None:
         """Check what only this kind of draft needs of its attention layers: nothing."""

@@ -125,14 +125,15 @@ class DraftModel:
         is_head = self.kind != LANGUAGE_MODEL
         if is_head:
             drafts.with_draft_config(config, self.model_config, self.block_depth)
+        if config.quant_config is not None:
+            drafts.name_layers_as_stored(config.quant_config)
         with set_model_tag("draft_model"), _parallel_group(parallel.tensor_parallel_size):
-            self.model = get_model(vllm_config=config, prefix="draft_model")
+            self.model = get_model(vllm_config=config, prefix=drafts.PREFIX)
         if supports_multimodal(self.model):  # a draft reads the text and the placeholders of images
             self.model = self.model.get_language_model()
         self.layer_names = sorted(set(attention_layers(self.vllm_config)) - before)
         if is_head:
-            share = drafts.share_mtp_ends if self.kind == MTP else drafts.share_ends
-            share(self.model, target_model)
+            drafts.share_ends(self.model, target_model)
             # The replaced embedding and LM head are in reference cycles. Free them before vLLM freezes the collector.
             gc.collect()
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:

@@ -218,6 +218,19 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
         options, most = wire.options_of(self.vllm_config), self.scheduler_config.max_num_seqs
         if options is not None and options.budget == "auto":
             self.dynamic_sd_lookup = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
+        self.unneeded = 0  # steps of requests that had ended, which are still to be taken from the workers' counts
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process the output as ``GraphScheduling`` does, but count no step for requests that end while it runs."""
+        output, stats = model_runner_output, wire.stats_of(model_runner_output)
+        ended = set(output.req_ids) - self.requests.keys() if output.sampled_token_ids else ()
+        self.unneeded += sum(bool(output.sampled_token_ids[output.req_id_to_index[request]]) for request in ended)
+        if stats is not None and (counted := min(self.unneeded, stats["counts"].get("target_steps", 0))):
+            stats["counts"]["target_steps"] -= counted
+            self.unneeded -= counted
+        return super().update_from_output(scheduler_output, model_runner_output)
 
 
 def cut_to_fit(drafts: list[list[int]], num_tokens: int, more: int) -> list[list[int]]:

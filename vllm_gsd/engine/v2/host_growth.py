@@ -37,10 +37,13 @@ def grow_on_host(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndar
 def _grow(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, levels: int | None) -> None:
     """Grow the graphs of these requests with ``levels`` draft levels; None for all."""
     speculation, batch = ours.speculation, ours.batch(input_batch, places)
-    skipped = speculation.stats.counts["drafts_skipped"]  # the plan has counted them
+    counts = speculation.stats.counts
+    skipped, invalid = counts["drafts_skipped"], counts["draft_rows_invalid"]  # the plan has counted the first
     with speculation.planner.given(levels):
         trees = speculation.propose(batch)
-    speculation.stats.counts["drafts_skipped"] = skipped
+    counts["drafts_skipped"] = skipped
+    if counts["draft_rows_invalid"] > invalid:
+        ours.plan.phase = ours.plan.phase._replace(invalid=True)
     proposed = speculation.take_grammar_trees()
     for index, (request_id, slot) in enumerate(zip(batch.request_ids, batch.token_rows, strict=True)):
         share = int(ours.plan.shares[slot])

@@ -9,7 +9,7 @@ contiguous slots. The speculator then drafts again. No part waits for the device
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -52,6 +52,7 @@ class GraphModelRunner(GPUModelRunner):
     step: DeviceStep | None = None  # set from ``prepare_inputs`` to ``sample``
     aux_hidden_states: list[torch.Tensor] | None = None  # set from ``execute_model`` to ``sample``
     moved: torch.Tensor | None = None  # with M-RoPE, int64 [rows], each row's position minus the one in row order
+    features_pool: Callable[[], AbstractContextManager[Any]] = nullcontext  # the memory for hidden states
     has_dummy_loras = False  # while ``maybe_setup_dummy_loras`` is active
 
     @property
@@ -93,7 +94,8 @@ class GraphModelRunner(GPUModelRunner):
         self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
         assert self.cudagraph_manager is not None
         instances.wrap(self.cudagraph_manager, "dispatch", self._counted)
-        self.speculation.prepare(self.kv_cache_config, self.attn_groups)
+        pool = nullcontext() if is_profiling else self.features_pool()
+        self.speculation.prepare(self.kv_cache_config, self.attn_groups, pool)
         self.speculator.bind(self.block_tables)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -193,6 +195,12 @@ class GraphModelRunner(GPUModelRunner):
             output = copy.copy(output)  # vLLM returns the same object at all such steps
             wire.attach_stats(output, self.speculator.take_stats())
         return output
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> tuple[BatchReqState | None, int | None]:
+        """Gather as upstream does. In batch-invariant mode, no CUDA graph of decodes serves a prompt's last token."""
+        state, uniform = super().gather_batch_req_state(*args, **kwargs)
+        prompts = envs.VLLM_BATCH_INVARIANT and state is not None and state.has_prefill
+        return state, None if prompts else uniform
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         """Prepare the inputs and assign the nodes of the proposed graphs to their rows."""

@@ -30,6 +30,7 @@ class Phase(NamedTuple):
     num_drafted: int = 0  # requests that the draft model ran for
     levels: int | None = None  # how many it drafted; None for all
     alone: bool = False  # whether the drafted graphs got no copies
+    invalid: bool = False  # whether the draft gave rows without a softmax to graphs that grew on the host
 
 
 class Plan:
@@ -190,7 +191,8 @@ class Plan:
             slots: int64 [num_requests]; kinds: int64 [num_requests], what each request got of the draft phase.
             phase: the draft phase.
             graphs: the graphs, as ``late_graphs`` names them.
-            invalid: whether the draft gave rows without a softmax, so that drafted graphs may be empty for that reason.
+            invalid: whether the draft gave rows without a softmax on the device. Drafted graphs may be empty for that
+                reason.
         """
         self.seen[slots], self.size[slots], self.value[slots] = kinds, graphs["graph_size"], graphs["graph_value"]
         origin, survival = graphs["graph_origin"], graphs["graph_survival"]
@@ -198,7 +200,7 @@ class Plan:
         self.drafted[slots] = (origin == ORIGIN_DRAFT) | (origin == ORIGIN_AGREED)
         others = self._real(slots) & (self.copied[slots] | ~self.drafted[slots])
         # The device drafts nothing at the end of an answer, nor while the draft catches up.
-        pure = (kinds == DRAFTED) & (invalid | (self.size[slots] > 0)) & ~others.any(axis=1)
+        pure = (kinds == DRAFTED) & (invalid | phase.invalid | (self.size[slots] > 0)) & ~others.any(axis=1)
         if not phase.num_drafted:
             return
         planner, rows = self.speculation.planner, [phase.num_drafted] * (phase.levels or self.levels[-1])

@@ -183,7 +183,9 @@ class GraphSpeculator(BaseSpeculator):
     def share_of(self, request_id: str) -> int:
         """How many nodes of a request's next graph are verified at most."""
         slot = self.slots.get(request_id)
-        return self.num_rows if slot is None else int(self.plan.shares[slot])
+        if slot is None:  # upstream pads a prompt of one token to the rows of a decode
+            return 0 if envs.VLLM_BATCH_INVARIANT else self.num_rows
+        return int(self.plan.shares[slot])
 
     @torch.inference_mode()
     def propose(

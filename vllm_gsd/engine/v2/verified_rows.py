@@ -76,7 +76,8 @@ class DeviceStep:
 
     Args:
         batch: the batch, whose ``num_draft_tokens_per_req`` says how many rows each request verifies.
-        by_row: whether our kernel attends all rows of decodes, so that a row has the same bits with nodes and without.
+        by_row: whether our kernel attends all rows of decodes, so that a row has the same bits with nodes and without,
+            and vLLM's kernel all rows of prompts, however many of them are in the batch.
     """
 
     # The graphs of the batch's requests, cut to their rows; set by ``lay``, if any request has more than a root.
@@ -91,10 +92,12 @@ class DeviceStep:
         self.batch_ends = batch.query_start_loc_np[1 : count + 1].astype(np.int64)
         has_nodes = self.sizes > 1
         self.has_nodes = bool(has_nodes.any())
+        decodes = np.diff(batch.query_start_loc_np[: count + 1]) == self.sizes
+        if by_row:
+            decodes &= ~batch.is_prefilling_np
         # Requests whose verified rows our kernel attends. Without ``by_row`` these are the ones with nodes.
-        decodes = by_row & (np.diff(batch.query_start_loc_np[: count + 1]) == self.sizes)
-        self.tree_requests = np.flatnonzero(has_nodes | decodes)
-        self.whole = int(self.sizes.sum()) == batch.num_tokens  # whether all rows of the batch are verified
+        self.tree_requests = np.flatnonzero(has_nodes | decodes if by_row else has_nodes)
+        self.whole = bool(decodes.all())  # whether our kernel can attend all rows of the batch
 
     def lay(self, buffers: RowBuffers, slot_mapping: torch.Tensor) -> None:
         """Assign the nodes to the rows: sets positions by depth, masks and prefix lengths.

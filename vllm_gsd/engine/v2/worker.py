@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -20,7 +21,7 @@ class V2Worker(SharesMemory):
         """Load the target, then the draft into memory that sleep mode keeps at every level.
 
         At level 2, sleep mode discards the memory of upstream's ``load_model``, and vLLM's ``reload_weights`` reads the
-        target's weights only.
+        target's weights only. Hidden states will lie in the KV cache's memory, which sleep mode discards.
         """
         super().load_model(**kwargs)
         with (
@@ -29,6 +30,7 @@ class V2Worker(SharesMemory):
             set_current_vllm_config(self.vllm_config),
         ):
             self.model_runner.load_draft()
+        self.model_runner.features_pool = partial(self._maybe_get_memory_pool_context, "kv_cache")
 
     def measure(self) -> None:
         """Measure costs and reset the speculator, once everything else is warm."""

@@ -1,16 +1,17 @@
 """The sizes of a model, from its config.json and the headers of its weight files. It reads no weights."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from vllm_gsd.config.block_check import keys_of_layer
 from vllm_gsd.config.draft_kind import read_text_config
+from vllm_gsd.config.draft_tensors import in_mtp_module
 from vllm_gsd.config.safetensors_files import stored_tensors
 from vllm_gsd.tools.errors import ToolError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+FP8 = "fp8"  # of a KV cache only
 # Other names of vLLM's for two of them.
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
@@ -45,29 +46,25 @@ def weight_bytes(folder: Path, behind: int | None = None) -> int:
         raise ToolError(f"The weights in {folder} cannot be read ({error}), but must be whole.") from None
     if not files:
         raise ToolError(f"{folder} has no safetensors files, but must hold the model's weights.")
-    counted = [name for name in tensors if behind is None or _in_mtp_module(name, behind)]
+    counted = [name for name in tensors if behind is None or in_mtp_module(name, behind)]
     return sum(tensors[name].end - tensors[name].start for name in counted)
 
 
-def _in_mtp_module(name: str, num_layers: int) -> bool:
-    layer = re.search(r"\blayers\.(\d+)\.", name)
-    return "mtp" in name or (layer is not None and int(layer[1]) >= num_layers)
-
-
 def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
-    """Bytes of the keys and values of one token in all layers.
+    """Bytes of the keys and values of one token in all layers. Some of Gemma's last layers read those of earlier ones.
 
     Raises:
         ToolError: the configuration lacks the sizes of the layers.
     """
     try:
-        layers = [keys_of_layer(config, index) for index in range(int(config["num_hidden_layers"]))]
+        count = int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
+        layers = [keys_of_layer(config, index) for index in range(count)]
         heads = int(config["num_attention_heads"])
         numbers = sum(
             int(layer.get("num_key_value_heads") or heads) * int(layer.get("head_dim") or layer["hidden_size"] // heads)
             for layer in layers
         )
-        return 2 * numbers * DTYPE_BYTES[dtype]
+        return 2 * numbers * (1 if dtype == FP8 else DTYPE_BYTES[dtype])
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
         raise ToolError("A config.json does not say how many layers and attention heads the model has.") from None
 

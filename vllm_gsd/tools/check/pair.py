@@ -6,18 +6,28 @@ from typing import Any
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model
 from vllm_gsd.config.draft_check import kind_of_model, local_folder
 from vllm_gsd.config.draft_kind import EAGLE, EAGLE_KINDS, MTP
-from vllm_gsd.tools.check.model_files import DTYPE_BYTES, computed_dtype, kv_bytes_per_token, read_shape, weight_bytes
+from vllm_gsd.tools.check.model_files import (
+    DTYPE_BYTES,
+    FP8,
+    computed_dtype,
+    kv_bytes_per_token,
+    read_shape,
+    weight_bytes,
+)
 from vllm_gsd.tools.check.probes import Finding
 from vllm_gsd.tools.errors import ToolError
 
 
-def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[list[Finding], dict[str, Any]]:
+def check_pair(
+    target: str, config: GSDConfig, dtype: str = "auto", kv_dtype: str = "auto"
+) -> tuple[list[Finding], dict[str, Any]]:
     """Compare a draft with a target by their configuration files.
 
     Args:
         target: the path or hub id of the target.
         config: its ``model`` names the draft, or is None.
         dtype: that of vLLM's engine arguments.
+        kv_dtype: their ``kv_cache_dtype``.
 
     Returns:
         the findings, and the memory of the draft (empty if unknown).
@@ -47,28 +57,31 @@ def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[lis
     if why := _without_headers(config.model, draft):
         return [*found, Finding("weights of the draft", "note", f"their size is not known, because {why}")], {}
     try:
-        memory = draft_memory(draft, computed_dtype(target_config, dtype), kind)
+        dtype = computed_dtype(target_config, dtype)
+        memory = draft_memory(draft, dtype, FP8 if kv_dtype.startswith(FP8) else dtype, kind)
     except ToolError as error:
         return [*found, Finding("weights of the draft", "failed", str(error))], {}
     return [*found, *_memory_findings(memory)], memory
 
 
-def draft_memory(draft: Path, dtype: str, kind: str) -> dict[str, Any]:
+def draft_memory(draft: Path, dtype: str, kv_dtype: str, kind: str) -> dict[str, Any]:
     """The memory that a draft adds to an engine.
 
     Args:
-        dtype: what the target computes in, which keys, values and features have.
+        dtype: what the target computes in, which features have.
+        kv_dtype: that of keys and values.
         kind: of the draft. Hidden states of the target are stored for some.
 
     Raises:
         ToolError: the draft's files do not tell its sizes.
     """
     config = read_shape(draft)
-    layers = {**config, "num_hidden_layers": 1} if kind == MTP else config
+    modules = {"num_hidden_layers": config.get("num_nextn_predict_layers", 1)} if kind == MTP else {}
     return {
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
         "weight_bytes": weight_bytes(draft, behind=config["num_hidden_layers"] if kind == MTP else None),
-        "kv_bytes_per_token": kv_bytes_per_token(layers, dtype),
+        "kv_bytes_per_token": kv_bytes_per_token({**config, **modules}, kv_dtype),
         "feature_bytes_per_token": config["hidden_size"] * DTYPE_BYTES[dtype] if kind in EAGLE_KINDS else 0,
     }
 
@@ -99,7 +112,7 @@ def _target(target: str) -> tuple[int | None, dict[str, Any]]:
 
 def _memory_findings(memory: dict[str, Any]) -> list[Finding]:
     weights = f"{memory['weight_bytes'] / 2**20:.1f} MiB as stored"
-    kv = f"{memory['kv_bytes_per_token']} bytes a token of the KV cache ({memory['dtype']})"
+    kv = f"{memory['kv_bytes_per_token']} bytes a token of the KV cache ({memory['kv_dtype']})"
     found = [Finding("weights of the draft", "ok", weights), Finding("KV of the draft", "ok", kv)]
     if memory["feature_bytes_per_token"]:
         kept = f"{memory['feature_bytes_per_token']} bytes a token of the KV cache, for the target's hidden states"

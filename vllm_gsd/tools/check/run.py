@@ -40,7 +40,8 @@ def check(
         if target is None:
             found.append(Finding("models", "note", "not checked; give --target, and --draft or --gsd"))
         elif config is not None:
-            about_pair, memory = check_pair(target, config, str(engine_args.get("dtype", "auto")))
+            dtypes = (str(engine_args.get(name, "auto")) for name in ("dtype", "kv_cache_dtype"))
+            about_pair, memory = check_pair(target, config, *dtypes)
             found += about_pair
         installed = [finding for probe in probes for finding in probe.result()]
     if target is not None and config is not None:
