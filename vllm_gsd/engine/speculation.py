@@ -229,11 +229,7 @@ class Speculation:
         return tables
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
-        """Statistics since the last call and the current state, for the scheduler.
-
-        Args:
-            more_tables: the runner's own tables keyed by request.
-        """
+        """Statistics since the last call, and the current state. The runner passes its own tables keyed by request."""
         drafting = self.drafter is not None and self.planner.drafting
         tracked = max(map(len, [*self.request_tables(), *more_tables]))
         return {**self.stats.take(), "state": {"drafting": float(drafting), "tracked_requests": tracked}}
@@ -349,8 +345,7 @@ class Speculation:
     ) -> None:
         """Choose the nodes to verify, store them by request and write them to ``proposals``.
 
-        Args:
-            drafted: bool [num_graphs], graphs that the draft model has grown.
+        ``drafted``, bool [num_graphs], are the graphs that the draft model has grown.
         """
         most = np.minimum(trees.size, self.num_nodes)
         copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) <= most[:, None])

@@ -61,11 +61,7 @@ def new_graphs(num_graphs: int, capacity: int) -> GraphBatch:
 
 
 def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
-    """Reset graph ``row`` to its root.
-
-    Args:
-        committed: int [n >= 1], the request's committed tokens or their tail; the last is the root.
-    """
+    """Reset graph ``row`` to its root, the last of ``committed``: the request's tokens or their tail, int [n >= 1]."""
     _write(graphs, row, 0, committed[-1], NONE, 0, _SURE, _SURE, ORIGIN_ROOT)
     graphs.size[row] = 1
     before = committed[-2::-1][:MAX_CONTEXT]

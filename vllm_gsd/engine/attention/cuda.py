@@ -50,11 +50,7 @@ _chosen = "kernel"
 
 
 def choose(implementation: str = "kernel") -> None:
-    """Choose the implementation of tree attention in this process.
-
-    Args:
-        implementation: "kernel" is our kernel for prefix and tree. "flash_prefix" merges vLLM's FlashAttention for the
-            prefix with our kernel for the tree. "xformers" uses xformers for both.
+    """Choose the implementation of tree attention in this process, as gsd's key ``tree_attention`` describes them.
 
     Raises:
         ImportError: the implementation's package is missing.

@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 def block_shape(anchored: bool, size: int | None, most: int) -> tuple[int, int]:
     """The depth of a drafted block, at most ``most``, and the first of its rows that predicts.
 
-    Args:
-        anchored: whether the root's row predicts, as in most DSpark drafts.
-        size: rows of the blocks that the draft was trained on, if known.
-        most: the greatest depth that is of use.
+    The root's row predicts if the draft is ``anchored``, as most DSpark drafts are. ``size`` is the number of rows of
+    the blocks that it was trained on, if known.
     """
     first = int(not anchored)
     return (most if size is None else min(most, size - first)), first
@@ -49,10 +47,6 @@ class BlockDrafter:
     A block has a row for the root, the last committed token, and rows of a mask token behind it. They attend to the
     committed text and to each other. A row predicts the token after it (DSpark) or, where the root predicts nothing,
     its own token.
-
-    Args:
-        config: gsd's configuration; ``config.model`` must not be None.
-        planner: prices the forward and chooses how many nodes to verify.
     """
 
     def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner):

@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Grows token graphs for the requests of a batch with the draft model.
-
-    Args:
-        config: gsd's configuration; ``config.model`` must not be None.
-        capacity: maximum number of nodes in a graph.
-    """
+    """Grows token graphs of at most ``capacity`` nodes for the requests of a batch, with the draft model."""
 
     def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, capacity: int):
         assert config.model is not None

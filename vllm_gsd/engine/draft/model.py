@@ -45,11 +45,10 @@ LOGIT_BYTES = 4
 
 
 class DraftModel:
-    """Loads the draft model and runs it over rows of the current batch.
+    """Loads the draft model, by path or hub id, and runs it over rows of the current batch.
 
     Args:
-        model: path or hub id of the draft.
-        tensor_parallel_size: the draft's tensor-parallel size; None for the target's.
+        tensor_parallel_size: None for the target's.
         vocab_size: number of tokens whose logits the draft computes; None for the number stored with the model.
     """
 
@@ -103,10 +102,9 @@ class DraftModel:
         return self.model.combine_hidden_states(torch.cat([states[: len(hidden)] for states in aux], dim=-1))
 
     def load(self, target_model: Any = None) -> None:
-        """Load the weights. The draft's attention layers are registered in the target's engine configuration.
+        """Load the weights. An EAGLE draft shares the embedding and the LM head of the loaded target.
 
-        Args:
-            target_model: the loaded target, whose embedding and LM head an EAGLE draft shares.
+        The draft's attention layers are registered in the target's engine configuration.
         """
         from vllm.compilation.backends import set_model_tag
 
@@ -336,11 +334,7 @@ def _parallel_group(size: int) -> Iterator[None]:
 
 
 def head_rows(lm_head: ParallelLMHead, ids: torch.Tensor) -> torch.Tensor:
-    """Rows [n, hidden] of an LM head that may be sharded over ranks.
-
-    Args:
-        ids: tokens, int64 [n], the same on all ranks.
-    """
+    """Rows [n, hidden] of an LM head that may be sharded over ranks. All ranks give the same ``ids``, int64 [n]."""
     if lm_head.tp_size == 1:
         return lm_head.quant_method.embedding(lm_head, ids)
     shard = lm_head.shard_indices

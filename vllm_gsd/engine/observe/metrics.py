@@ -94,11 +94,7 @@ class GraphPrometheus:
         )
 
     def observe(self, data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record the changes of one step.
-
-        Args:
-            data: as sent by ``wire.attach_metrics``.
-        """
+        """Record the changes of one step, as sent by ``wire.attach_metrics``."""
         stats = wire.metrics_of(data)
         assert stats is not None  # gsd does not support KV connectors
         for name, amount in stats["counts"].items():

@@ -26,10 +26,9 @@ def from_first_rank(values: np.ndarray) -> np.ndarray:
 
 
 def tensors_from_first_rank(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """As ``from_first_rank``, with one broadcast from device to device, for which the host does not wait.
+    """As ``from_first_rank``, with one broadcast on the device, for which the host does not wait.
 
-    Args:
-        tensors: on the device, those with the widest elements first.
+    Tensors with the widest elements come first, so that all are aligned.
     """
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return tensors

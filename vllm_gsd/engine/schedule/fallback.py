@@ -6,10 +6,9 @@ from vllm_gsd.upstream import wire
 
 
 def fallback_reason(request: Any) -> str | None:
-    """Why a request is decoded without a token graph, as a metric label; None if it uses one.
+    """Why a request is decoded without a graph, as a metric label; None if it uses one.
 
-    Args:
-        request: the runner's request record, such as V1's ``CachedRequestState``.
+    The request is given as its runner's record, such as V1's ``CachedRequestState``.
     """
     if wire.opts_out(request.sampling_params):
         return "opt_out"

@@ -19,12 +19,7 @@ def sizes(most: int) -> list[int]:
 
 
 class DraftGraphs(CudaGraphManager):
-    """CUDA graphs of ``DeviceDrafting.draft``.
-
-    Args:
-        drafting: what is captured.
-        stats: counts the draft phases with and without a CUDA graph.
-    """
+    """CUDA graphs of ``DeviceDrafting.draft``; ``stats`` counts the draft phases with one and without."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, drafting: DeviceDrafting, stats: GraphStats

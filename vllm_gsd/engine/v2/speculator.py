@@ -447,11 +447,7 @@ class GraphSpeculator(BaseSpeculator):
         self.learn()
 
     def learn(self, wait: bool = False) -> None:
-        """Learn from the results of earlier steps that have arrived on the host.
-
-        Args:
-            wait: whether to wait for the results of all steps.
-        """
+        """Learn from the results of earlier steps that have arrived on the host, or with ``wait`` of all steps."""
         for label, tensors in self.late.take(wait):
             names = ("sampled", "num_sampled", "ends", "draft_length", "counts")
             *path, draft_length, counts = (tensors.pop(name) for name in names)

@@ -50,10 +50,9 @@ class VerifyStep:
         return len(self.depth) > len(self.has_tree)
 
     def set_positions(self, positions: torch.Tensor) -> None:
-        """Change the positions of tree rows from list order to depth, in place. KV slots keep list order.
+        """Change the positions, int64 [>= rows of the batch] on the host, of tree rows from list order to depth.
 
-        Args:
-            positions: int64 [>= number of batch rows], in list order, on the host.
+        KV slots keep list order.
         """
         if self.batch_starts is not None:
             self.tree_rows = self._whole_batch(self.batch_starts, positions)
@@ -67,11 +66,7 @@ class VerifyStep:
         attn_metadata: dict[str, Any],
         common: CommonAttentionMetadata,
     ) -> None:
-        """Add the tree mask to the target layers' attention metadata.
-
-        Args:
-            draft_layers: layers of the draft, which are skipped.
-        """
+        """Add the tree mask to the attention metadata of all layers but ``draft_layers``."""
         assert self.tree_rows is not None
         if self.batch_starts is not None:
             tree_rows = self.tree_rows(block_table=common.block_table_tensor[: len(self.has_tree)])

@@ -10,15 +10,7 @@ from vllm_gsd.ops import use_kernel
 
 
 def read_rows(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy rows out of ``states``.
-
-    Args:
-        states: ``[n, size]``.
-        rows: int64 ``[m]``, -1 to n - 1.
-        cleared: bool ``[m]``, rows to return as zeros.
-
-    Returns:
-        ``[m, size]``.
+    """Copy ``rows``, int64 ``[m]`` from -1 to n - 1, out of ``states``, ``[n, size]``. ``cleared`` ones become zeros.
 
     Raises:
         ValueError: on CPUs, a shape or dtype does not fit.

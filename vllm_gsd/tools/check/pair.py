@@ -12,12 +12,7 @@ from vllm_gsd.tools.errors import ToolError
 
 
 def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[list[Finding], dict[str, Any]]:
-    """Compare a draft with a target by their configuration files.
-
-    Args:
-        target: the path or hub id of the target.
-        config: its ``model`` names the draft, or is None.
-        dtype: that of vLLM's engine arguments.
+    """Compare the draft that ``config`` names with a target, by path or hub id, by their configuration files.
 
     Returns:
         the findings, and the memory of the draft (empty if unknown).
@@ -54,11 +49,7 @@ def check_pair(target: str, config: GSDConfig, dtype: str = "auto") -> tuple[lis
 
 
 def draft_memory(draft: Path, dtype: str, kind: str) -> dict[str, Any]:
-    """The memory that a draft adds to an engine.
-
-    Args:
-        dtype: what the target computes in, which keys, values and features have.
-        kind: of the draft. Hidden states of the target are stored for some.
+    """The memory that a draft adds to an engine whose target computes in ``dtype``.
 
     Raises:
         ToolError: the draft's files do not tell its sizes.

@@ -21,11 +21,7 @@ METHODS = {"plain": "plain", "off": "gsd-off", "gsd": "gsd"}
 
 
 class Report:
-    """A report, of which only some batch sizes may be looked at.
-
-    Args:
-        path: ``bench.json``.
-        batches: the batch sizes to learn from; all of the report's by default.
+    """A ``bench.json``, of which only some batch sizes are looked at if ``batches`` are given.
 
     Raises:
         ToolError: the file is no report, or lacks a method, a batch size or a draft, or the draft predicts whole
