@@ -22,7 +22,7 @@ import torch
 
 
 def _load_extension() -> bool:
-    """Register ``torch.ops.vllm_gsd`` and return whether it is there. Warn if the extension is built but does not load."""
+    """Register ``torch.ops.vllm_gsd``, if possible; return whether it was. Warn of an extension that does not load."""
     if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
         return False
     try:

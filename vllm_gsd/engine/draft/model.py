@@ -64,7 +64,9 @@ class DraftModel:
         self.vllm_config = vllm_config
         self.model_config = draft_model_config(vllm_config.model_config, model)
         self.tensor_parallel_size = tensor_parallel_size
-        self.token_ids = trimmed_vocab(self.model_config, vocab_size)
+        # The tokens whose logits the draft computes, int64 and ascending; None for all tokens.
+        stored = get_hf_file_to_dict(draft_vocab.FILE, self.model_config.model, self.model_config.revision)
+        self.token_ids = draft_vocab.choose_draft_vocab(stored, self.model_config.get_vocab_size(), vocab_size)
         hf_config = self.model_config.hf_config
         self.kind = kind_of_config(hf_config.to_dict())
         # EAGLE drafts read the target's hidden states and may share its embedding and LM head.
@@ -341,12 +343,6 @@ def head_rows(lm_head: ParallelLMHead, ids: torch.Tensor) -> torch.Tensor:
     own = (ids >= shard.org_vocab_start_index) & (ids < shard.org_vocab_end_index)
     rows = lm_head.quant_method.embedding(lm_head, torch.where(own, ids - shard.org_vocab_start_index, 0))
     return parallel_state.get_tp_group().all_reduce(rows.masked_fill_(~own[:, None], 0.0))
-
-
-def trimmed_vocab(model: ModelConfig, wanted: int | None) -> np.ndarray | None:
-    """The tokens whose logits the draft computes, int64 and ascending; None for all tokens."""
-    stored = get_hf_file_to_dict(draft_vocab.FILE, model.model, model.revision)
-    return draft_vocab.choose_draft_vocab(stored, model.get_vocab_size(), wanted)
 
 
 def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:

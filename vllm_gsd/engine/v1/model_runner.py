@@ -53,7 +53,7 @@ class GraphModelRunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         self.step: VerifyStep | None = None
         self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
-        self.drafter.bind(self)
+        self.drafter.runner = self
         self.use_aux_hidden_state_outputs = self.speculation.reads_aux
         self.all_rows = torch.arange(self.max_num_tokens)
         self.idle_runs = itertools.count()

@@ -38,7 +38,6 @@ from vllm_gsd.engine.v2.walk import GraphSampler
 from vllm_gsd.engine.v2.whole_graphs import whole_graphs
 from vllm_gsd.engine.verify.step import attach_to, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
-from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.upstream import instances, wire
 
 
@@ -312,18 +311,14 @@ class GraphModelRunner(GPUModelRunner):
             assert accepted is not None
             ends = accepted.last
             with self.speculation.stats.timed("compaction_seconds"):
-                self._compact(accepted)
+                moves = accepted.src_slots, accepted.dst_slots
+                self.target_kv.move(*moves)
+                if self.speculation.features is not None:
+                    self.speculation.features.move(*moves)
         else:
             ends = torch.zeros(input_batch.num_reqs, dtype=torch.int64, device=self.device)
         self.speculator.verified(input_batch, step, ends, result[0].sampled_token_ids, result[1])
         return result
-
-    def _compact(self, accepted: Accepted) -> None:
-        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
-        moves = accepted.src_slots, accepted.dst_slots
-        self.target_kv.move(*moves)
-        if self.speculation.features is not None:
-            self.speculation.features.move(*moves)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
         """Finish the step and attach its statistics to the output."""

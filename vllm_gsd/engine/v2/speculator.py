@@ -466,8 +466,11 @@ class GraphSpeculator(BaseSpeculator):
                 proposed = {name: values[drafted] for name, values in graphs.items()}
                 invalid = counted["draft_rows_invalid"] > 0
                 self.plan.arrived(label.slots[drafted], label.kinds[drafted], label.phase, proposed, invalid)
+            tracker = self.speculation.draft_kv
             for request in drafted:
-                self._advance(label.request_ids[request], int(draft_length[request]))
+                request_id, length = label.request_ids[request], int(draft_length[request])
+                if tracker is not None and length > tracker.length.get(request_id, length):
+                    tracker.advance(request_id, length)
             for request_id in set(label.request_ids) - self.requests.keys():
                 self.speculation.trust.forget(request_id)
 
@@ -475,8 +478,3 @@ class GraphSpeculator(BaseSpeculator):
         """Return the statistics since the last call; see ``Speculation.take_stats``."""
         grammars = {} if self.grammars is None else self.grammars.requests
         return self.speculation.take_stats(self.requests, self.slots, self.parents, grammars)
-
-    def _advance(self, request_id: str, draft_length: int) -> None:
-        tracker = self.speculation.draft_kv
-        if tracker is not None and draft_length > tracker.length.get(request_id, draft_length):
-            tracker.advance(request_id, draft_length)

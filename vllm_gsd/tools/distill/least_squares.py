@@ -38,7 +38,7 @@ class Fit(NamedTuple):
 
 
 def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) -> None:
-    """Set the first weights of a DSpark model of the speculators package. It must be float32, on the target's device."""
+    """Set the first weights of speculators' DSpark model, which must be in float32 and on the target's device."""
     data = thinned(data, TEXTS)
     tokens = np.concatenate([answer.input_ids for answer in data])
     with torch.no_grad():
