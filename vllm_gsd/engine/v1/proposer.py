@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class GraphProposer:
     """The proposer that vLLM's V1 runner creates for ``method="custom_class"``. It gives its batches to speculation."""
 
-    runner: GraphModelRunner  # set by the runner
+    runner: GraphModelRunner
 
     def __init__(self, vllm_config: VllmConfig):
         self.speculation = Speculation(vllm_config)
@@ -30,6 +30,9 @@ class GraphProposer:
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         self.speculation.load_model(target_model)
+
+    def bind(self, runner: GraphModelRunner) -> None:
+        self.runner = runner
 
     def initialize_attention(self) -> None:
         """Set up drafting and measure costs, once the KV cache and the attention groups exist."""
