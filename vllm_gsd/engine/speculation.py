@@ -22,7 +22,6 @@ from vllm_gsd.engine.draft.model import kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.observe.step_record import SOURCES
-from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, Paths, flat_tree
 from vllm_gsd.engine.verify.step import VerifyStep
@@ -448,6 +447,16 @@ class Speculation:
         grammar = reason is None and has_grammar(request)
         self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
         return known
+
+
+def fallback_reason(request: Any) -> str | None:
+    """Why a request is decoded without a graph, as a metric label; None if it uses one.
+
+    The request is given as its runner's record, such as V1's ``CachedRequestState``.
+    """
+    if wire.opts_out(request.sampling_params):
+        return "opt_out"
+    return None if request.sampling_params.thinking_token_budget is None else "thinking_token_budget"
 
 
 def has_grammar(request: Any) -> bool:

@@ -20,8 +20,7 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import leave_out_copies
 from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
-from vllm_gsd.engine.schedule.fallback import fallback_reason
-from vllm_gsd.engine.speculation import Speculation, has_grammar
+from vllm_gsd.engine.speculation import Speculation, fallback_reason, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.device_step import Proposals, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
