@@ -10,8 +10,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.speculation import Speculation, has_grammar
-from vllm_gsd.engine.v2.device_step import to_device
 from vllm_gsd.engine.v2.plan import DRAFTED
+from vllm_gsd.engine.v2.proposals import to_device
 from vllm_gsd.engine.verify.draft_tree import SOURCE_OF, FlatTree
 from vllm_gsd.engine.verify.staging import send
 

@@ -22,12 +22,12 @@ from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
 from vllm_gsd.engine.speculation import Speculation, fallback_reason, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
-from vllm_gsd.engine.v2.device_step import Proposals, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.grammars import WorkerGrammars
 from vllm_gsd.engine.v2.host_growth import grow_on_host
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan, late_graphs
+from vllm_gsd.engine.v2.proposals import Proposals, to_host
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import Paths

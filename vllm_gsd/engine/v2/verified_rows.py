@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.utils import AttentionGroup
 
-    from vllm_gsd.engine.v2.device_step import Proposals
+    from vllm_gsd.engine.v2.proposals import Proposals
 
 
 class RowBuffers:
