@@ -153,7 +153,7 @@ class BlockDrafter:
     def grow(self, graphs: GraphBatch, drafted: np.ndarray, hidden: torch.Tensor, requests: GraphRequests) -> None:
         """Lay the lattices of drafted blocks into the graphs; arguments as for ``Drafter.grow``."""
         roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
-        tokens, probs = (of.cpu().numpy() for of in self.candidates(hidden, roots))
+        tokens, probs = (tensor.cpu().numpy() for tensor in self.candidates(hidden, roots))
         self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, 0, 0] == 0))
         first = np.zeros((len(probs), self.config.top_k), np.float32)
         first[:, : tokens.shape[2]] = probs[:, 0, 0]
@@ -180,7 +180,7 @@ class BlockDrafter:
             block_candidates(self.model.kind, self.model.model, *part, k, self.config.merge_ngram > 0)
             for part in zip(hidden.split(most), roots.split(most), strict=True)
         ]
-        tokens, probs = (torch.cat(of) for of in zip(*parts, strict=True))
+        tokens, probs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return tensors_from_first_rank(tokens, probs.contiguous())
 
     def idle_level(self, num_rows: int) -> None:

@@ -37,7 +37,7 @@ def tensors_from_first_rank(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     communicator = get_tp_group().device_communicator
     assert communicator is not None  # vLLM makes one for every group of several ranks
     parts = communicator.broadcast(packed, 0).split([tensor.nbytes for tensor in tensors])
-    return [part.view(of.dtype).view(of.shape) for part, of in zip(parts, tensors, strict=True)]
+    return [part.view(given.dtype).view(given.shape) for part, given in zip(parts, tensors, strict=True)]
 
 
 def forget_shared_memory() -> None:

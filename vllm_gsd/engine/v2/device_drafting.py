@@ -221,7 +221,7 @@ class DeviceDrafting:
                 graphs=self.graphs.first(count),
                 block_table=self.block_table[:count],
                 last=self.last[:count],
-                rows=[(width, part := of.first(count, width), self._tree(part, width)) for width, of in rows],
+                rows=[(width, part := whole.first(count, width), self._tree(part, width)) for width, whole in rows],
                 ranks=self.ranks[:count],
                 suggested=suggested.view(count, self.tree_words),
             )

@@ -67,9 +67,9 @@ def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, d
 
 def to_host(trees: Mapping[str, np.ndarray]) -> list[FlatTree | None]:
     """Convert the fields of ``DeviceTrees``, by name, to host graphs; None for graphs without nodes."""
-    kinds = (
+    fields = (
         trees["token"], trees["parent"].astype(np.int32), trees["depth"].astype(np.int32),
         trees["origin"].astype(np.int8), trees["via_merge"], trees["survival"],
     )  # fmt: skip
     sizes = enumerate(trees["size"].tolist())
-    return [FlatTree(*(of[row, : 1 + count] for of in kinds)) if count else None for row, count in sizes]
+    return [FlatTree(*(field[row, : 1 + count] for field in fields)) if count else None for row, count in sizes]

@@ -312,7 +312,7 @@ class GraphSpeculator(BaseSpeculator):
         """Draft without knowing the accepted tokens, and write the graphs to ``proposals``.
 
         Args:
-            places: int64 [n], the requests' places in it; batch: these requests.
+            places: int64 [n], the places in ``input_batch`` of the requests in ``batch``.
             kinds: int64 [n], from ``Plan.choose``.
             speculates: bool [n], whether the request uses graph speculation; missed: int64 [n], from ``_missed``.
         """

@@ -13,8 +13,8 @@ class Texts:
 
     def clear(self) -> None:
         """Forget all texts."""
-        for of in (self.tokens, self.length, self.prompt_length):
-            of.fill(0)
+        for array in (self.tokens, self.length, self.prompt_length):
+            array.fill(0)
 
     def begin(self, slot: int, tokens: list[int], prompt_length: int) -> None:
         """Start or resume a request with its tokens so far, of which the first ``prompt_length`` are its prompt."""

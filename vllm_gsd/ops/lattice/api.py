@@ -41,7 +41,7 @@ def choose_candidates(
     best: torch.Tensor | None = None
     for level in range(depth):
         given, share = scores(level, places[-1] if places else None)
-        chances, ids = (of.view(*given.shape[:2], k) for of in topk_softmax(given.flatten(0, 1), k))
+        chances, ids = (best.view(*given.shape[:2], k) for best in topk_softmax(given.flatten(0, 1), k))
         highest = chances[..., 0] if share is None else chances[..., 0] * share
         if best is None:
             best = highest.new_zeros((len(given), 1))
@@ -83,7 +83,7 @@ def best_paths_in_numpy(
     for of_block, shifts, before in zip(scores, shift[..., None], best.numpy(), strict=True):
         log_probs = (of_block.float() + shifts).nan_to_num(nan=float("-inf"))
         found.append(lattice.best_paths(log_probs.numpy(), before, ids.shape[2], merge))
-    chosen, probs, paths = (torch.from_numpy(np.stack(of)) for of in zip(*found, strict=True))
+    chosen, probs, paths = (torch.from_numpy(np.stack(parts)) for parts in zip(*found, strict=True))
     return chosen, probs, paths
 
 
