@@ -13,7 +13,7 @@ from vllm_gsd.engine.draft import trimmed_head
 from vllm_gsd.engine.draft.drafter import slots_of
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.v2 import verified_rows
-from vllm_gsd.engine.v2.device_step import Proposals
+from vllm_gsd.engine.v2.proposals import Proposals
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.verify import staging
 from vllm_gsd.ops.flatten.api import DeviceTrees

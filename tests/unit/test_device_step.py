@@ -15,9 +15,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.engine.v2.device_step import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.model_runner import GraphModelRunner
+from vllm_gsd.engine.v2.proposals import Proposals, to_device, to_host
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import NO_NODES
 from vllm_gsd.upstream import wire

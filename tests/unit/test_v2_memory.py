@@ -16,7 +16,7 @@ from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
 from vllm_gsd.engine.v2 import device_drafting
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
-from vllm_gsd.engine.v2.device_step import empty_trees
+from vllm_gsd.engine.v2.proposals import empty_trees
 from vllm_gsd.ops.flatten.api import NUM_SOURCES
 from vllm_gsd.ops.lattice import api as lattice_api
 from vllm_gsd.planner.calibration import Calibration

@@ -29,10 +29,7 @@ _SLIDING = "sliding_attention"
 
 
 def block_problem(folder: Path, config: dict[str, Any], target: dict[str, Any]) -> str | None:
-    """What is wrong with a draft of whole blocks, as the end of a sentence about it; None if nothing is.
-
-    Args:
-        target: the target's text config; empty if it is not on this machine.
+    """What is wrong with a draft of whole blocks; arguments and result as for ``eagle3_problem``.
 
     Raises:
         LookupError, TypeError, ValueError, AttributeError: the config.json lacks keys, or they have other types.

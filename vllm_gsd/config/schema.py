@@ -17,9 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_gsd.config.draft_check import check_draft
-from vllm_gsd.config.source import GSDConfigError, fail, is_inline, is_path, origin_of, read, shown, with_underscores
-
-__all__ = ["GSDConfig", "GSDConfigError", "allowed", "check_draft_model", "extra_of", "is_gsd", "read"]
+from vllm_gsd.config.source import fail, is_inline, is_path, origin_of, read, shown, with_underscores
 
 METHOD = "gsd"
 # Keys that vLLM's SpeculativeConfig has too. They do not show that a config is ours.

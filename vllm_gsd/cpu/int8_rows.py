@@ -10,11 +10,7 @@ from vllm import _custom_ops as vllm_ops
 
 
 class Int8Rows:
-    """``x @ weight.T`` with vLLM's oneDNN op.
-
-    Args:
-        weight: bfloat16 [rows, size]; no reference to it is kept.
-    """
+    """``x @ weight.T`` with vLLM's oneDNN op. It keeps no reference to ``weight``, bfloat16 [rows, size]."""
 
     def __init__(self, weight: torch.Tensor):
         # The op copies the weight but reads the scales from this tensor, so it must stay alive.

@@ -23,7 +23,6 @@ from vllm_gsd.engine.draft.model import kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.observe.step_record import SOURCES
-from vllm_gsd.engine.schedule.fallback import fallback_reason
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, Paths, flat_tree
 from vllm_gsd.engine.verify.step import VerifyStep
@@ -239,11 +238,7 @@ class Speculation:
         return tables
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
-        """Statistics since the last call and the current state, for the scheduler.
-
-        Args:
-            more_tables: the runner's own tables keyed by request.
-        """
+        """Statistics since the last call, and the current state. The runner passes its own tables keyed by request."""
         drafting = self.drafter is not None and self.planner.drafting
         tracked = max(map(len, [*self.request_tables(), *more_tables]))
         return {**self.stats.take(), "state": {"drafting": float(drafting), "tracked_requests": tracked}}
@@ -359,8 +354,7 @@ class Speculation:
     ) -> None:
         """Choose the nodes to verify, store them by request and write them to ``proposals``.
 
-        Args:
-            drafted: bool [num_graphs], graphs that the draft model has grown.
+        ``drafted``, bool [num_graphs], are the graphs that the draft model has grown.
         """
         most = np.minimum(trees.size, self.num_nodes)
         copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) <= most[:, None])
@@ -463,6 +457,16 @@ class Speculation:
         grammar = reason is None and has_grammar(request)
         self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
         return known
+
+
+def fallback_reason(request: Any) -> str | None:
+    """Why a request is decoded without a graph, as a metric label; None if it uses one.
+
+    The request is given as its runner's record, such as V1's ``CachedRequestState``.
+    """
+    if wire.opts_out(request.sampling_params):
+        return "opt_out"
+    return None if request.sampling_params.thinking_token_budget is None else "thinking_token_budget"
 
 
 def has_grammar(request: Any) -> bool:

@@ -16,9 +16,6 @@ from vllm_gsd.upstream import ray_ranks
 def check_engine_args(args: EngineArgs, config: GSDConfig, v2: bool = False) -> None:
     """Reject engine arguments that gsd cannot work with, before the target's configuration is read.
 
-    Args:
-        v2: whether gsd is configured for Model Runner V2.
-
     Raises:
         GSDConfigError: an engine argument conflicts with gsd.
     """
@@ -50,10 +47,7 @@ def check_engine_args(args: EngineArgs, config: GSDConfig, v2: bool = False) -> 
 
 
 def check_engine(vllm_config: VllmConfig, config: GSDConfig, v2: bool = False) -> None:
-    """Reject models and engine features that gsd does not support.
-
-    Args:
-        v2: whether gsd was configured for Model Runner V2.
+    """Reject models and engine features that gsd does not support on the model runner that it is configured for.
 
     Raises:
         GSDConfigError: names the unsupported feature and an alternative.

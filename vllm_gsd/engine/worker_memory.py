@@ -40,11 +40,7 @@ class SharesMemory:
         return times
 
     def start_draft_weight_update(self) -> None:
-        """Refuse what upstream would refuse by saying that there is no draft.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refuse what upstream would refuse by saying that there is no draft."""
         raise NotImplementedError("gsd cannot update its draft's weights; start the engine anew with the new draft.")
 
 

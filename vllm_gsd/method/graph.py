@@ -15,8 +15,6 @@ import numpy as np
 
 from vllm_gsd.method.constants import MAX_CONTEXT, NONE, ORIGIN_ROOT
 
-_SURE = np.float32(1.0)
-
 
 class GraphBatch(NamedTuple):
     """Graphs of a batch as padded arrays; row ``b`` is one request's graph.
@@ -61,12 +59,8 @@ def new_graphs(num_graphs: int, capacity: int) -> GraphBatch:
 
 
 def reset(graphs: GraphBatch, row: int, committed: np.ndarray) -> None:
-    """Reset graph ``row`` to its root.
-
-    Args:
-        committed: int [n >= 1], the request's committed tokens or their tail; the last is the root.
-    """
-    _write(graphs, row, 0, committed[-1], NONE, 0, _SURE, _SURE, ORIGIN_ROOT)
+    """Reset graph ``row`` to its root, the last of ``committed``: the request's tokens or their tail, int [n >= 1]."""
+    _write(graphs, row, 0, committed[-1], NONE, 0, 1.0, 1.0, ORIGIN_ROOT)
     graphs.size[row] = 1
     before = committed[-2::-1][:MAX_CONTEXT]
     graphs.context[row] = NONE
@@ -100,27 +94,10 @@ def add_child(graphs: GraphBatch, row: int, parent: int, token: int, prob: np.fl
     return node
 
 
-def _write(
-    graphs: GraphBatch,
-    row: int,
-    node: int,
-    token: int,
-    parent: int,
-    depth: int,
-    prob: np.floating,
-    survival: np.floating,
-    origin: int,
-) -> None:
-    """Write a node without children."""
-    graphs.token[row, node] = token
-    graphs.parent[row, node] = parent
-    graphs.depth[row, node] = depth
-    graphs.prob[row, node] = prob
-    graphs.survival[row, node] = survival
-    graphs.origin[row, node] = origin
-    graphs.merged[row, node] = NONE
-    graphs.first_child[row, node] = NONE
-    graphs.next_sibling[row, node] = NONE
+def _write(graphs: GraphBatch, row: int, node: int, *values: float | np.floating) -> None:
+    """Write a native node without children, given its fields from token to origin in the order of ``GraphBatch``."""
+    for field, value in zip(graphs, (*values, NONE, NONE, NONE), strict=False):  # merged, and the links to other nodes
+        field[row, node] = value
 
 
 def children(graphs: GraphBatch, row: int, node: int) -> Iterator[int]:

@@ -15,11 +15,7 @@ from vllm_gsd.method.constants import NONE
 
 
 def child_carrying(tokens: np.ndarray, parents: np.ndarray, place: int, token: int) -> int:
-    """The first child of ``place`` that carries ``token``, or NONE.
-
-    Args:
-        tokens, parents: int [rows of the tree].
-    """
+    """The first child of ``place`` that carries ``token``, or NONE; arrays are int [rows of the tree]."""
     children = np.flatnonzero((parents == place) & (tokens == token))
     return int(children[0]) if len(children) else NONE
 

@@ -22,11 +22,7 @@ import torch
 
 
 def _load_extension() -> bool:
-    """Register ``torch.ops.vllm_gsd``.
-
-    Returns:
-        False if ``VLLM_GSD_NO_EXTENSION=1`` turns the extension off, it is not built or, with a warning, does not load.
-    """
+    """Register ``torch.ops.vllm_gsd``, if possible; return whether it was. Warn of an extension that does not load."""
     if os.environ.get("VLLM_GSD_NO_EXTENSION") == "1":
         return False
     try:

@@ -51,13 +51,10 @@ class Costs:
 
 
 def rising(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Fit a function that never falls to the measured times of a mixture of experts.
+    """Fit a function that never falls to the measured times of a mixture of experts; arguments as for ``convex``.
 
     Each further row first adds the weights of experts that no other row has chosen, and less as fewer are left, so the
     times are not convex. Other load only adds to a time, so a time is at most that of more rows.
-
-    Args:
-        rows: int64 [n >= 2], ascending; times: float64 [n].
     """
     return np.minimum.accumulate(times[::-1])[::-1]
 

@@ -43,12 +43,7 @@ class Overhead:
         return float(self.draft.weights[1])
 
     def observe_step(self, took: float, forward: float, num_requests: int, context: float, nodes: int) -> None:
-        """Learn from a step.
-
-        Args:
-            took: milliseconds of the step without drafting; forward: milliseconds of its forward by the table.
-            num_requests, context, nodes: the step's requests, tokens of context and verified nodes.
-        """
+        """Learn from a step: its milliseconds without drafting, those of its forward by the table, and its size."""
         self.step.observe(_step_parts(num_requests, context, nodes), took - forward, 0.3 * forward + 1.0)
 
     def observe_drafts(self, took: float, forwards: float, levels: int) -> None:
@@ -71,8 +66,7 @@ def _step_parts(num_requests: int, context: float, nodes: int) -> np.ndarray:
 class Learned:
     """A linear function fitted by least squares to recent observations and a prior.
 
-    Args:
-        doubt: the standard deviation of each weight, where that of an observation is 1.
+    ``doubt`` is the standard deviation of each weight, where that of an observation is 1.
     """
 
     def __init__(self, prior: tuple[float, ...], doubt: tuple[float, ...]):

@@ -148,7 +148,9 @@ class Planner:
         if self.costs is None:
             self.drafting = num_drafted > 0
             return self.drafting
-        without = max(self._plain_rate(), self._rate(found))
+        spent = self.plain_ms + self.overhead.graph_ms
+        copied = host.best_rate(self.tables, self.num_requests, self.context, spent, found)
+        without = max(self._plain_rate(), copied)
         rate = self._drafts_rate(found, left, num_drafted)
         self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
         if self.drafting:
@@ -185,12 +187,6 @@ class Planner:
         """Tokens per millisecond without speculation."""
         assert self.costs is not None
         return self.num_requests / (self.costs.target_ms(self.num_requests, self.context) + self.plain_ms)
-
-    def _rate(self, chances: np.ndarray) -> float:
-        """Tokens per millisecond without drafting, with the best number of nodes to verify; 0 without nodes."""
-        assert self.costs is not None
-        spent = self.plain_ms + self.overhead.graph_ms
-        return host.best_rate(self.tables, self.num_requests, self.context, spent, chances)
 
     @property
     def plan(self) -> str:

@@ -14,11 +14,7 @@ FOLDER = Path(__file__).with_name("pages")
 
 
 def render(name: str, data: dict[str, Any], **values: Any) -> str:
-    """The page of the template ``pages/NAME.html`` and the script ``pages/NAME.js``.
-
-    Args:
-        data: what the script draws, ready for JSON.
-    """
+    """The page of the template ``pages/NAME.html`` and the script ``pages/NAME.js``, which draws ``data``."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )

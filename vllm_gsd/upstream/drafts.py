@@ -29,10 +29,9 @@ def tensor_parallel_group(group: GroupCoordinator) -> AbstractContextManager[Non
 def with_draft_config(vllm_config: VllmConfig, draft_model_config: ModelConfig, block_depth: int | None = None) -> None:
     """Store the draft's ``ModelConfig`` where vLLM's EAGLE and DFlash models read their shape.
 
-    Args:
-        vllm_config: the draft's own. Its speculative config may be shared with the target, so a copy replaces it.
-        block_depth: tokens that a DFlash draft predicts at once.
+    DFlash drafts also read ``block_depth`` there, the number of tokens that they predict at once.
     """
+    # The target may have the same object.
     vllm_config.speculative_config = copy.copy(vllm_config.speculative_config)
     vllm_config.speculative_config.draft_model_config = draft_model_config
     if block_depth is not None:

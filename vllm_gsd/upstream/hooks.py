@@ -33,8 +33,7 @@ def add_cli_args(upstream: Callable[..., Any]) -> staticmethod:
 def with_option_type(upstream: Callable[..., Any], parse: Callable[[Callable[[str], Any], str], Any]) -> staticmethod:
     """Wrap ``EngineArgs.add_cli_args`` so that ``parse`` converts the value of ``--speculative-config``.
 
-    Args:
-        parse: takes upstream's own conversion function and the value.
+    ``parse`` takes upstream's own conversion function and the value.
     """
 
     @functools.wraps(upstream)

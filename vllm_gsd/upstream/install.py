@@ -36,8 +36,7 @@ def install() -> None:
 def check_engine_symbols(*when: When) -> None:
     """Check, before a model is loaded, that every symbol exists that an engine with gsd will replace.
 
-    Args:
-        when: the values of ``Patch.when`` that apply in addition to "engine".
+    The values ``when`` of ``Patch.when`` apply in addition to "engine".
 
     Raises:
         GSDConfigError: names the missing symbol, the installed vLLM version and the supported versions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 
-def wrap(
-    owner: ModelState | CudaGraphManager, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Wrap a method of a V2 runner's model state or CUDA-graph manager."""
-    setattr(owner, name, wrapper(getattr(owner, name)))
+def wrap(owner: ModelState | CudaGraphManager, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let a method of a V2 runner's model state or CUDA-graph manager call ``wrapper(upstream's method, ...)``."""
+    setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))
 
 
 def count_thinking_as_without_speculation(thinking_budget: ThinkingBudgetStateHolder) -> None:

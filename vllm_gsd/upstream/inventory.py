@@ -464,7 +464,4 @@ def patch_of(symbol: str) -> Patch:
     Raises:
         KeyError: the symbol is not in the inventory.
     """
-    for patch in PATCHES:
-        if patch.symbol == symbol:
-            return patch
-    raise KeyError(symbol)
+    return {patch.symbol: patch for patch in PATCHES}[symbol]

@@ -27,22 +27,14 @@ class Replacement(NamedTuple):
 
 
 def prepare(patch: Patch, make: Callable[[Any], Any]) -> Replacement:
-    """Create the replacement of a symbol without applying it.
-
-    Args:
-        make: takes the original (a callable or a property) and returns the replacement.
-    """
+    """Create the replacement of a symbol, which ``make`` returns for the original, without applying it."""
     owner, name = owner_of(patch)
     before = getattr_static(owner, name)
     return Replacement(owner, name, before, make(before if isinstance(before, property) else getattr(owner, name)))
 
 
 def replace(symbol: str, make: Callable[[Any], Any]) -> Replacement:
-    """Replace an upstream symbol.
-
-    Args:
-        symbol: as in the inventory, "module:qualified name".
-        make: as in :func:`prepare`.
+    """Replace an upstream symbol, given as in the inventory; ``make`` as in :func:`prepare`.
 
     Raises:
         GSDConfigError: the installed vLLM has no such symbol.
@@ -67,11 +59,7 @@ def replaced(symbol: str, make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def refusal_of(problem: str) -> str:
-    """The error message for a request for gsd when a symbol is missing.
-
-    Args:
-        problem: as returned by ``symbols.problem_with``.
-    """
+    """The error message for a request for gsd, given the result of ``symbols.problem_with``."""
     return (
         f'"method": "gsd" cannot be served, because {installed_vllm()} {problem}; '
         f"install vLLM {SUPPORTED_VLLM}, which this vllm-gsd supports."

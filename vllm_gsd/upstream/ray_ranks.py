@@ -58,13 +58,10 @@ def ranks_on_cpus(worker: type) -> AbstractContextManager[None]:
 
 
 def keep_shared_memory_to_nodes(node: str) -> None:
-    """Use shared memory between the ranks of one node only, so that ranks on different nodes use the network.
+    """Use shared memory between the ranks of one ``node`` only, so that ranks on different nodes use the network.
 
     Upstream's CPU communicator uses shared memory if all ranks agree on its name. It derives the name from the port of
     their rendezvous. Over TCP that port is the same on every node, and the ranks would wait for one another forever.
-
-    Args:
-        node: a string that identifies this rank's node.
     """
     replace(
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",

@@ -33,9 +33,7 @@ def reserve_masks(manager: StructuredOutputManager) -> None:
 def fill_mask(manager: StructuredOutputManager, request: Request, row: int, applies: bool) -> None:
     """Write the mask for the current state of the request's grammar to row ``row`` of the manager's masks.
 
-    Args:
-        row: index of the mask.
-        applies: whether the grammar constrains this row; if not, the mask allows every token.
+    If the grammar does not apply to this row, the mask allows every token.
     """
     entry: tuple[Any, ...] = (request.structured_output_request.grammar, row, applies)
     if SINCE_0_33:
@@ -59,11 +57,7 @@ def next_request_row(manager: StructuredOutputManager, first: int, row: int) -> 
 
 
 def first_masks(output: GrammarOutput, rows: Sequence[tuple[int, int]]) -> GrammarOutput:
-    """Keep the first masks of each request.
-
-    Args:
-        rows: for each of its requests, how many rows were scheduled and how many of them are kept.
-    """
+    """Keep the first masks of each request; ``rows`` says how many were scheduled and how many are kept."""
     if SINCE_0_33 or all(scheduled == kept for scheduled, kept in rows):
         return output  # vLLM 0.33 reads the masks of a request from the same place, however many there are
     places = np.concatenate([np.arange(scheduled) < kept for scheduled, kept in rows])

@@ -79,11 +79,7 @@ def _find(module: ModuleType, path: str) -> Any:
 
 
 def _read(patch: Patch, sources: Path | None = None) -> Any:
-    """The syntax node that defines a symbol in the source of its module.
-
-    Args:
-        sources: the folder of the package, or None for the installed package.
-    """
+    """The syntax node that defines a symbol in the source of its module, in the installed package or in ``sources``."""
     package, *parts = patch.module.split(".")
     file = (sources or Path(importlib.import_module(package).__path__[0])).joinpath(*parts)
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")

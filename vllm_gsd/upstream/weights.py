@@ -13,10 +13,7 @@ from vllm_gsd.upstream.patching import replaced
 
 @contextmanager
 def packing(packs: Callable[[torch.Tensor], bool]) -> Iterator[Iterable[torch.nn.Module]]:
-    """Pack the weights of models loaded inside this context for :func:`vllm_gsd.cpu.linear.linear`.
-
-    Args:
-        packs: whether to pack a weight.
+    """Pack the weights that ``packs`` accepts, of models loaded inside this context, for ``vllm_gsd.cpu.linear``.
 
     Yields:
         The embeddings and LM heads, for :func:`pack_lm_heads`; their own weights stay unpacked in this context.
@@ -42,11 +39,7 @@ def packing(packs: Callable[[torch.Tensor], bool]) -> Iterator[Iterable[torch.nn
 
 
 def pack_lm_heads(embeddings: Iterable[torch.nn.Module]) -> None:
-    """Store only the packed weights of LM heads and of the embeddings tied to them.
-
-    Args:
-        embeddings: as yielded by :func:`packing`.
-    """
+    """Store only the packed weights of the LM heads among ``packing``'s embeddings, and of those tied to them."""
     sharing: dict[int, list[torch.nn.Module]] = {}
     for layer in embeddings:
         if type(layer.quant_method) is UnquantizedEmbeddingMethod:

@@ -66,9 +66,7 @@ def engine_args(
 ) -> dict[str, Any]:
     """The fields of ``EngineArgs`` that replace a gsd config.
 
-    Args:
-        v2: whether vLLM will use Model Runner V2.
-        data_parallel: whether there are several engines, for which vLLM captures graphs of all nodes only.
+    With data parallelism, vLLM captures CUDA graphs of all nodes only.
     """
     options = {"additional_config": with_options(additional_config, config)}
     if not config.speculates:  # everything but the worker stays as without speculation
@@ -90,11 +88,8 @@ def engine_args(
 def speculative_config(v2: bool, num_speculative_tokens: int, shares: Sequence[int] = ()) -> dict[str, Any]:
     """The speculative config that stands for gsd inside vLLM.
 
-    Args:
-        v2: whether vLLM uses Model Runner V2.
-        num_speculative_tokens: nodes of a graph.
-        shares: with V2, numbers of nodes to capture full CUDA graphs for. vLLM captures those of a schedule by batch
-            size, which our scheduler does not follow.
+    With V2, ``shares`` are numbers of nodes to capture full CUDA graphs for. vLLM captures those of a schedule by batch
+    size, which our scheduler does not follow.
     """
     config = {**(_SPECULATIVE_V2 if v2 else _SPECULATIVE_V1), "num_speculative_tokens": num_speculative_tokens}
     if v2 and shares:
@@ -128,11 +123,7 @@ def note_packed_weights(vllm_config: VllmConfig, packing: dict[str, int] | None)
     """Record in an engine's configuration how weights are packed for our kernel.
 
     Compiled code contains the layout of packed weights as constants, and vLLM removes the guards that would detect a
-    different layout. The record keeps vLLM from loading such code from its cache.
-
-    Args:
-        vllm_config: the engine's.
-        packing: as returned by ``cpu.linear.packing``, or None if weights are not packed.
+    different layout. The record, a result of ``cpu.linear.packing``, keeps vLLM from loading such code from its cache.
     """
     vllm_config.additional_config[_PACKED_KEY] = packing
 

@@ -45,10 +45,8 @@ def building_speculator(build: Callable[..., Any]) -> AbstractContextManager[Non
 def attention_backends(paths: Mapping[AttentionBackendEnum, str]) -> Iterator[None]:
     """Build the layers of a model with our attention backends; other engines of the process keep theirs.
 
-    vLLM caches its choice of backend for the whole process, so the cache is cleared when the context starts and ends.
-
-    Args:
-        paths: dotted paths of our backend classes, by the backend that each replaces.
+    ``paths`` are dotted paths of our backend classes, by the backend that each replaces. vLLM caches its choice of
+    backend for the whole process, so the cache is cleared when the context starts and ends.
     """
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import register_backend

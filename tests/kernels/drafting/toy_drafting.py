@@ -15,7 +15,7 @@ from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
-from vllm_gsd.engine.v2.device_step import empty_trees
+from vllm_gsd.engine.v2.proposals import empty_trees
 from vllm_gsd.method.constants import NUM_SOURCES
 from vllm_gsd.planner.calibration import Calibration
 

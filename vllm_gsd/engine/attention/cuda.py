@@ -49,12 +49,8 @@ BACKENDS = {
 _chosen = "kernel"
 
 
-def choose(implementation: str = "kernel") -> None:
-    """Choose the implementation of tree attention in this process.
-
-    Args:
-        implementation: "kernel" is our kernel for prefix and tree. "flash_prefix" merges vLLM's FlashAttention for the
-            prefix with our kernel for the tree. "xformers" uses xformers for both.
+def choose(implementation: str) -> None:
+    """Choose the implementation of tree attention in this process, as gsd's key ``tree_attention`` describes them.
 
     Raises:
         ImportError: the implementation's package is missing.
@@ -137,7 +133,12 @@ class _TreeRowsImpl(AttendsTrees):
         query = query[:num_rows].view(heads)
         if query.dtype != output.dtype:  # upstream quantises queries if the cache is fp8
             query = (query.to(torch.float32) * layer._q_scale).to(output.dtype)
-        _attention(_chosen)(
+        implementations: dict[str, Callable[..., None]] = {
+            "kernel": paged_tree_attention,
+            "flash_prefix": _flash_prefix_attention,
+            "xformers": xformers_tree_attention,
+        }
+        implementations[_chosen](
             output[:num_rows].view(heads), query, key_cache, value_cache, tree.block_table, tree.query_start_loc,
             tree.prefix_lens, tree.positions, tree.mask, self.scale,
             # Upstream's window is (left, right), without the token itself.
@@ -182,15 +183,6 @@ class TreeTritonAttentionBackend(TreeBackend, TritonAttentionBackend):
     """Upstream's backend with tree attention."""
 
     builder, impl = TreeTritonAttentionMetadataBuilder, TreeTritonAttentionImpl
-
-
-def _attention(implementation: str) -> Callable[..., None]:
-    implementations: dict[str, Callable[..., None]] = {
-        "kernel": paged_tree_attention,
-        "flash_prefix": _flash_prefix_attention,
-        "xformers": xformers_tree_attention,
-    }
-    return implementations[implementation]
 
 
 def _flash_attention() -> Callable[..., Any]:

@@ -22,8 +22,7 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
 def check_target_layers(layers: Mapping[str, AttentionLayerBase], nodes: int) -> None:
     """Check the target's layers themselves, since its configuration may not reveal how they attend.
 
-    Args:
-        nodes: maximum number of nodes of a tree. Attention among them ignores sliding windows.
+    Attention among the at most ``nodes`` nodes of a tree ignores sliding windows, so these must be longer.
 
     Raises:
         GSDConfigError: names the first unsupported layer and the reason.

@@ -69,7 +69,7 @@ class AttendsTrees:
 
 
 class TreeBackend:
-    """Mixin before upstream's backend class, whose name, metadata and cache layout stay. vLLM builds these classes."""
+    """Mixin before upstream's backend class, whose name, metadata and cache layout stay. It names what vLLM builds."""
 
     builder: type
     impl: type

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
 def block_shape(anchored: bool, size: int | None, most: int) -> tuple[int, int]:
     """The depth of a drafted block, at most ``most``, and the first of its rows that predicts.
 
-    Args:
-        anchored: whether the root's row predicts, as in most DSpark drafts.
-        size: rows of the blocks that the draft was trained on, if known.
-        most: the greatest depth that is of use.
+    The root's row predicts if the draft is ``anchored``, as most DSpark drafts are. ``size`` is the number of rows of
+    the blocks that it was trained on, if known.
     """
     first = int(not anchored)
     return (most if size is None else min(most, size - first)), first
@@ -50,10 +48,6 @@ class BlockDrafter:
     A block has a row for the root, the last committed token, and rows of a mask token behind it. They attend to the
     committed text and to each other. A row predicts the token after it (DSpark) or, where the root predicts nothing,
     its own token.
-
-    Args:
-        config: gsd's configuration; ``config.model`` must not be None.
-        planner: prices the forward and chooses how many nodes to verify.
     """
 
     def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner):
@@ -160,7 +154,7 @@ class BlockDrafter:
     def grow(self, graphs: GraphBatch, drafted: np.ndarray, hidden: torch.Tensor, requests: GraphRequests) -> None:
         """Lay the lattices of drafted blocks into the graphs; arguments as for ``Drafter.grow``."""
         roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
-        tokens, probs = (of.cpu().numpy() for of in self.candidates(hidden, roots))
+        tokens, probs = (tensor.cpu().numpy() for tensor in self.candidates(hidden, roots))
         self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, 0, 0] == 0))
         first = np.zeros((len(probs), self.config.top_k), np.float32)
         first[:, : tokens.shape[2]] = probs[:, 0, 0]
@@ -187,7 +181,7 @@ class BlockDrafter:
             block_candidates(self.model.kind, self.model.model, *part, k, self.config.merge_ngram > 0)
             for part in zip(hidden.split(most), roots.split(most), strict=True)
         ]
-        tokens, probs = (torch.cat(of) for of in zip(*parts, strict=True))
+        tokens, probs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return tensors_from_first_rank(tokens, probs.contiguous())
 
     def idle_level(self, num_rows: int) -> None:

@@ -17,7 +17,7 @@ class ContextKV:
 
     Args:
         model: vLLM's draft model, a ``DFlashQwen3ForCausalLM`` or a subclass, such as ``Gemma4DSparkForCausalLM``.
-        layers: its attention layers by name, with allocated caches.
+        layers: its attention layers by name.
     """
 
     def __init__(self, model: Any, layers: dict[str, Any]):

@@ -25,21 +25,12 @@ PACKED = {"shared"}
 
 
 def leave_out_copies(trust: np.ndarray, graphs: np.ndarray) -> None:
-    """Graft no copies onto some graphs, as if their requests rejected these.
-
-    Args:
-        trust: float32 [num_graphs, sources], from ``SourceTrust``; updated.
-        graphs: bool [num_graphs].
-    """
+    """Graft no copies onto ``graphs``, bool [num_graphs], as if their requests rejected these; updates ``trust``."""
     trust[graphs, NGRAM] = trust[graphs, SHARED] = 0.0
 
 
 class Copies:
-    """The sources that need no draft model.
-
-    Args:
-        num_nodes: maximum number of nodes that are verified of a graph.
-    """
+    """The sources that need no draft model, for graphs of which at most ``num_nodes`` nodes are verified."""
 
     def __init__(self, config: GSDConfig, num_nodes: int):
         self.num_nodes, self.top_k = num_nodes, config.top_k

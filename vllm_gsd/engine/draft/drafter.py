@@ -42,12 +42,7 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Grows token graphs for the requests of a batch with the draft model.
-
-    Args:
-        config: gsd's configuration; ``config.model`` must not be None.
-        capacity: maximum number of nodes in a graph.
-    """
+    """Grows token graphs of at most ``capacity`` nodes for the requests of a batch, with the draft model."""
 
     def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, capacity: int):
         assert config.model is not None
@@ -160,7 +155,11 @@ class Drafter:
         self.stats.counts["draft_forwards"] += 1
         to_device = self.model.to_device
         slots = slots_of(batch.block_table, requests, positions, batch.block_size)
-        features = self._features_before(batch, requests, positions)
+        features = None
+        if self.features is not None:  # the target's hidden states of the preceding tokens
+            places = positions - 1 + self.model.shift
+            before = slots_of(batch.block_table, requests, places, batch.block_size)
+            features = self.features.read(before, to_device(places < 0))
         (running,) = counts.nonzero()
         starts = starts_of(counts[running])
         block_table = batch.block_table
@@ -171,14 +170,6 @@ class Drafter:
             return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
         tree = causal_rows(to_device(starts), to_device(lengths), block_table, to_device(positions))
         return self.model.run_rows(self.model.tokens(tokens), slots, tree, features)
-
-    def _features_before(self, batch: DraftBatch, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
-        """The target's hidden states of the preceding tokens; None if the draft reads none."""
-        if self.features is None:
-            return None
-        places = positions - 1 + self.model.shift
-        before = slots_of(batch.block_table, requests, places, batch.block_size)
-        return self.features.read(before, self.model.to_device(places < 0))
 
     def grow(self, graphs: GraphBatch, drafted: np.ndarray, root_hidden: torch.Tensor, requests: GraphRequests) -> None:
         """Grow the token graphs of a batch, level by level, while another level is expected to pay.
@@ -212,11 +203,13 @@ class Drafter:
                 break
             room_left = (room - slots.used) * (deepest > level)
             next_frontier(graphs, first_new, requests.num_nodes, room_left, theta_prob, frontier, frontier_len)
-            if not self._trim_frontier(graphs, frontier, frontier_len, requests.trust):
+            chances = frontier_chances(graphs, frontier, frontier_len, self.planner.calibration.factor, requests.trust)
+            size = self.planner.level_size(chances)
+            if size == 0:
                 break
-            features = self._parent_features(graphs, frontier, frontier_len, hidden)
+            keep_best(frontier, frontier_len, chances, size)
             hidden = self._run_level(
-                graphs, slots, frontier, frontier_len, length, block_table, batch.block_size, features
+                graphs, slots, frontier, frontier_len, length, block_table, batch.block_size, hidden
             )
 
     def _add_children(
@@ -239,25 +232,6 @@ class Drafter:
             self.recorder.level(frontier, frontier_len, tokens, probs)
         self.stats.counts.update(nodes_added=added, nodes_merged=merged, nodes_pruned=pruned)
 
-    def _trim_frontier(
-        self, graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, trust: np.ndarray
-    ) -> bool:
-        """Keep the best frontier nodes, as many as the planner expects to pay; return whether any are left."""
-        chances = frontier_chances(graphs, frontier, frontier_len, self.planner.calibration.factor, trust)
-        size = self.planner.level_size(chances)
-        if size > 0:
-            keep_best(frontier, frontier_len, chances, size)
-        return size > 0
-
-    def _parent_features(
-        self, graphs: GraphBatch, frontier: np.ndarray, frontier_len: np.ndarray, hidden: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The draft's own hidden states [rows, hidden] of the frontier's parents; None if the draft reads none."""
-        if self.features is None:
-            return None
-        rows = parent_lines(graphs, frontier, frontier_len, self.node_rows)
-        return self.model.next_features(read_rows(hidden, self.model.to_device(rows)))
-
     def _run_level(
         self,
         graphs: GraphBatch,
@@ -267,9 +241,12 @@ class Drafter:
         length: np.ndarray,
         block_table: torch.Tensor,
         block_size: int,
-        features: torch.Tensor | None,
+        hidden: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the draft over the frontier nodes of all requests; returns hidden states [rows, hidden]."""
+        """Run the draft over the frontier nodes of all requests; returns hidden states [rows, hidden].
+
+        ``hidden`` are those of the level before, which contain the nodes' parents.
+        """
         num_rows = int(frontier_len.sum())
         token = np.empty(num_rows, np.int64)
         depth, slot = np.empty((2, num_rows), np.int32)
@@ -279,6 +256,10 @@ class Drafter:
         base = length[request_of_row]
         positions = base - 1 + depth
         to_device = self.model.to_device
+        features = None
+        if self.features is not None:  # the draft's own hidden states of the parents
+            parents = parent_lines(graphs, frontier, frontier_len, self.node_rows)
+            features = self.model.next_features(read_rows(hidden, to_device(parents)))
         tree = TreeRows(
             query_start_loc=to_device(starts_of(frontier_len)),
             prefix_lens=to_device(length.astype(np.int32)),

@@ -22,11 +22,7 @@ class Features:
         write_rows(self.states, slots, hidden.to(self.states.dtype))
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy rows between slots. All reads precede all writes.
-
-        Args:
-            sources, destinations: int64 slots of the same shape. Pairs with a negative source are skipped.
-        """
+        """Copy rows between slots, int64 of one shape. All reads precede all writes. Negative sources are skipped."""
         move_rows(self.states, sources.flatten(), destinations.flatten())
 
     def read(self, slots: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

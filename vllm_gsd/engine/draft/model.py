@@ -45,11 +45,10 @@ LOGIT_BYTES = 4
 
 
 class DraftModel:
-    """Loads the draft model and runs it over rows of the current batch.
+    """Loads the draft model, by path or hub id, and runs it over rows of the current batch.
 
     Args:
-        model: path or hub id of the draft.
-        tensor_parallel_size: the draft's tensor-parallel size; None for the target's.
+        tensor_parallel_size: None for the target's.
         vocab_size: number of tokens whose logits the draft computes; None for the number stored with the model.
     """
 
@@ -65,7 +64,9 @@ class DraftModel:
         self.vllm_config = vllm_config
         self.model_config = draft_model_config(vllm_config.model_config, model)
         self.tensor_parallel_size = tensor_parallel_size
-        self.token_ids = trimmed_vocab(self.model_config, vocab_size)
+        # The tokens whose logits the draft computes, int64 and ascending; None for all tokens.
+        stored = get_hf_file_to_dict(draft_vocab.FILE, self.model_config.model, self.model_config.revision)
+        self.token_ids = draft_vocab.choose_draft_vocab(stored, self.model_config.get_vocab_size(), vocab_size)
         hf_config = self.model_config.hf_config
         self.kind = kind_of_config(hf_config.to_dict())
         # EAGLE drafts read the target's hidden states and may share its embedding and LM head.
@@ -103,10 +104,9 @@ class DraftModel:
         return self.model.combine_hidden_states(torch.cat([states[: len(hidden)] for states in aux], dim=-1))
 
     def load(self, target_model: Any = None) -> None:
-        """Load the weights. The draft's attention layers are registered in the target's engine configuration.
+        """Load the weights. An EAGLE draft shares the embedding and the LM head of the loaded target.
 
-        Args:
-            target_model: the loaded target, whose embedding and LM head an EAGLE draft shares.
+        The draft's attention layers are registered in the target's engine configuration.
         """
         from vllm.compilation.backends import set_model_tag
 
@@ -337,23 +337,13 @@ def _parallel_group(size: int) -> Iterator[None]:
 
 
 def head_rows(lm_head: ParallelLMHead, ids: torch.Tensor) -> torch.Tensor:
-    """Rows [n, hidden] of an LM head that may be sharded over ranks.
-
-    Args:
-        ids: tokens, int64 [n], the same on all ranks.
-    """
+    """Rows [n, hidden] of an LM head that may be sharded over ranks. All ranks give the same ``ids``, int64 [n]."""
     if lm_head.tp_size == 1:
         return lm_head.quant_method.embedding(lm_head, ids)
     shard = lm_head.shard_indices
     own = (ids >= shard.org_vocab_start_index) & (ids < shard.org_vocab_end_index)
     rows = lm_head.quant_method.embedding(lm_head, torch.where(own, ids - shard.org_vocab_start_index, 0))
     return parallel_state.get_tp_group().all_reduce(rows.masked_fill_(~own[:, None], 0.0))
-
-
-def trimmed_vocab(model: ModelConfig, wanted: int | None) -> np.ndarray | None:
-    """The tokens whose logits the draft computes, int64 and ascending; None for all tokens."""
-    stored = get_hf_file_to_dict(draft_vocab.FILE, model.model, model.revision)
-    return draft_vocab.choose_draft_vocab(stored, model.get_vocab_size(), wanted)
 
 
 def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:

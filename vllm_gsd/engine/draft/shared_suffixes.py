@@ -49,11 +49,7 @@ class SuffixTree(NamedTuple):
 
 
 class SharedSuffixes:
-    """An index of finished responses by their suffixes.
-
-    Args:
-        most_responses: maximum number of stored responses, over all adapters and cache salts.
-    """
+    """An index of finished responses by their suffixes, at most ``most_responses`` over all adapters and salts."""
 
     def __init__(self, most_responses: int):
         self.most_responses = most_responses
@@ -63,11 +59,7 @@ class SharedSuffixes:
         self.next_id = 0
 
     def finished(self, request_id: str, lora_request: LoRARequest | None, response: list[int]) -> None:
-        """Store the response of a finished request.
-
-        Args:
-            response: its output token ids. Negative ids are placeholders and are left out.
-        """
+        """Store the response of a finished request, without negative token ids, which are placeholders."""
         reader = self._reader(request_id, lora_request)
         self.forget(request_id)
         tokens = np.array([token for token in response[-MOST_TOKENS:] if token >= 0], np.int32)
@@ -92,23 +84,16 @@ class SharedSuffixes:
         self.salts.pop(request_id, None)
 
     def graft(self, graphs: GraphBatch, row: int, *request: Any) -> None:
-        """Add continuations of the text's longest known suffixes to a token graph.
-
-        Args:
-            graphs, row: the batch of token graphs and the request's row in it.
-            request: as for ``find``.
-        """
+        """Add continuations of the text's longest known suffixes to a token graph; ``request`` as for ``find``."""
         if (found := self.find(*request)) is not None:
             graft_tree(graphs, row, *found, ORIGIN_SHARED)
 
     def find(
         self, request_id: str, lora_request: LoRARequest | None, text: np.ndarray, num_nodes: int
     ) -> SuffixTree | None:
-        """Look continuations of the text's longest known suffixes up; None if nothing may be read.
+        """Look up at most ``num_nodes`` tokens that continue the longest known suffixes of ``text``, int32 [length].
 
-        Args:
-            text: int32 [length], its committed tokens.
-            num_nodes: maximum number of tokens of the continuations.
+        Returns None if nothing may be read.
         """
         cache = self.caches.get(self._reader(request_id, lora_request))
         if cache is None:
@@ -125,15 +110,10 @@ class SharedSuffixes:
         )
 
     def packed(self, batch: DraftBatch, wanted: np.ndarray, words: int) -> np.ndarray:
-        """Look up continuations of the texts of a batch, for ``ops.ngram.api.graft_trees``.
-
-        Args:
-            batch: the requests, with their texts as far as the host knows them.
-            wanted: bool [num_requests], requests to look up for.
-            words: size of a packed tree.
+        """Look up continuations of the texts of the ``wanted`` requests, as far as the host knows these texts.
 
         Returns:
-            int32 [num_requests, words], zeros for requests without continuations.
+            int32 [num_requests, words] for ``ops.ngram.api.graft_trees``, zeros for requests without continuations.
         """
         trees = np.zeros((len(wanted), words), np.int32)
         for place in np.flatnonzero(wanted):

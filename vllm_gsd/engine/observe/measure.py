@@ -38,12 +38,7 @@ TOKEN_STRIDE = 7919
 
 @torch.inference_mode()
 def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | None) -> Costs:
-    """Time the target's forward pass, a draft level and tree attention.
-
-    Args:
-        runner: the V1 model runner; its KV cache is allocated.
-        drafter: None without a draft model.
-    """
+    """Time the target's forward pass, a draft level and tree attention, once the KV cache is allocated."""
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.speculation.num_nodes + 1)))
     rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
     levels = [] if drafter is None else [partial(_draft_levels, drafter)]
@@ -124,9 +119,6 @@ def time_by_rows(rows: list[int], *runs: Callable[[int], object]) -> tuple[list[
 
     They take turns, as in a step: a draft then finds the target's weights in the caches, and drifts of the clock speed
     affect all alike.
-
-    Args:
-        rows: numbers of rows to call them with.
 
     Returns:
         the numbers of rows that were timed, at least two, since ``Costs`` extrapolates with the last slope; the times

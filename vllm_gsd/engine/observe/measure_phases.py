@@ -42,10 +42,10 @@ def measure_costs(runner: GraphModelRunner) -> Costs:
     levels = drafting.variants if drafting.drafter is not None else []
     for count in runner.speculator.plan.levels if levels else []:  # compiles what a plan may choose
         drafting.run_idle(1, count)
-    phases = [partial(_draft, runner, of) for of in levels]
+    phases = [partial(_draft, runner, count) for count in levels]
     rows, times = time_by_rows(rows, partial(_target_forward, runner), *phases)
     # Padding makes steps of the times, so they only rise.
-    target, *drafts = (from_first_rank(rising(np.array(rows), of)) for of in times)
+    target, *drafts = (from_first_rank(rising(np.array(rows), measured)) for measured in times)
     logger.info(
         "gsd: a target step takes %.1f ms for 1 row and %.1f ms for %d rows, drafting %.1f ms for 1 request.",
         *(times[0, 0], times[0, -1], rows[-1], times[-1, 0] if drafts else 0),

@@ -64,41 +64,26 @@ class GraphPrometheus:
     """
 
     def __init__(self, prom: KVConnectorProm, labelnames: list[str], per_engine: dict[int, list[object]]):
-        self.counters = {
-            name: create_metric_per_engine(
-                prom._counter_cls(name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames), per_engine
-            )
-            for name, text in COUNTERS.items()
-        }
-        self.gauges = {
-            name: create_metric_per_engine(
-                prom._gauge_cls(
-                    name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames, multiprocess_mode="mostrecent"
-                ),
-                per_engine,
-            )
-            for name, text in GAUGES.items()
-        }
+
+        def metrics(kind: Any, texts: dict[str, str], **options: Any) -> dict[str, Any]:
+            """By name and engine."""
+            made = {
+                name: kind(name=f"vllm:gsd_{name}", documentation=text, labelnames=labelnames, **options)
+                for name, text in texts.items()
+            }
+            return {name: create_metric_per_engine(metric, per_engine) for name, metric in made.items()}
+
+        self.counters = metrics(prom._counter_cls, COUNTERS)
+        self.gauges = metrics(prom._gauge_cls, GAUGES, multiprocess_mode="mostrecent")
+        buckets = [0.5, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64]  # Ray requires positive bounds
+        self.accepted_length = metrics(prom._histogram_cls, HISTOGRAMS, buckets=buckets)["accepted_length"]
         self.per_engine = per_engine
         self.fallbacks = prom._counter_cls(
             name="vllm:gsd_fallbacks", documentation=BY_REASON["fallbacks"], labelnames=[*labelnames, "reason"]
         )
-        self.accepted_length = create_metric_per_engine(
-            prom._histogram_cls(
-                name="vllm:gsd_accepted_length",
-                documentation=HISTOGRAMS["accepted_length"],
-                buckets=[0.5, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64],  # Ray requires positive bounds
-                labelnames=labelnames,
-            ),
-            per_engine,
-        )
 
     def observe(self, data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record the changes of one step.
-
-        Args:
-            data: as sent by ``wire.attach_metrics``.
-        """
+        """Record the changes of one step, as sent by ``wire.attach_metrics``."""
         stats = wire.metrics_of(data)
         assert stats is not None  # gsd does not support KV connectors
         for name, amount in stats["counts"].items():

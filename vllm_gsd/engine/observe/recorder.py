@@ -27,8 +27,9 @@ from vllm_gsd.upstream import wire
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
+    from vllm_gsd.config import GSDConfig
     from vllm_gsd.engine.observe.stats import GraphStats
     from vllm_gsd.engine.verify.step import VerifyStep
     from vllm_gsd.planner.planner import Planner
@@ -42,22 +43,16 @@ def recorder_of(vllm_config: VllmConfig, stats: GraphStats) -> Recorder | None:
     """The recorder of an engine that allows traces. The first tensor-parallel rank alone records."""
     config = wire.options_of(vllm_config)
     first = not model_parallel_is_initialized() or get_tp_group().rank_in_group == 0
-    return None if config is None or config.trace is None or not first else Recorder(vllm_config, stats)
+    if config is None or config.trace is None or not first:
+        return None
+    return Recorder(config, TraceFile(config.trace), vllm_config.model_config, stats)
 
 
 class Recorder:
-    """Follows the traced requests of an engine. The methods are called in the order of a step.
+    """Follows the traced requests of an engine. The methods are called in the order of a step."""
 
-    Args:
-        vllm_config: the engine's; its gsd config names the file.
-        stats: counts of this step.
-    """
-
-    def __init__(self, vllm_config: VllmConfig, stats: GraphStats):
-        config = wire.options_of(vllm_config)
-        assert config is not None and config.trace is not None
-        self.config, self.model_config, self.stats = config, vllm_config.model_config, stats
-        self.file = TraceFile(config.trace)
+    def __init__(self, config: GSDConfig, file: TraceFile, model_config: ModelConfig, stats: GraphStats):
+        self.config, self.file, self.model_config, self.stats = config, file, model_config, stats
         self.traced: dict[str, _Traced] = {}
         # The traced requests of the batch and their indices in it, and those whose graphs grow and their graphs.
         self.batch: list[tuple[int, _Traced]] = []

@@ -62,12 +62,7 @@ class Step:
         return prob if parent == NONE else self.nodes[parent].survival * prob
 
     def ran(self, parents: list[int], tokens: np.ndarray, probs: np.ndarray) -> None:
-        """Keep the candidates of a draft level.
-
-        Args:
-            parents: nodes that the draft model ran.
-            tokens, probs: int64 and float32 [len(parents), k], their candidates.
-        """
+        """Keep the candidates, int64 and float32 [len(parents), k], of the nodes that the draft model ran."""
         for parent, *candidates in zip(parents, tokens.tolist(), probs.tolist(), strict=True):
             self.candidates += [(token, parent, prob) for token, prob in zip(*candidates, strict=True) if token >= 0]
 

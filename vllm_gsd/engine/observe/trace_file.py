@@ -17,8 +17,7 @@ MOST_BYTES = 64 << 20
 class TraceFile:
     """Appends records to a file until it is full. Several engines may write to one file.
 
-    Args:
-        path: the file; it is created with mode 600, because it holds the text of requests.
+    The file is created with mode 600, because it holds the text of requests.
 
     Raises:
         GSDConfigError: the file cannot be written.

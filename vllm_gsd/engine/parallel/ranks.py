@@ -26,10 +26,9 @@ def from_first_rank(values: np.ndarray) -> np.ndarray:
 
 
 def tensors_from_first_rank(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """As ``from_first_rank``, with one broadcast from device to device, for which the host does not wait.
+    """As ``from_first_rank``, with one broadcast on the device, for which the host does not wait.
 
-    Args:
-        tensors: on the device, those with the widest elements first.
+    Tensors with the widest elements come first, so that all are aligned.
     """
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return tensors
@@ -38,7 +37,7 @@ def tensors_from_first_rank(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     communicator = get_tp_group().device_communicator
     assert communicator is not None  # vLLM makes one for every group of several ranks
     parts = communicator.broadcast(packed, 0).split([tensor.nbytes for tensor in tensors])
-    return [part.view(of.dtype).view(of.shape) for part, of in zip(parts, tensors, strict=True)]
+    return [part.view(given.dtype).view(given.shape) for part, given in zip(parts, tensors, strict=True)]
 
 
 def forget_shared_memory() -> None:

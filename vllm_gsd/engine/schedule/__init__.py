@@ -1,1 +1,1 @@
-"""Grammars along graphs in the scheduler, which requests are decoded without a graph, and where texts end."""
+"""The scheduler, its grammars along graphs, and where texts end."""

@@ -217,18 +217,16 @@ def tree_bitmask(
         int32 [rows, vocabulary / 32].
     """
     structured.reserve_masks(manager)
-    row = 0
+    first = 0
     for request_id in request_ids:
-        first = row
         request = requests[request_id]
         grammar = request.structured_output_request.grammar
         drafts = scheduled.get(request_id, [])
         tree = trees.get(request_id)
         paths = [[], *[None] * len(drafts)] if tree is None or not tree.fits(drafts) else tree.paths[: 1 + len(drafts)]
-        for path in paths:
+        for row, path in enumerate(paths, first):
             if path is None:
                 structured.allow_all(manager, row)
-                row += 1
                 continue
             grammar_start, constraint_start = manager._get_constraint_bounds(request, path)
             advance = path[grammar_start:]
@@ -237,6 +235,5 @@ def tree_bitmask(
             structured.fill_mask(manager, request, row, constraint_start <= len(path))
             if advance:
                 grammar.rollback(len(advance))
-            row += 1
-        row = structured.next_request_row(manager, first, row)
-    return structured.masks(manager, row).numpy()
+        first = structured.next_request_row(manager, first, first + len(paths))
+    return structured.masks(manager, first).numpy()

@@ -144,10 +144,8 @@ class GraphScheduling(Scheduler):
         """Count acceptance by depth, and nodes as draft tokens.
 
         Upstream counts by index in the list of draft tokens, which is right for chains only, and all rows that were
-        scheduled. It also counts at once, but on a GPU the worker learns a graph's size only after the step.
-
-        Args:
-            verified: numbers of graphs by (depth, nodes, accepted nodes).
+        scheduled. It also counts at once, but on a GPU the worker learns a graph's size only after the step. Here,
+        ``verified`` has the numbers of graphs by (depth, nodes, accepted nodes).
         """
         if not verified:
             return None
@@ -257,12 +255,8 @@ def cut_to_fit(drafts: list[list[int]], num_tokens: int, more: int) -> list[list
 def nodes_that_fit(num_nodes: int, num_tokens: int, num_requests: int) -> list[int] | None:
     """The nodes to schedule for each request, by the number of requests of a step; None if all nodes always fit.
 
-    Upstream would let some requests wait for the nodes of others, which a plan may leave out anyway.
-
-    Args:
-        num_nodes: the most nodes of a graph.
-        num_tokens: the most tokens of a step.
-        num_requests: the most requests of a step.
+    Upstream would let some requests wait for the nodes of others, which a plan may leave out anyway. The arguments are
+    the most nodes of a graph, and the most tokens and requests of a step.
     """
     if num_requests * (1 + num_nodes) <= num_tokens:
         return None

@@ -23,11 +23,10 @@ from vllm_gsd.engine.attention.layers import check_kv_groups, without_windows
 from vllm_gsd.engine.attention.tree_rows import serves_chains
 from vllm_gsd.engine.observe.measure import idle_tokens
 from vllm_gsd.engine.speculation import Speculation
-from vllm_gsd.engine.v1.match import match_step
 from vllm_gsd.engine.v1.processors import tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
-from vllm_gsd.engine.verify.draft_tree import Paths
-from vllm_gsd.engine.verify.step import VerifyStep, check_attached
+from vllm_gsd.engine.verify.draft_tree import FlatTree, Paths
+from vllm_gsd.engine.verify.step import VerifyStep, check_attached, lay_out
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.host import kv_moves
 from vllm_gsd.upstream import wire
@@ -123,13 +122,40 @@ class GraphModelRunner(CPUModelRunner):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None]:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.step = match_step(self, scheduler_output)
+        self.step = self._matched_step(scheduler_output)
         listed = self.positions.clone() if self.uses_mrope else None
         self.step.set_positions(self.positions)
         if listed is not None:  # text after images advances by one in every dimension
             moved = self.positions - listed
             self.mrope_positions.gpu[:, : len(moved)].add_(moved)
         return result
+
+    def _matched_step(self, scheduler_output: SchedulerOutput) -> VerifyStep:
+        """Match the scheduled draft tokens with the proposed trees, and lay the trees out.
+
+        The scheduler may cut a tree's list of tokens. If the scheduled tokens are not a prefix of the request's tree,
+        only its root is sampled.
+        """
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        kept = wire.kept_of(scheduler_output)
+        request_ids = self.input_batch.req_ids
+        sizes = np.ones(len(request_ids), np.int64)
+        matched: list[FlatTree | None] = [None] * len(request_ids)
+        for index, request_id in enumerate(request_ids):
+            tokens = scheduled.get(request_id)
+            if not tokens:
+                continue
+            sizes[index] += len(tokens)
+            tree = self.speculation.trees.get(request_id)
+            if tree is not None and request_id in kept:
+                tree = tree.select(kept[request_id])
+            if tree is not None and tree.drafts[: len(tokens)] == tokens:
+                matched[index] = tree
+        starts = self.query_start_loc.np[: len(request_ids) + 1]
+        step = lay_out(matched, sizes, starts[1:].astype(np.int64))
+        if self.masks_chains:  # lone rows too: another kernel would give them other bits
+            step.batch_starts = starts.astype(np.int32)
+        return step
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray

@@ -104,7 +104,7 @@ def _walk_by_depth(
     num_requests = len(trees.starts) - 1
     starts = trees.starts[:-1]
     places = np.zeros(num_requests, np.int32)
-    ends = list(params) if custom or metadata.generators else []
+    ends = list(params) if custom or metadata.generators else []  # empty if no text's end matters
     active = np.ones(num_requests, np.bool_)
     columns: list[np.ndarray] = []
     logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
@@ -125,8 +125,11 @@ def _walk_by_depth(
             logprobs.append((sampling, sampled.logprobs_tensors))
         stood = places.copy()
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
-        if custom or ends:
-            _end_walks(custom, ends, outputs, column, active)
+        if custom or ends:  # some walks must not take another step
+            for request in np.flatnonzero(active) if ends else ():
+                active[request] = not ends_text(ends[request], outputs[request], int(column[request]))
+            if custom.in_step:
+                active &= active.all()
             places = np.where(active, places, stood)
         if not active.any():
             break
@@ -140,27 +143,6 @@ def _walk_by_depth(
                 processor.update_state(None)
     tokens = np.stack(columns, axis=1).astype(np.int32)
     return _records(tokens, places, _stack_logprobs(logprobs, num_requests, len(columns)))
-
-
-def _end_walks(
-    custom: CustomProcessors,
-    params: list[SamplingParams],
-    outputs: list[list[int]],
-    column: np.ndarray,
-    active: np.ndarray,
-) -> None:
-    """End the walks that must not take another step.
-
-    Args:
-        params: the sampling parameters of each request; empty if no text's end matters.
-        outputs: the output tokens of each request before those in ``column``.
-        column: int64 [num_requests], the tokens sampled last.
-        active: bool [num_requests], walks that continue; updated.
-    """
-    for request in np.flatnonzero(active) if params else ():
-        active[request] = not ends_text(params[request], outputs[request], int(column[request]))
-    if custom.in_step:
-        active &= active.all()
 
 
 def _only_argmax(metadata: SamplingMetadata) -> bool:

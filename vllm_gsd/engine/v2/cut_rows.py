@@ -24,11 +24,7 @@ def cut_rows(scheduled: SchedulerOutput, share_of: Callable[[str], int]) -> Sche
 
 
 def cut_masks(output: GrammarOutput, whole: SchedulerOutput, cut: SchedulerOutput) -> GrammarOutput:
-    """The masks of the rows that ``cut_rows`` has kept.
-
-    Args:
-        output: the masks of requests with structured output; whole: the step as scheduled; cut: what is left of it.
-    """
+    """The masks of the rows that are left of a step, given the step as it was scheduled and as ``cut_rows`` left it."""
     before, after = whole.scheduled_spec_decode_tokens, cut.scheduled_spec_decode_tokens
     rows = [
         (1 + len(before.get(request_id, ())), 1 + len(after.get(request_id, ())))

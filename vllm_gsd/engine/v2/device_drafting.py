@@ -88,15 +88,7 @@ class Bucket:
 
 
 class DeviceDrafting:
-    """Grows and flattens the graphs of a batch.
-
-    Args:
-        config: gsd's options.
-        drafter: None without a draft model.
-        req_states: V2's request states.
-        capacity: the most nodes of a graph.
-        trees: the flattened graphs by V2's request slot; ``propose`` writes them.
-    """
+    """Grows graphs of at most ``capacity`` nodes for a batch, and flattens them into ``trees`` by V2's request slot."""
 
     def __init__(
         self,
@@ -158,12 +150,7 @@ class DeviceDrafting:
         return self.graphs.counts
 
     def bind(self, block_table: torch.Tensor, block_size: int) -> None:
-        """Allocate what the KV cache decides.
-
-        Args:
-            block_table: int32 [num_slots, max_blocks], as ``propose`` will be called with parts of it.
-            block_size: tokens per block.
-        """
+        """Allocate what the KV cache decides. ``propose`` gets rows of the table, int32 [num_slots, max_blocks]."""
         self.block_table = torch.zeros_like(block_table[: self.most])
         self.block_size = block_size
         self.buckets: dict[int, Bucket] = {}
@@ -179,12 +166,9 @@ class DeviceDrafting:
 
     @torch.inference_mode()
     def propose(self, known: KnownBatch, block_table: torch.Tensor, levels: int | None = None) -> None:
-        """Draft for a batch, and write the flattened graphs of its requests.
+        """Draft ``levels`` levels for a batch, or all for None, and write the flattened graphs of its requests.
 
-        Args:
-            known: what the host knows about the batch.
-            block_table: int32 [num_requests, max_blocks].
-            levels: how many to draft; None for all.
+        ``block_table`` is int32 [num_requests, max_blocks].
         """
         levels = self.num_levels if levels is None else levels
         copies_only = not (known.wanted == 1).any()  # a few launches, which need no CUDA graph
@@ -237,7 +221,7 @@ class DeviceDrafting:
                 graphs=self.graphs.first(count),
                 block_table=self.block_table[:count],
                 last=self.last[:count],
-                rows=[(width, part := of.first(count, width), self._tree(part, width)) for width, of in rows],
+                rows=[(width, part := whole.first(count, width), self._tree(part, width)) for width, whole in rows],
                 ranks=self.ranks[:count],
                 suggested=suggested.view(count, self.tree_words),
             )
@@ -253,9 +237,7 @@ class DeviceDrafting:
     def draft(self, count: int, levels: int) -> None:
         """The draft phase for ``count`` requests, as ``known`` and ``block_table`` say.
 
-        Args:
-            count: number of requests.
-            levels: how many to draft; 0 to leave the draft model out.
+        With 0 levels, the draft model does not run.
         """
         bucket, req_states, texts = self.bucket(count), self.req_states, self.req_states.all_token_ids.gpu
         blocks: tuple[Any, ...] = (bucket.block_table, self.block_size, self.limits)

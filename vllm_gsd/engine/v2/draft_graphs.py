@@ -14,17 +14,12 @@ from vllm_gsd.engine.v2.device_drafting import DeviceDrafting
 
 def sizes(most: int) -> list[int]:
     """Numbers of requests to capture for: 1, 2, 3, 4, 6, 8, 12... and ``most``, so that at most a third is padding."""
-    powers = [2**of for of in range(most.bit_length())]
+    powers = [2**exponent for exponent in range(most.bit_length())]
     return sorted({size for power in powers for size in (power, 3 * power) if size < most} | {most})
 
 
 class DraftGraphs(CudaGraphManager):
-    """CUDA graphs of ``DeviceDrafting.draft``.
-
-    Args:
-        drafting: what is captured.
-        stats: counts the draft phases with and without a CUDA graph.
-    """
+    """CUDA graphs of ``DeviceDrafting.draft``; ``stats`` counts the draft phases with one and without."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, drafting: DeviceDrafting, stats: GraphStats
@@ -57,8 +52,8 @@ class DraftGraphs(CudaGraphManager):
 
     def size_for(self, count: int, levels: int) -> int | None:
         """The smallest captured number of requests, at least ``count``, that drafts ``levels`` levels, or None."""
-        captured = [of for of, desc in self.variants.items() if desc in self.graphs]
-        size = min((size for size, of in captured if size >= count and of == levels), default=None)
+        captured = [size for (size, depth), desc in self.variants.items() if depth == levels and desc in self.graphs]
+        size = min((size for size in captured if size >= count), default=None)
         self.stats.counts["cudagraph_misses" if size is None else "cudagraph_hits"] += 1
         return size
 

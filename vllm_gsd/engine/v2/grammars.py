@@ -45,13 +45,9 @@ class WorkerGrammars:
             self.ready.discard(request_id)
 
     def choose(self, request_id: str, output: list[int], proposed: ProposedTree) -> GrammarTree | None:
-        """Choose the nodes to verify as ``allowed_nodes`` does.
+        """Choose the nodes to verify as ``allowed_nodes`` does, after all tokens that the request has generated.
 
         All tensor-parallel ranks make the same choice: the others wait for grammars that the first rank has compiled.
-
-        Args:
-            output: all tokens that it has generated.
-            proposed: its proposed nodes.
 
         Returns:
             None if the grammar is still being compiled, has ended or does not accept the output, for example

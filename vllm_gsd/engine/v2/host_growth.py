@@ -10,8 +10,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.speculation import Speculation, has_grammar
-from vllm_gsd.engine.v2.device_step import to_device
 from vllm_gsd.engine.v2.plan import DRAFTED
+from vllm_gsd.engine.v2.proposals import to_device
 from vllm_gsd.engine.verify.draft_tree import SOURCE_OF, FlatTree
 from vllm_gsd.engine.verify.staging import send
 
@@ -19,57 +19,57 @@ if TYPE_CHECKING:
     from vllm_gsd.engine.v2.speculator import GraphSpeculator
 
 
-def grow_on_host(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, kinds: np.ndarray) -> None:
+def grow_on_host(speculator: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, kinds: np.ndarray) -> None:
     """Wait for the accepted tokens, then grow graphs as planned and write them to ``proposals``.
 
     Args:
-        places: int64 [n >= 1], the requests' places in it.
+        places: int64 [n >= 1], the requests' places in the batch.
         kinds: int64 [n], from ``Plan.choose``.
     """
-    ours.learn(wait=True)
-    drafted = kinds == DRAFTED
-    groups = [(drafted, ours.plan.phase.levels), (~drafted, 0)] if ours.plan.active else [(drafted | True, None)]
+    speculator.learn(wait=True)
+    drafted, plan = kinds == DRAFTED, speculator.plan
+    groups = [(drafted, plan.phase.levels), (~drafted, 0)] if plan.active else [(np.ones_like(drafted), None)]
     for group, levels in groups:
         if group.any():
-            _grow(ours, input_batch, places[group], levels)
+            _grow(speculator, input_batch, places[group], levels)
 
 
-def _grow(ours: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, levels: int | None) -> None:
+def _grow(speculator: GraphSpeculator, input_batch: InputBatch, places: np.ndarray, levels: int | None) -> None:
     """Grow the graphs of these requests with ``levels`` draft levels; None for all."""
-    speculation, batch = ours.speculation, ours.batch(input_batch, places)
+    speculation, batch = speculator.speculation, speculator.batch(input_batch, places)
     counts = speculation.stats.counts
     skipped, invalid = counts["drafts_skipped"], counts["draft_rows_invalid"]  # the plan has counted the first
     with speculation.planner.given(levels):
         trees = speculation.propose(batch)
     counts["drafts_skipped"] = skipped
     if counts["draft_rows_invalid"] > invalid:
-        ours.plan.phase = ours.plan.phase._replace(invalid=True)
+        speculator.plan.phase = speculator.plan.phase._replace(invalid=True)
     proposed = speculation.take_grammar_trees()
     for index, (request_id, slot) in enumerate(zip(batch.request_ids, batch.token_rows, strict=True)):
-        share = int(ours.plan.shares[slot])
+        share = int(speculator.plan.shares[slot])
         trees[index] = trees[index].first(share)
         if (offered := proposed.get(request_id)) is not None:
-            trees[index] = _chosen(ours, request_id, offered._replace(budget=min(offered.budget, share)))
+            trees[index] = _chosen(speculator, request_id, offered._replace(budget=min(offered.budget, share)))
     # Full CUDA graphs hold batches whose requests have equally many rows.
-    least = ours.plan.shares[batch.token_rows] if ours.plan.captured else 0
-    ours.plan.shares[batch.token_rows] = np.maximum(least, [tree.num_nodes for tree in trees])
+    least = speculator.plan.shares[batch.token_rows] if speculator.plan.captured else 0
+    speculator.plan.shares[batch.token_rows] = np.maximum(least, [tree.num_nodes for tree in trees])
     for request, tree in zip(batch.requests, trees, strict=True):
         if has_grammar(request):
-            ours.parents[request.req_id] = tree.parent.tolist()
-    assert ours.drafting is not None and speculation.draft_kv is not None
+            speculator.parents[request.req_id] = tree.parent.tolist()
+    assert speculator.drafting is not None and speculation.draft_kv is not None
     known = batch.token_rows, speculation.draft_kv.lengths(batch.request_ids)
-    slots, done = send(ours.device, *(of.astype(np.int64) for of in known))
-    ours.drafting.draft_length[slots] = done
+    slots, done = send(speculator.device, *(array.astype(np.int64) for array in known))
+    speculator.drafting.draft_length[slots] = done
     values = _values(speculation, batch.request_ids, trees)
-    ours.proposals.store(slots, to_device(trees, values, ours.num_rows, ours.device))
-    ours.proposals.fresh[batch.token_rows] = True
+    speculator.proposals.store(slots, to_device(trees, values, speculator.num_rows, speculator.device))
+    speculator.proposals.fresh[batch.token_rows] = True
 
 
-def _chosen(ours: GraphSpeculator, request_id: str, proposed: ProposedTree) -> FlatTree:
+def _chosen(speculator: GraphSpeculator, request_id: str, proposed: ProposedTree) -> FlatTree:
     """The nodes of a proposed tree that the request's grammar chooses; the best ones if it cannot tell."""
-    assert ours.grammars is not None
-    tree, stats = ours.speculation.trees[request_id], ours.speculation.stats
-    chosen = ours.grammars.choose(request_id, ours.texts.output(ours.slots[request_id]), proposed)
+    assert speculator.grammars is not None
+    tree, stats = speculator.speculation.trees[request_id], speculator.speculation.stats
+    chosen = speculator.grammars.choose(request_id, speculator.texts.output(speculator.slots[request_id]), proposed)
     if chosen is None:
         return tree.first(proposed.budget)
     stats.counts["nodes_invalid"] += proposed.left_out(chosen)

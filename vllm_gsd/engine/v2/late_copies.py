@@ -54,7 +54,7 @@ class LateCopies:
         # Wide elements first, so that all are aligned.
         ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
         packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in ordered.values()])
-        kinds, event = {name: (_numpy_dtype(of.dtype), tuple(of.shape)) for name, of in ordered.items()}, None
+        kinds, event = {name: (_numpy_dtype(one.dtype), tuple(one.shape)) for name, one in ordered.items()}, None
         if self.device.type != "cpu":
             pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             packed, event = pinned.copy_(packed, non_blocking=True), torch.cuda.Event()

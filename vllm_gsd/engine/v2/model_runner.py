@@ -7,7 +7,6 @@ contiguous slots. The speculator then drafts again. No part waits for the device
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -38,7 +37,6 @@ from vllm_gsd.engine.v2.walk import GraphSampler
 from vllm_gsd.engine.v2.whole_graphs import whole_graphs
 from vllm_gsd.engine.verify.step import attach_to, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
-from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.upstream import instances, wire
 
 
@@ -75,9 +73,9 @@ class GraphModelRunner(GPUModelRunner):
         self.rejection_sampler = GraphSampler(self.sampler)
         self.row_buffers = RowBuffers(self.max_num_reqs, self.decode_query_len, self.device)
         self.speculator.prepare(self.req_states)
-        instances.wrap(self.model_state, "prepare_attn", self._with_tree_rows)
+        instances.wrap(self.model_state, "prepare_attn", self._prepare_tree_rows)
         if self.model_config.uses_mrope:
-            instances.wrap(self.model_state, "prepare_inputs", self._with_positions_of_nodes)
+            instances.wrap(self.model_state, "prepare_inputs", self._prepare_positions_of_nodes)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """KV cache specs that keep all tokens; see ``without_windows``."""
@@ -93,7 +91,7 @@ class GraphModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
         assert self.cudagraph_manager is not None
-        instances.wrap(self.cudagraph_manager, "dispatch", self._counted)
+        instances.wrap(self.cudagraph_manager, "dispatch", self._dispatch_and_count)
         pool = nullcontext() if is_profiling else self.features_pool()
         self.speculation.prepare(self.kv_cache_config, self.attn_groups, pool)
         self.speculator.bind(self.block_tables)
@@ -229,69 +227,60 @@ class GraphModelRunner(GPUModelRunner):
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self.step.sizes).tolist())
         super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, *args, **kwargs)
 
-    def _with_positions_of_nodes(self, upstream: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap ``ModelState.prepare_inputs`` to move M-RoPE positions by depth, which text has in all dimensions."""
+    def _prepare_positions_of_nodes(
+        self, upstream: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Move M-RoPE positions, which text has in all dimensions, by depth after ``ModelState.prepare_inputs``."""
+        inputs = upstream(*args, **kwargs)
+        if self.step is not None and self.moved is not None:
+            inputs["positions"].add_(self.moved[: inputs["positions"].shape[1]])
+        return inputs
 
-        @functools.wraps(upstream)
-        def prepare_inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            inputs = upstream(*args, **kwargs)
-            if self.step is not None and self.moved is not None:
-                inputs["positions"].add_(self.moved[: inputs["positions"].shape[1]])
-            return inputs
+    def _prepare_tree_rows(
+        self,
+        upstream: Callable[..., dict[str, Any]],
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Add the tree mask to the metadata of ``ModelState.prepare_attn``."""
+        metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
+        draft_layers, step = set(self.speculation.layer_names), self.step
+        full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+        # vLLM's kernel attends full graphs of one row a request, unless rows must not depend on the batch.
+        single = input_batch.num_tokens_after_padding == input_batch.num_reqs_after_padding
+        full &= envs.VLLM_BATCH_INVARIANT or not single
+        graphs = step if step is not None and len(step.tree_requests) else None
+        if step is None:
+            self.row_buffers.clear()  # a dummy batch
+        if full or (graphs is not None and graphs.whole):
+            assert step is None or step.whole  # upstream replays full graphs for nothing else
+            num_requests, num_rows = input_batch.num_reqs, input_batch.num_tokens
+            if full:
+                num_requests, num_rows = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
+            inputs = input_batch.query_start_loc, input_batch.positions, block_tables[0]
+            rows = self.row_buffers.rows(num_requests, num_rows, *inputs)
+            attach_to(rows, attn_groups[0], draft_layers, metadata)
+        elif graphs is not None:
+            common = _common(input_batch, block_tables[0], slot_mappings[0])
+            graphs.attach_tree_rows(self.row_buffers, attn_groups[0], draft_layers, metadata, common)
+        if full or graphs is not None:
+            check_attached(self.target_kv.names, metadata)
+        return metadata
 
-        return prepare_inputs
-
-    def _with_tree_rows(self, upstream: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap ``ModelState.prepare_attn`` to add the tree mask."""
-
-        @functools.wraps(upstream)
-        def prepare_attn(
-            input_batch: InputBatch,
-            cudagraph_mode: CUDAGraphMode,
-            block_tables: tuple[torch.Tensor, ...],
-            slot_mappings: torch.Tensor,
-            attn_groups: list[list[AttentionGroup]],
-            *args: Any,
-            **kwargs: Any,
-        ) -> dict[str, Any]:
-            metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
-            draft_layers, step = set(self.speculation.layer_names), self.step
-            full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
-            # vLLM's kernel attends full graphs of one row a request, unless rows must not depend on the batch.
-            single = input_batch.num_tokens_after_padding == input_batch.num_reqs_after_padding
-            full &= envs.VLLM_BATCH_INVARIANT or not single
-            graphs = step if step is not None and len(step.tree_requests) else None
-            if step is None:
-                self.row_buffers.clear()  # a dummy batch
-            if full or (graphs is not None and graphs.whole):
-                assert step is None or step.whole  # upstream replays full graphs for nothing else
-                num_requests, num_rows = input_batch.num_reqs, input_batch.num_tokens
-                if full:
-                    num_requests, num_rows = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
-                inputs = input_batch.query_start_loc, input_batch.positions, block_tables[0]
-                rows = self.row_buffers.rows(num_requests, num_rows, *inputs)
-                attach_to(rows, attn_groups[0], draft_layers, metadata)
-            elif graphs is not None:
-                common = _common(input_batch, block_tables[0], slot_mappings[0])
-                graphs.attach_tree_rows(self.row_buffers, attn_groups[0], draft_layers, metadata, common)
-            if full or graphs is not None:
-                check_attached(self.target_kv.names, metadata)
-            return metadata
-
-        return prepare_attn
-
-    def _counted(self, dispatch: Callable[..., BatchExecutionDescriptor]) -> Callable[..., BatchExecutionDescriptor]:
-        """Wrap the CUDA-graph manager's ``dispatch`` to count hits and misses."""
-
-        @functools.wraps(dispatch)
-        def counted(*args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
-            desc = dispatch(*args, **kwargs)
-            if self.cudagraph_manager is not None and self.cudagraph_manager.needs_capture():
-                hit = desc.cg_mode != CUDAGraphMode.NONE
-                self.speculation.stats.counts["cudagraph_hits" if hit else "cudagraph_misses"] += 1
-            return desc
-
-        return counted
+    def _dispatch_and_count(
+        self, upstream: Callable[..., BatchExecutionDescriptor], *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        """Count the hits and misses of the CUDA-graph manager's ``dispatch``."""
+        desc = upstream(*args, **kwargs)
+        if self.cudagraph_manager is not None and self.cudagraph_manager.needs_capture():
+            hit = desc.cg_mode != CUDAGraphMode.NONE
+            self.speculation.stats.counts["cudagraph_hits" if hit else "cudagraph_misses"] += 1
+        return desc
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Capture the CUDA graphs and count them."""
@@ -320,18 +309,14 @@ class GraphModelRunner(GPUModelRunner):
             assert accepted is not None
             ends = accepted.last
             with self.speculation.stats.timed("compaction_seconds"):
-                self._compact(accepted)
+                moves = accepted.src_slots, accepted.dst_slots
+                self.target_kv.move(*moves)
+                if self.speculation.features is not None:
+                    self.speculation.features.move(*moves)
         else:
             ends = torch.zeros(input_batch.num_reqs, dtype=torch.int64, device=self.device)
         self.speculator.verified(input_batch, step, ends, result[0].sampled_token_ids, result[1])
         return result
-
-    def _compact(self, accepted: Accepted) -> None:
-        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
-        moves = accepted.src_slots, accepted.dst_slots
-        self.target_kv.move(*moves)
-        if self.speculation.features is not None:
-            self.speculation.features.move(*moves)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
         """Finish the step and attach its statistics to the output."""

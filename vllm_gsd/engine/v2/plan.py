@@ -34,14 +34,7 @@ class Phase(NamedTuple):
 
 
 class Plan:
-    """Chooses whom to draft for, and how many nodes of each graph to verify.
-
-    Args:
-        speculation: has the planner.
-        num_slots: the most concurrent requests.
-        num_nodes: the most nodes of a graph.
-        num_levels: the most draft levels.
-    """
+    """Chooses whom to draft for, and how many nodes of each graph to verify. The numbers are upper limits."""
 
     def __init__(self, speculation: Speculation, num_slots: int, num_nodes: int, num_levels: int) -> None:
         self.speculation = speculation

@@ -20,15 +20,14 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import leave_out_copies
 from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
-from vllm_gsd.engine.schedule.fallback import fallback_reason
-from vllm_gsd.engine.speculation import Speculation, has_grammar
+from vllm_gsd.engine.speculation import Speculation, fallback_reason, has_grammar
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
-from vllm_gsd.engine.v2.device_step import Proposals, to_host
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.grammars import WorkerGrammars
 from vllm_gsd.engine.v2.host_growth import grow_on_host
 from vllm_gsd.engine.v2.late_copies import LateCopies
 from vllm_gsd.engine.v2.plan import DRAFTED, NO_GRAPH, Phase, Plan, late_graphs
+from vllm_gsd.engine.v2.proposals import Proposals, to_host
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.draft_tree import Paths
@@ -315,7 +314,7 @@ class GraphSpeculator(BaseSpeculator):
         """Draft without knowing the accepted tokens, and write the graphs to ``proposals``.
 
         Args:
-            places: int64 [n], the requests' places in it; batch: these requests.
+            places: int64 [n], the places in ``input_batch`` of the requests in ``batch``.
             kinds: int64 [n], from ``Plan.choose``.
             speculates: bool [n], whether the request uses graph speculation; missed: int64 [n], from ``_missed``.
         """
@@ -449,11 +448,7 @@ class GraphSpeculator(BaseSpeculator):
         self.learn()
 
     def learn(self, wait: bool = False) -> None:
-        """Learn from the results of earlier steps that have arrived on the host.
-
-        Args:
-            wait: whether to wait for the results of all steps.
-        """
+        """Learn from the results of earlier steps that have arrived on the host, or with ``wait`` of all steps."""
         for label, tensors in self.late.take(wait):
             names = ("sampled", "num_sampled", "ends", "draft_length", "counts")
             *path, draft_length, counts = (tensors.pop(name) for name in names)
@@ -472,8 +467,11 @@ class GraphSpeculator(BaseSpeculator):
                 proposed = {name: values[drafted] for name, values in graphs.items()}
                 invalid = counted["draft_rows_invalid"] > 0
                 self.plan.arrived(label.slots[drafted], label.kinds[drafted], label.phase, proposed, invalid)
+            tracker = self.speculation.draft_kv
             for request in drafted:
-                self._advance(label.request_ids[request], int(draft_length[request]))
+                request_id, length = label.request_ids[request], int(draft_length[request])
+                if tracker is not None and length > tracker.length.get(request_id, length):
+                    tracker.advance(request_id, length)
             for request_id in set(label.request_ids) - self.requests.keys():
                 self.speculation.trust.forget(request_id)
 
@@ -481,8 +479,3 @@ class GraphSpeculator(BaseSpeculator):
         """Return the statistics since the last call; see ``Speculation.take_stats``."""
         grammars = {} if self.grammars is None else self.grammars.requests
         return self.speculation.take_stats(self.requests, self.slots, self.parents, grammars)
-
-    def _advance(self, request_id: str, draft_length: int) -> None:
-        tracker = self.speculation.draft_kv
-        if tracker is not None and draft_length > tracker.length.get(request_id, draft_length):
-            tracker.advance(request_id, draft_length)

@@ -13,16 +13,11 @@ class Texts:
 
     def clear(self) -> None:
         """Forget all texts."""
-        for of in (self.tokens, self.length, self.prompt_length):
-            of.fill(0)
+        for array in (self.tokens, self.length, self.prompt_length):
+            array.fill(0)
 
     def begin(self, slot: int, tokens: list[int], prompt_length: int) -> None:
-        """Start a request, or resume one together with the tokens that it has generated.
-
-        Args:
-            tokens: all its tokens so far.
-            prompt_length: the number of prompt tokens among them.
-        """
+        """Start or resume a request with its tokens so far, of which the first ``prompt_length`` are its prompt."""
         self.tokens[slot, : len(tokens)] = tokens
         self.length[slot] = len(tokens)
         self.prompt_length[slot] = prompt_length

@@ -22,15 +22,13 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.utils import AttentionGroup
 
-    from vllm_gsd.engine.v2.device_step import Proposals
+    from vllm_gsd.engine.v2.proposals import Proposals
 
 
 class RowBuffers:
     """Masks and prefix lengths at fixed addresses, because a full CUDA graph reads the same ones at every replay.
 
-    Args:
-        num_requests: the most requests of a batch.
-        rows_per_request: the rows of a full graph, its root included.
+    There is room for ``num_requests`` full graphs of ``rows_per_request`` rows, the root's included.
     """
 
     def __init__(self, num_requests: int, rows_per_request: int, device: torch.device) -> None:
@@ -100,13 +98,9 @@ class DeviceStep:
         self.whole = bool(decodes.all())  # whether our kernel can attend all rows of the batch
 
     def lay(self, buffers: RowBuffers, slot_mapping: torch.Tensor) -> None:
-        """Assign the nodes to the rows: sets positions by depth, masks and prefix lengths.
+        """Assign the nodes to the rows: set positions by depth, and masks and prefix lengths in ``buffers``.
 
-        KV slots must have been computed, because they follow row order.
-
-        Args:
-            buffers: receive masks and prefix lengths, in the order of the verified rows.
-            slot_mapping: int64 [>= rows of the batch], the KV slots.
+        The KV slots, int64 [>= rows of the batch], must have been computed, because they follow row order.
         """
         batch, slots = self.batch, self.batch.idx_mapping
         self.slot_mapping = slot_mapping

@@ -54,11 +54,7 @@ class _Scores(NamedTuple):
 
 
 class GraphSampler:
-    """Replaces vLLM's ``RejectionSampler``.
-
-    Args:
-        sampler: vLLM's sampler, whose request states are used.
-    """
+    """Replaces vLLM's ``RejectionSampler``; uses the request states of vLLM's ``Sampler``."""
 
     # vLLM's rejection sampler may verify fewer drafts to save time; our planner makes this decision.
     enable_adaptive_verification = False
@@ -144,10 +140,7 @@ class GraphSampler:
     def _sample(
         self, logits: torch.Tensor, input_batch: InputBatch, rows: _Rows
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Sample some rows as decoding without drafts does.
-
-        Args:
-            logits: [n, vocab], the logits of these rows.
+        """Sample some rows, whose logits are [n, vocab], as decoding without drafts does.
 
         Returns:
             The sampled tokens, [n], and their log probabilities if any request of the batch asks for them.

@@ -8,14 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 
 def whole_graphs(buffers: InputBuffers, max_requests: int, max_tokens: int, rows: int) -> InputBatch:
-    """Make a dummy batch of as many requests with full graphs as a step can have.
-
-    Args:
-        buffers: vLLM's input buffers for ``max_requests`` requests and ``max_tokens`` tokens.
-        max_requests: the most requests of a step.
-        max_tokens: the most tokens of a step.
-        rows: rows per request, a root and its nodes.
-    """
+    """Make a dummy batch of as many requests with full graphs of ``rows`` rows as a step can have."""
     count = max(1, min(max_requests, max_tokens // rows))
     batch = InputBatch.make_dummy(count, count * rows, buffers)
     device = batch.idx_mapping.device

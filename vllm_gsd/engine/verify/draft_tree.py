@@ -44,7 +44,7 @@ class FlatTree:
 
     def first(self, num_nodes: int) -> FlatTree:
         """The tree of the root and the first ``num_nodes`` nodes."""
-        return FlatTree(*(getattr(self, of.name)[: 1 + num_nodes] for of in fields(self)))
+        return FlatTree(*(getattr(self, field.name)[: 1 + num_nodes] for field in fields(self)))
 
     def select(self, allowed: GrammarTree) -> FlatTree:
         """The tree of the nodes that ``allowed_nodes`` returned. Nodes that the grammar added have survival 1."""
@@ -79,7 +79,7 @@ NO_NODES = FlatTree(
 
 def flat_tree(trees: FlatTrees, row: int, num_nodes: int) -> FlatTree:
     """The root and the first ``num_nodes`` nodes of one tree of a batch."""
-    return FlatTree(*(getattr(trees, of.name)[row, : 1 + num_nodes] for of in fields(FlatTree)))
+    return FlatTree(*(getattr(trees, field.name)[row, : 1 + num_nodes] for field in fields(FlatTree)))
 
 
 class WalkTrees(NamedTuple):

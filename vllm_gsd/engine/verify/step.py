@@ -50,10 +50,9 @@ class VerifyStep:
         return len(self.depth) > len(self.has_tree)
 
     def set_positions(self, positions: torch.Tensor) -> None:
-        """Change the positions of tree rows from list order to depth, in place. KV slots keep list order.
+        """Change the positions, int64 [>= rows of the batch] on the host, of tree rows from list order to depth.
 
-        Args:
-            positions: int64 [>= number of batch rows], in list order, on the host.
+        KV slots keep list order.
         """
         if self.batch_starts is not None:
             self.tree_rows = self._whole_batch(self.batch_starts, positions)
@@ -67,11 +66,7 @@ class VerifyStep:
         attn_metadata: dict[str, Any],
         common: CommonAttentionMetadata,
     ) -> None:
-        """Add the tree mask to the target layers' attention metadata.
-
-        Args:
-            draft_layers: layers of the draft, which are skipped.
-        """
+        """Add the tree mask to the attention metadata of all layers but ``draft_layers``."""
         assert self.tree_rows is not None
         if self.batch_starts is not None:
             tree_rows = self.tree_rows(block_table=common.block_table_tensor[: len(self.has_tree)])
@@ -159,19 +154,7 @@ def attach_part(
     if len(rows) == common.num_actual_tokens:
         attach_to(replace(tree_rows, rows=None), groups, draft_layers, attn_metadata)
         return
-    for group in groups:
-        group_rows = _with_plain_rows(tree_requests, tree_rows, rows, group, common)
-        attach_to(group_rows, [group], draft_layers, attn_metadata)
-
-
-def _with_plain_rows(
-    tree_requests: np.ndarray,
-    tree_rows: TreeRows,
-    rows: np.ndarray,
-    group: AttentionGroup,
-    common: CommonAttentionMetadata,
-) -> TreeRows:
-    """Add the other requests of the batch, with metadata for upstream's kernel as a batch of their own."""
+    # Upstream's kernel attends the other requests as a batch of their own.
     plain = np.setdiff1d(np.arange(common.num_reqs), tree_requests)
     plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
     lengths = np.diff(common.query_start_loc_cpu.numpy())[plain]
@@ -190,8 +173,10 @@ def _with_plain_rows(
         slot_mapping=common.slot_mapping[rows_index],
         is_prefilling=None,
     )
-    metadata = group.get_metadata_builder(0).build(0, plain_common)
-    return replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
+    for group in groups:
+        metadata = group.get_metadata_builder(0).build(0, plain_common)
+        group_rows = replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
+        attach_to(group_rows, [group], draft_layers, attn_metadata)
 
 
 def attach_to(

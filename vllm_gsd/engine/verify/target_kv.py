@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class TargetKV(ABC):
-    """The KV caches of the target's layers.
-
-    Args:
-        layers: the target's attention layers by name, with allocated caches. A layer may share the cache of another.
-    """
+    """The allocated KV caches of the target's layers, given by name. A layer may share the cache of another."""
 
     def __init__(self, layers: dict[str, Attention]):
         self.names = list(layers)
@@ -78,12 +74,7 @@ class PagedTargetKV(TargetKV):
 
 
 def target_kv_of(layers: dict[str, Attention], names: list[str], draft_layers: list[str]) -> TargetKV:
-    """The target's KV caches in a KV cache group.
-
-    Args:
-        layers: attention layers by name, with allocated caches.
-        draft_layers: names of the draft's layers, which are left out.
-    """
+    """The KV caches of the layers ``names`` of a KV cache group, but for those of ``draft_layers``."""
     kept = {name: layers[name] for name in names if name not in set(draft_layers)}
     if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":
         return CPUTargetKV(kept)

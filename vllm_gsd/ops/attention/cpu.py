@@ -12,6 +12,7 @@ therefore prompts need no mask.
 import torch
 
 from vllm_gsd.ops import use_kernel
+from vllm_gsd.ops.dispatch import check_tensor
 from vllm_gsd.ops.kv_move.layout import KVLayout
 
 
@@ -165,17 +166,12 @@ def _check(
         )
     if query.shape[1] % kv_cache.shape[1]:
         raise ValueError(f"the {query.shape[1]} query heads cannot share {kv_cache.shape[1]} KV heads evenly")
-    for name, tensor, dtype, dims in (
-        ("block_table", block_table, torch.int32, 2),
-        ("query_start_loc", query_start_loc, torch.int32, 1),
-        ("prefix_lens", prefix_lens, torch.int32, 1),
-        ("positions", positions, torch.int64, 1),
-        ("tree_mask", tree_mask, torch.int64, 2),
-    ):
-        if tensor.dtype != dtype or tensor.dim() != dims:
-            raise ValueError(f"{name} must be {dtype} with {dims} dimensions, not {tensor.dtype} {list(tensor.shape)}")
-    requests, rows = len(query_start_loc) - 1, int(query_start_loc[-1])
-    if min(len(block_table), len(prefix_lens)) < requests:
-        raise ValueError(f"block_table and prefix_lens must have a row for each of {requests} requests")
-    if min(len(query), len(positions), len(tree_mask)) < rows:
-        raise ValueError(f"query, positions and tree_mask must have at least the {rows} rows of query_start_loc")
+    device, requests = query.device, len(query_start_loc) - 1
+    check_tensor("query_start_loc", query_start_loc, device, 1, torch.int32, rows=1)
+    rows = int(query_start_loc[-1])
+    if len(query) < rows:
+        raise ValueError(f"query has {len(query)} rows, but query_start_loc ends at row {rows}")
+    check_tensor("block_table", block_table, device, 2, torch.int32, rows=requests)
+    check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=requests)
+    check_tensor("positions", positions, device, 1, torch.int64, rows=rows)
+    check_tensor("tree_mask", tree_mask, device, 2, torch.int64, rows=rows)

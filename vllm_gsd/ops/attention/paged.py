@@ -88,8 +88,8 @@ def paged_tree_attention(
     if num_splits is None:
         longest = block_table.shape[1] * key_cache.shape[1] if include_prefix else 0
         num_splits = _splits(m_tiles * key_cache.shape[2] * num_reqs, longest, query.device)
-        given = tuple(of is not None for of in (lse, *extras.values()))
-        strides = (of.stride() for of in (output, query, key_cache))
+        given = tuple(tensor is not None for tensor in (lse, *extras.values()))
+        strides = (tensor.stride() for tensor in (output, query, key_cache))
         kind = tiles, query.device, query.dtype, key_cache.dtype, *strides, sliding_window > 0, softcap != 0, given
         for spans in () if kind in _compiled else (1, 2):
             # A later batch may have spans where this one has none. A launch without programs only compiles.

@@ -59,11 +59,7 @@ def check_inputs(
     tiles: TreeTiles | None = None,
     compute: torch.dtype | None = None,
 ) -> None:
-    """Raise ValueError, one sentence, for the first argument that does not fit.
-
-    Args:
-        compute: a dtype that ``output`` and ``lse`` may have too.
-    """
+    """Raise ValueError for the first argument that does not fit. ``output`` and ``lse`` may be of type ``compute``."""
     device, num_rows, requests = query.device, query.shape[0], len(query_start_loc) - 1
     check_tensor("query", query, device, 3, *QUERY_DTYPES)
     check_tensor("output", output, device, 3, *{query.dtype: 0, compute or query.dtype: 0})

@@ -118,8 +118,8 @@ def _attend_path(
     """Attend the prefix and the slots of one row's path, in the order of their positions."""
     bit = tl.arange(0, 64)
     length = prefix
-    for of in range(num_words):
-        word = tl.load(tree_mask + row * mask_row + of)
+    for at in range(num_words):
+        word = tl.load(tree_mask + row * mask_row + at)
         length += tl.sum(((word >> bit) & 1).to(tl.int32), 0)
     first = 0
     if WINDOW:
@@ -130,12 +130,12 @@ def _attend_path(
         index = tl.where(position < prefix, position, prefix)
         if start + BLOCK_N > prefix:
             found = 0  # nodes of the path in earlier words
-            for of in range(num_words):
-                word = tl.load(tree_mask + row * mask_row + of)
+            for at in range(num_words):
+                word = tl.load(tree_mask + row * mask_row + at)
                 on_path = ((word >> bit) & 1).to(tl.int32)
                 depth = found + tl.cumsum(on_path, 0) - on_path
                 here = (depth[None, :] == (position - prefix)[:, None]) & (on_path != 0)[None, :]
-                index += tl.sum(tl.where(here, of * 64 + bit[None, :], 0), 1)
+                index += tl.sum(tl.where(here, at * 64 + bit[None, :], 0), 1)
                 found += tl.sum(on_path, 0)
         attends = valid[:, None] & used[None, :]
         highest, total, acc = _attend(

@@ -52,7 +52,7 @@ class DeviceGraphs(NamedTuple):
         return self.best.shape[1]
 
     def first(self, count: int) -> DeviceGraphs:
-        return self._replace(**{name: of[:count] for name, of in self._asdict().items() if name != "counts"})
+        return self._replace(**{name: field[:count] for name, field in self._asdict().items() if name != "counts"})
 
 
 class Rows(NamedTuple):
@@ -69,7 +69,7 @@ class Rows(NamedTuple):
 
     def first(self, count: int, width: int) -> Rows:
         rows = count * width
-        return Rows(**{name: of[: count if name == "prefix" else rows] for name, of in self._asdict().items()})
+        return Rows(**{name: field[: count if name == "prefix" else rows] for name, field in self._asdict().items()})
 
 
 class Known(NamedTuple):

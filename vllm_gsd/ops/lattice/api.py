@@ -41,7 +41,7 @@ def choose_candidates(
     best: torch.Tensor | None = None
     for level in range(depth):
         given, share = scores(level, places[-1] if places else None)
-        chances, ids = (of.view(*given.shape[:2], k) for of in topk_softmax(given.flatten(0, 1), k))
+        chances, ids = (best.view(*given.shape[:2], k) for best in topk_softmax(given.flatten(0, 1), k))
         highest = chances[..., 0] if share is None else chances[..., 0] * share
         if best is None:
             best = highest.new_zeros((len(given), 1))
@@ -79,12 +79,11 @@ def best_paths_in_numpy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`best_paths` by the specification, block by block, for tensors on the host."""
     shift = chances.log() - scores.gather(2, ids[..., :1])[..., 0].float()  # of scores to log-probabilities
-    blocks = zip(scores, shift, best.numpy(), strict=True)
-    found = [
-        lattice.best_paths(_log_probs(of_block, shifts).numpy(), before, ids.shape[2], merge)
-        for of_block, shifts, before in blocks
-    ]
-    chosen, probs, paths = (torch.from_numpy(np.stack(of)) for of in zip(*found, strict=True))
+    found = []
+    for of_block, shifts, before in zip(scores, shift[..., None], best.numpy(), strict=True):
+        log_probs = (of_block.float() + shifts).nan_to_num(nan=float("-inf"))
+        found.append(lattice.best_paths(log_probs.numpy(), before, ids.shape[2], merge))
+    chosen, probs, paths = (torch.from_numpy(np.stack(parts)) for parts in zip(*found, strict=True))
     return chosen, probs, paths
 
 
@@ -102,11 +101,6 @@ def _best_paths_triton(
         LANES=(lanes := triton.next_power_of_2(rows * k)), PLACES=triton.next_power_of_2(k), num_warps=warps_for(lanes),
     )  # fmt: skip
     return chosen, probs, paths
-
-
-def _log_probs(scores: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of a block's scores [rows, pool], given their difference to these, [rows]; -inf for NaN."""
-    return (scores.float() + shift[:, None]).nan_to_num(nan=float("-inf"))
 
 
 def add_lattices(graphs: DeviceGraphs, tokens: torch.Tensor, probs: torch.Tensor, limits: Limits) -> None:

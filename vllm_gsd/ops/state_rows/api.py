@@ -1,7 +1,8 @@
 """Hidden states by row: those of the target, and a draft's own.
 
 Row -1 belongs to no request. Writes to it are discarded and reads from it return arbitrary values; the PyTorch versions
-use the last row for it.
+use the last row for it. On CPUs, a shape or dtype that does not fit raises ValueError, and a row that does not exist
+IndexError.
 """
 
 import torch
@@ -10,20 +11,7 @@ from vllm_gsd.ops import use_kernel
 
 
 def read_rows(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy rows out of ``states``.
-
-    Args:
-        states: ``[n, size]``.
-        rows: int64 ``[m]``, -1 to n - 1.
-        cleared: bool ``[m]``, rows to return as zeros.
-
-    Returns:
-        ``[m, size]``.
-
-    Raises:
-        ValueError: on CPUs, a shape or dtype does not fit.
-        IndexError: on CPUs, a row does not exist.
-    """
+    """Copy ``rows``, int64 ``[m]`` from -1 to n - 1, out of ``states``, ``[n, size]``; zeros where ``cleared``."""
     if use_kernel(states):
         return torch.ops.vllm_gsd.read_rows(states, rows, cleared)
     read = states[rows]
@@ -31,12 +19,7 @@ def read_rows(states: torch.Tensor, rows: torch.Tensor, cleared: torch.Tensor | 
 
 
 def write_rows(states: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values ``[m, size]`` of the states' dtype to the rows, int64 ``[m]``.
-
-    Raises:
-        ValueError: on CPUs, a shape or dtype does not fit.
-        IndexError: on CPUs, a row does not exist.
-    """
+    """Write values ``[m, size]`` of the states' dtype to the rows, int64 ``[m]``."""
     if use_kernel(states):
         torch.ops.vllm_gsd.write_rows(states, rows, values)
     else:
@@ -47,9 +30,6 @@ def move_rows(states: torch.Tensor, sources: torch.Tensor, destinations: torch.T
     """Copy rows from sources to destinations, int64 ``[m]`` each; all reads come before all writes.
 
     A move with a negative source is skipped.
-
-    Raises:
-        ValueError, IndexError: as of :func:`write_rows`.
     """
     if use_kernel(states):
         torch.ops.vllm_gsd.move_rows(states, sources, destinations)

@@ -8,10 +8,7 @@ FEWEST = 4
 
 
 def mean_with_bounds(values: list[float]) -> dict[str, float | None]:
-    """The geometric mean of ratios, one per prompt, with 95% bootstrap bounds over the prompts.
-
-    Args:
-        values: at least one, all above 0.
+    """The geometric mean of ratios above 0, one per prompt, with 95% bootstrap bounds over the prompts.
 
     Returns:
         ``mean``, ``low`` and ``high``. The bounds are None for fewer than ``FEWEST`` values.

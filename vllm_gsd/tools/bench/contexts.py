@@ -29,10 +29,7 @@ def check(work: Work, lengths: list[int]) -> None:
 def measure(
     settings: dict[str, Setting], engines: Engines, lengths: list[int], tick: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run every prompt after each length of text, one request at a time, in turns.
-
-    Args:
-        lengths: tokens of context before the answer.
+    """Run every prompt after each of these lengths of text, in tokens, one request at a time, in turns.
 
     Returns:
         by method: ``step_ms`` and ``tokens_per_step`` by length, means over the prompts of medians over the turns;

@@ -82,7 +82,9 @@ def run(
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra_args)
     tokenizer = llm.get_tokenizer()
     prompts = [token_ids_of(tokenizer, chat) for chat in chats]
-    check_lengths([token_ids_of(tokenizer, chat) for chat in later or []], llm.llm_engine.model_config.max_model_len)
+    longest = max((len(token_ids_of(tokenizer, chat)) for chat in later or []), default=0)
+    if longest >= (most := llm.llm_engine.model_config.max_model_len):  # it leaves no room for a token
+        raise ValueError(f"a prompt has {longest} tokens, but --max-model-len is {most}")
     if context is not None:
         others = [token_ids_of(tokenizer, chat) for chat in behind or []]
         prompts = [with_context(ids, others, context) for ids in prompts]
@@ -102,13 +104,6 @@ def run(
         "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
         "counters": gained(before, counters_of(llm)),
     }
-
-
-def check_lengths(prompts: list[list[int]], most: int) -> None:
-    """Refuse prompts (token ids) that leave no room for a token."""
-    longest = max(map(len, prompts), default=0)
-    if longest >= most:
-        raise ValueError(f"a prompt has {longest} tokens, but --max-model-len is {most}")
 
 
 class TimedRun:

@@ -101,11 +101,7 @@ def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
 def _ratios(
     results: list[dict[str, Any]], plain: list[dict[str, Any]] | None, off: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Ratios of a method's speed to that of others, turn by turn.
-
-    Args:
-        plain: results of plain vLLM, or None.
-        off: for forms of the graph, results of our engine with every request opted out, or None.
+    """Ratios of a method's speed to plain vLLM's, and to our engine's with every request opted out, turn by turn.
 
     Returns:
         ``ratio_to_plain``, what a user gains, and ``ratio_to_off``, what the graph itself gains, as median, min and

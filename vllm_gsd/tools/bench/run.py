@@ -40,8 +40,7 @@ class Plan:
 def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[str, Any]:
     """Run the comparison and write ``bench.json`` and ``index.html`` into ``out``. Returns the report.
 
-    Args:
-        settings: the options, written at the head of the report.
+    The report begins with ``settings``, the options.
 
     Raises:
         ToolError, GSDConfigError: the comparison cannot run as asked, nothing can be written, or an engine died.

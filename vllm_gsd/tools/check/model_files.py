@@ -29,10 +29,7 @@ def read_shape(folder: Path) -> dict[str, Any]:
 
 
 def weight_bytes(folder: Path, behind: int | None = None) -> int:
-    """Bytes of a model's weights as stored.
-
-    Args:
-        behind: number of the model's layers, to count only the MTP modules that follow them.
+    """Bytes of a model's weights as stored; with ``behind``, only those of the MTP modules behind that many layers.
 
     Raises:
         ToolError: there are no safetensors files, or one is missing or damaged.
@@ -70,11 +67,9 @@ def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
 
 
 def computed_dtype(config: dict[str, Any], given: str) -> str:
-    """The data type that vLLM computes in.
+    """The data type that vLLM computes in, given the ``dtype`` of its engine arguments.
 
-    Args:
-        config: the model's.
-        given: the ``dtype`` of vLLM's engine arguments. "auto" is that of the stored weights, but for float32.
+    "auto" is that of the stored weights, but for float32.
     """
     stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     dtype = DTYPE_NAMES.get(given, given)

@@ -21,11 +21,9 @@ from vllm_gsd.tools.errors import ToolError
 def check_pair(
     target: str, config: GSDConfig, dtype: str = "auto", kv_dtype: str = "auto"
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """Compare a draft with a target by their configuration files.
+    """Compare the draft that ``config`` names with a target, by path or hub id, by their configuration files.
 
     Args:
-        target: the path or hub id of the target.
-        config: its ``model`` names the draft, or is None.
         dtype: that of vLLM's engine arguments.
         kv_dtype: their ``kv_cache_dtype``.
 
@@ -65,12 +63,7 @@ def check_pair(
 
 
 def draft_memory(draft: Path, dtype: str, kv_dtype: str, kind: str) -> dict[str, Any]:
-    """The memory that a draft adds to an engine.
-
-    Args:
-        dtype: what the target computes in, which features have.
-        kv_dtype: that of keys and values.
-        kind: of the draft. Hidden states of the target are stored for some.
+    """The memory that a draft adds to an engine whose target computes in ``dtype`` and has a KV cache of ``kv_dtype``.
 
     Raises:
         ToolError: the draft's files do not tell its sizes.

@@ -21,11 +21,7 @@ class Finding(NamedTuple):
 
 
 def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:
-    """Findings of a probe.
-
-    Args:
-        topic: a key of ``probe.PROBES``.
-    """
+    """Findings of a probe; ``topic`` is a key of ``probe.PROBES``."""
     command = [sys.executable, "-m", f"{__package__}.probe", topic, json.dumps(question)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -33,10 +33,9 @@ def one_sentence(missing: str = "This needs the package {}.") -> Iterator[None]:
 
 
 def json_object(text: str, option: str, others: dict[str, str]) -> dict[str, Any]:
-    """The JSON object in an option. The command fails if it is none, or has a key of ``others``.
+    """The JSON object in an option. The command fails if it is none, or has a key that comes from elsewhere.
 
-    Args:
-        others: keys that come from elsewhere, as "--target gives".
+    ``others`` has these keys and where they come from, as "--target gives".
     """
     try:
         value = json.loads(text)

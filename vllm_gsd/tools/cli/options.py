@@ -25,8 +25,7 @@ def finite(value: float | None) -> float | None:
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add the fields of a dataclass to a command as options. It receives them as keyword arguments.
 
-    Args:
-        options: a dataclass whose field types are ``Annotated[..., typer.Option(...)]``.
+    The types of the fields are ``Annotated[..., typer.Option(...)]``.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

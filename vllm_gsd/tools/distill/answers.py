@@ -20,8 +20,7 @@ SECOND_ROUND, OWN = 0.3, 0.5
 def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     """Generate the target's answers in ``work/answers`` and its states in ``work/states``.
 
-    Args:
-        minutes: the time limit, from which the number of answers is planned; None for no limit.
+    The number of answers is planned from the time limit, if there is one.
 
     Raises:
         ToolError: no request leaves room for an answer, the target does not start, or the file of requests is damaged.

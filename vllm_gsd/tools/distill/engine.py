@@ -15,9 +15,6 @@ def compare(
 ) -> dict[str, float]:
     """Decode prompts (token ids) greedily, one at a time, with the draft, without its graph, and in plain vLLM.
 
-    Args:
-        logs: the folder for the logs of the engines.
-
     Returns:
         ``tokens_per_step`` of the draft alone if 16 nodes are always verified; the speed of the default configuration
         over plain vLLM's, ``ratio_to_plain``, and over the same engine's with all requests opted out, ``ratio_to_off``.

@@ -77,9 +77,6 @@ def shard_path(folder: Path, name: str, number: int) -> Path:
 def own_requests(llm: Callable[[], Any], count: int, file: Path, batch: int = SHARD) -> list[Chat]:
     """Requests that the target makes up, by completing the user's turn of its chat template (Magpie, Xu et al. 2024).
 
-    Args:
-        llm: see ``answer``.
-
     Returns:
         ``count`` chats, fewer if the target repeats itself, and none if it has no chat template.
     """

@@ -38,11 +38,7 @@ class Fit(NamedTuple):
 
 
 def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) -> None:
-    """Set the first weights of a DSpark model of the speculators package, in place.
-
-    Args:
-        model: the model, in float32, on the device of the target and the packs.
-    """
+    """Set the first weights of speculators' DSpark model, which must be in float32 and on the target's device."""
     data = thinned(data, TEXTS)
     tokens = np.concatenate([answer.input_ids for answer in data])
     with torch.no_grad():

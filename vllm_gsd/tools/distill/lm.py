@@ -17,11 +17,7 @@ from vllm_gsd.tools.distill.target import Target
 
 
 class LanguageModel(Student):
-    """A language model whose LM head is trained on a trimmed vocabulary.
-
-    Args:
-        listed: the trimmed vocabulary, most frequent first.
-    """
+    """A language model whose LM head is trained on a trimmed vocabulary, ``listed`` most frequent first."""
 
     def __init__(self, model, listed: np.ndarray, target: Target):
         super().__init__(model, torch.from_numpy(np.sort(listed)), target)

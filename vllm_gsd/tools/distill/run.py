@@ -188,8 +188,7 @@ def _train(
 ) -> dict[str, Any]:
     """Train the student, write it to ``work/trained`` and measure its agreement with the target.
 
-    Args:
-        states: the folder of the target's states over the answers, which only a CPU has.
+    Only a CPU has ``states``, the folder of the target's states over the answers.
     """
     import numpy as np
 

@@ -62,13 +62,7 @@ class StoredStates:
 
 
 class ComputedStates:
-    """Runs the target over answers.
-
-    Args:
-        device: where it runs, and where the states are.
-        batch_tokens: maximum tokens of a forward pass, with padding; None for what suits the device.
-        dtype: what it computes in.
-    """
+    """Runs the target over answers, with at most ``batch_tokens`` tokens (padding included) in a forward pass."""
 
     def __init__(self, target: Path, device: str, batch_tokens: int | None = None, dtype: torch.dtype = torch.bfloat16):
         from transformers import AutoModelForCausalLM

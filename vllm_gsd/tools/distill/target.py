@@ -35,10 +35,8 @@ def check_target(folder: Path) -> dict[str, Any]:
 class Target:
     """A Llama-like target's folder, and the weights that turn states into tokens.
 
-    ``embedding`` and ``head`` are [vocabulary, hidden], ``norm`` [hidden]; all but ``head`` are float32.
-
-    Args:
-        dtype: that of the head, in which logits are computed.
+    ``embedding`` and ``head`` are [vocabulary, hidden], ``norm`` [hidden]. All but ``head``, in whose ``dtype`` logits
+    are computed, are float32.
     """
 
     def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16):

@@ -21,14 +21,9 @@ ATTENTION_BLOCK = 128
 
 
 def train(model: Student, work: Path, data: list[Answer], packs: Packs, options: Options, minutes: float | None) -> int:
-    """Train a student, resuming from its checkpoints.
+    """Train a student in float32, resuming from its checkpoints; return the number of steps.
 
-    Args:
-        model: the student, in float32.
-        minutes: the time limit, from which the number of steps is planned; None for no limit.
-
-    Returns:
-        the number of steps.
+    It is planned from the time limit, if there is one.
     """
     from transformers import Trainer, TrainingArguments
 

@@ -19,8 +19,7 @@ LONGEST = 4096
 def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engine_args: dict[str, Any]) -> Trace:
     """Answer ``prompt`` greedily, as a chat where the target has a template for it, and return the trace.
 
-    Args:
-        gsd: keys of a gsd.json; its "trace" is the file to write.
+    The file of the trace is the "trace" of ``gsd``, the keys of a gsd.json.
 
     Raises:
         ToolError: the engine does not start, fails, or did not record its steps.

@@ -21,11 +21,7 @@ METHODS = {"plain": "plain", "off": "gsd-off", "gsd": "gsd"}
 
 
 class Report:
-    """A report, of which only some batch sizes may be looked at.
-
-    Args:
-        path: ``bench.json``.
-        batches: the batch sizes to learn from; all of the report's by default.
+    """A ``bench.json``, of which only some batch sizes are looked at if ``batches`` are given.
 
     Raises:
         ToolError: the file is no report, or lacks a method, a batch size or a draft, or the draft predicts whole
@@ -36,8 +32,8 @@ class Report:
         try:
             report: dict[str, Any] = json.loads(path.read_text())
             self.all: dict[int, dict[str, Any]] = {int(batch): rows for batch, rows in report["batches"].items()}
-            self.settings: dict[str, Any] = report["settings"]
-            draft: str | None = self.settings["draft"]
+            settings: dict[str, Any] = report["settings"]
+            draft: str | None = settings["draft"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ToolError(f"{path} cannot be read as the bench.json of vllm-gsd bench ({error!r}).") from error
         if draft is None:
@@ -59,24 +55,15 @@ class Report:
         if not self.first["acceptance_by_depth"]:
             first = self.batches[0]
             raise ToolError(f"In {path}, gsd did not draft at batch size {first}, so its gain cannot be estimated.")
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        """The keys of gsd.json that were given to the benchmark, besides ``"model"``."""
+        limits = ("top_k", "max_depth", "num_speculative_tokens")
         try:
-            return with_underscores(json.loads(self.settings["gsd"]), "the report")
+            # The keys of gsd.json that were given to the benchmark, besides "model".
+            self.keys = with_underscores(json.loads(settings["gsd"]), "the report")
+            given = {name: self.keys[name] for name in (*limits, "preset") if name in self.keys}
+            config = GSDConfig.load({"method": "gsd", "model": None, **given}, "the report")
         except (ValueError, KeyError) as error:
             raise ToolError(f"The report's settings have no usable keys of gsd ({error}).") from None
-
-    @property
-    def form(self) -> Form:
-        limits = ("top_k", "max_depth", "num_speculative_tokens")
-        given = {name: self.keys[name] for name in (*limits, "preset") if name in self.keys}
-        try:
-            config = GSDConfig.load({"method": "gsd", "model": None, **given}, "the report")
-        except ValueError as error:
-            raise ToolError(f"The report's settings have no usable keys of gsd ({error}).") from None
-        return Form(*(getattr(config, name) for name in limits))
+        self.form = Form(*(getattr(config, name) for name in limits))
 
     def acceptance(self, observed: Observed | None = None) -> Acceptance:
         """From what was observed; by default at the smallest batch size, where the planner cuts the least."""

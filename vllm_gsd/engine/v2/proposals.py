@@ -20,11 +20,7 @@ class Proposals:
         self.fresh = np.zeros(num_slots, np.bool_)
 
     def store(self, slots: torch.Tensor, trees: DeviceTrees) -> None:
-        """Store the graphs proposed for the requests in some slots.
-
-        Args:
-            slots: int64 [num_requests], on the device.
-        """
+        """Store the graphs of the requests in ``slots``, int64 [num_requests] on the device."""
         for kept, new in zip(self.trees, trees, strict=True):
             kept[slots] = new
 
@@ -53,8 +49,7 @@ def empty_trees(count: int, num_nodes: int, device: torch.device) -> DeviceTrees
 def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, device: torch.device) -> DeviceTrees:
     """Copy graphs that were grown on the host to the device, padded to ``num_nodes`` nodes.
 
-    Args:
-        values: for each of the graphs the calibrated probabilities of its places, float32.
+    ``values`` has the calibrated probabilities of their places, float32.
     """
     shape = len(trees), 1 + num_nodes
     whole = np.zeros((5, *shape), np.int64)  # token, parent, depth, origin, via_merge
@@ -72,9 +67,9 @@ def to_device(trees: list[FlatTree], values: list[np.ndarray], num_nodes: int, d
 
 def to_host(trees: Mapping[str, np.ndarray]) -> list[FlatTree | None]:
     """Convert the fields of ``DeviceTrees``, by name, to host graphs; None for graphs without nodes."""
-    kinds = (
+    fields = (
         trees["token"], trees["parent"].astype(np.int32), trees["depth"].astype(np.int32),
         trees["origin"].astype(np.int8), trees["via_merge"], trees["survival"],
     )  # fmt: skip
     sizes = enumerate(trees["size"].tolist())
-    return [FlatTree(*(of[row, : 1 + count] for of in kinds)) if count else None for row, count in sizes]
+    return [FlatTree(*(field[row, : 1 + count] for field in fields)) if count else None for row, count in sizes]
