@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules in this
 
 from engine_pool import Kept, Pool
 from engine_process import Engine, draft_every_level
-from forking_server import forking_server
 from text_pair import build_text_pair
 from tiny_blocks import BLOCKS, build_tiny_block
 from tiny_eagle import build_tiny_eagle
@@ -27,10 +26,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def preforked(tmp_path_factory):
-    """A command that starts programs by forking; see ``forking_server``."""
-    with forking_server(tmp_path_factory.mktemp("preforked")) as command:
-        yield command
+def preforked():
+    """A command that starts programs by forking; see ``ForkingServer.command``."""
+    return Engine.server.command()
 
 
 @pytest.fixture(scope="session")

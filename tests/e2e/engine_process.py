@@ -9,30 +9,22 @@ import contextlib
 import faulthandler
 import itertools
 import logging
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest import mock
 
 import psutil
+from forking_server import ENVIRONMENT, ForkingServer
 from patience import SECONDS
 
-# One OpenMP thread per process: on a shared machine, two busy threads mostly wait for each other.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONWARNINGS": "ignore",
-}
+PROGRAM = Path(__file__).with_name("engine_program.py")
 # Engine arguments that a test does not set. They keep engines small.
 DEFAULTS = {
     "dtype": "float32",
@@ -107,24 +99,19 @@ class Engine:
         options: more arguments for ``LLM``.
     """
 
-    server = forkserver.ForkServer()  # forks the engines' processes
-    preload = Path(__file__).stem  # the module that the server imports
+    server = ForkingServer("v1")  # forks the engines' processes
 
     def __init__(self, model, speculative_config=None, setup=(), before=(), **options):
         arguments = {**DEFAULTS, "model": str(model), "speculative_config": speculative_config, **options}
-        context = multiprocessing.get_context("forkserver")
-        self.server.set_forkserver_preload([self.preload])
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, arguments, setup, before), daemon=True)
-        here = str(Path(__file__).parent)
-        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        with (
-            mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}),
-            mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process),
-        ):
-            self.process.start()
+        self.connection, theirs = Pipe()
+        path = os.pathsep.join(filter(None, [str(PROGRAM.parent), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+        self.process = subprocess.Popen([self.server.command(), PROGRAM], stdin=theirs.fileno(), env=environment)
         theirs.close()
+        self.connection.send(sys.path)  # where it finds the modules of the functions that are sent
+        self.connection.send((arguments, setup, before))
         try:
+            self.pid = self._receive()
             self._receive()
         except BaseException:
             self.kill()
@@ -152,10 +139,11 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine down, and check that its process exits by itself."""
-        if self.process.is_alive():
+        if self.process.poll() is None:
             self.connection.send(None)
-        self.process.join(SECONDS)
-        exit_code = self.process.exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SECONDS)
+        exit_code = self.process.returncode
         self.kill()
         assert exit_code == 0, f"the engine's process did not end properly (exit code {exit_code})"
 
@@ -173,10 +161,10 @@ class Engine:
     def _state(self) -> str:
         """Describe how busy the process is, to tell a slow one from a hung one; it dumps its stack to stderr."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR1)
             time.sleep(1)
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = psutil.Process(self.process.pid).cpu_times()
+            times = psutil.Process(self.pid).cpu_times()
             free = psutil.virtual_memory().available >> 20
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
             return f"it has used {times.user:.0f} + {times.system:.0f} s of CPU time; load {load}, {free} MiB free"
@@ -184,9 +172,8 @@ class Engine:
 
     def kill(self) -> None:
         """End the engine's process at once."""
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        self.process.kill()
+        self.process.wait()
         self.connection.close()
 
 
@@ -195,9 +182,16 @@ def run(engine: Engine, prompts, params) -> list[list[int]]:
     return [answer.tokens for answer in engine.generate(prompts, params)]
 
 
-def _serve(connection, arguments, setup, before) -> None:
+def main() -> None:
     """Main function of the engine's process: builds the engine, serves calls, shuts down."""
+    connection = Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    connection.send((True, os.getpid()))
+    sys.path[:] = connection.recv()
+    arguments, setup, before = connection.recv()
     faulthandler.register(signal.SIGUSR1)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # configuring it again takes half a second
     try:
         for function in before:
@@ -223,6 +217,7 @@ def _serve(connection, arguments, setup, before) -> None:
         except BaseException:
             connection.send((False, traceback.format_exc()))
     llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # taking the interpreter down takes long
 
 
 def _next_message(connection):
@@ -330,10 +325,3 @@ def gsd_request_state(llm) -> dict[str, int]:
         "draft_kv_blocks": len(runner.speculation.draft_kv.blocks),
         "draft_kv_length": len(runner.speculation.draft_kv.length),
     }
-
-
-if "forkserver" in " ".join(sys.orig_argv):
-    from forking import import_vllm
-
-    import_vllm()  # engines are forked from this process
-    logging.getLogger("vllm").setLevel(ENVIRONMENT["VLLM_LOGGING_LEVEL"])

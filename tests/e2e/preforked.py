@@ -1,9 +1,9 @@
 """Runs Python programs by forking a process that has already imported vLLM; the import takes ten seconds of CPU time.
 
-``preforked.py --serve SOCKET [MODULE]`` is the server, which imports the module first. ``preforked.py SOCKET PROGRAM
-[ARGUMENTS]`` asks it to run a program (a file or ``-m MODULE``) with the client's standard streams, environment and
-working directory. The client exits with the program's exit code, so its caller can treat it as the program itself.
-Environment variables that vLLM reads during its import have no effect.
+``preforked.py --serve SOCKET OWNER [MODULE]`` is the server, which imports the module first and ends when the process
+OWNER does. ``preforked.py SOCKET PROGRAM [ARGUMENTS]`` asks it to run a program (a file or ``-m MODULE``) with the
+client's standard streams, environment and working directory. The client exits with the program's exit code, so its
+caller can treat it as the program itself. Environment variables that vLLM reads during its import have no effect.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -30,26 +31,30 @@ def ask(path: str, arguments: list[str]) -> int:
         return int(server.makefile().read() or 1)
 
 
-def serve(path: str) -> None:
-    """Import vLLM, then run programs until standard input ends."""
+def serve(path: str, owner: int) -> None:
+    """Import vLLM, then run programs until the owner ends."""
     forking.import_vllm()
+    owner_fd = os.pidfd_open(owner)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the forked keepers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
         print("listening", flush=True)
-        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        while owner_fd not in select.select([listener, owner_fd], [], [])[0]:
             client, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
                 os._exit(keep(client))
             client.close()
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
 def keep(client: socket.socket) -> int:
     """Run one program for a client, and kill the program if the client exits first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _, files, *_ = socket.recv_fds(client, 1, 3)
+    asked, files, *_ = socket.recv_fds(client, 1, 3)
+    if not asked:  # it only looked whether the server listens
+        return 0
     with client.makefile() as lines:
         job = json.loads(lines.readline())
     program = os.fork()
@@ -86,8 +91,8 @@ def run(job: dict, files: list[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        for module in sys.argv[3:]:
+        for module in sys.argv[4:]:
             importlib.import_module(module)
-        serve(sys.argv[2])
+        serve(sys.argv[2], int(sys.argv[3]))
     else:
         sys.exit(ask(sys.argv[1], sys.argv[2:]))

@@ -8,8 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_pool import Kept
-from forking_server import forking_server
-from v2_engine import HAVE_TRITON, OPTIONS, WITHOUT_TRITON, V2Engine, variables_of_programs
+from v2_engine import HAVE_TRITON, OPTIONS, WITHOUT_TRITON, V2Engine
 
 
 def pytest_collection_modifyitems(items):
@@ -21,10 +20,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def preforked_v2(tmp_path_factory):
+def preforked_v2():
     """A command that starts programs by forking, as ``preforked`` does, with an interpreted Model Runner V2."""
-    with forking_server(tmp_path_factory.mktemp("preforked_v2"), "forking_v2", **variables_of_programs()) as command:
-        yield command
+    return V2Engine.server.command(Path(__file__).with_name("forking_v2.py"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import interpreter
 
 interpreter.enable()
 
-import engine_process  # noqa: E402, F401  (imports vLLM there)
 from vllm.v1.sample.ops import topk_topp_sampler  # noqa: E402
 
 # This kernel cannot be interpreted, because it calls a method on the loop variable of tl.range, which is a Python

@@ -3,13 +3,13 @@
 import os
 import sys
 from importlib.util import find_spec
-from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
 import interpreter
 import start_probes
 from engine_process import Engine, measure_briefly
+from forking_server import ForkingServer
 
 # Small limits, because the time of interpreted kernels grows with the size of their buffers.
 OPTIONS = {
@@ -47,8 +47,7 @@ class V2Engine(Engine):
         options: more arguments for ``LLM``.
     """
 
-    server = forkserver.ForkServer()
-    preload = "preload_v2"
+    server = ForkingServer("v2", "preload_v2", **variables_of_programs())
 
     def __init__(
         self,
