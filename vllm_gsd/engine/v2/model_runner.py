@@ -34,6 +34,7 @@ from vllm_gsd.engine.v2.cut_rows import cut_masks, cut_rows
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
+from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.engine.v2.whole_graphs import whole_graphs
 from vllm_gsd.engine.verify.step import attach_to, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
@@ -309,14 +310,18 @@ class GraphModelRunner(GPUModelRunner):
             assert accepted is not None
             ends = accepted.last
             with self.speculation.stats.timed("compaction_seconds"):
-                moves = accepted.src_slots, accepted.dst_slots
-                self.target_kv.move(*moves)
-                if self.speculation.features is not None:
-                    self.speculation.features.move(*moves)
+                self._compact(accepted)
         else:
             ends = torch.zeros(input_batch.num_reqs, dtype=torch.int64, device=self.device)
         self.speculator.verified(input_batch, step, ends, result[0].sampled_token_ids, result[1])
         return result
+
+    def _compact(self, accepted: Accepted) -> None:
+        """Move the target KV of accepted nodes to the slots plain decoding would have used."""
+        moves = accepted.src_slots, accepted.dst_slots
+        self.target_kv.move(*moves)
+        if self.speculation.features is not None:
+            self.speculation.features.move(*moves)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
         """Finish the step and attach its statistics to the output."""
