@@ -201,8 +201,11 @@ def _serve(connection, arguments, setup, before) -> None:
     try:
         for function in before:
             function()
+        from torch._dynamo import config
         from vllm import LLM
 
+        # Even an engine in eager mode compiles a few small functions, which takes it seconds.
+        config.disable = arguments["enforce_eager"]
         if draft_every_level in setup:
             from vllm_gsd.engine.observe import measure
 

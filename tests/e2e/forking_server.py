@@ -29,7 +29,8 @@ case "$1 $2" in "-m vllm_gsd."*) {ask} ;; "-"*) exec "{sys.executable}" "$@" ;; 
         [sys.executable, program, "--serve", address, *module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", **environment},
+        # Even engines in eager mode compile a few small functions, which takes each of them seconds.
+        env={**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", "TORCHDYNAMO_DISABLE": "1", **environment},
     )
     assert b"listening\n" in server.stdout
     yield str(command)

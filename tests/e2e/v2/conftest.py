@@ -23,9 +23,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def preforked_v2(tmp_path_factory):
     """A command that starts programs by forking, as ``preforked`` does, with an interpreted Model Runner V2."""
-    # It cannot compile, because the interpreter has no driver.
-    variables = {**variables_of_programs(), "TORCHDYNAMO_DISABLE": "1"}
-    with forking_server(tmp_path_factory.mktemp("preforked_v2"), "forking_v2", **variables) as command:
+    with forking_server(tmp_path_factory.mktemp("preforked_v2"), "forking_v2", **variables_of_programs()) as command:
         yield command
 
 
