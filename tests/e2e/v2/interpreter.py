@@ -38,23 +38,6 @@ def leave_costs_out() -> None:
     measure_phases.measure_costs = lambda runner: None
 
 
-def measure_briefly() -> None:
-    """Measure costs briefly: with two numbers of rows, and without repetition."""
-    import itertools
-    import time
-
-    from vllm_gsd.engine.observe import measure
-
-    def usual_ms(runs, rows):
-        times = [time.perf_counter()]
-        for run in runs:
-            run()
-            times.append(time.perf_counter())
-        return [1e3 * (end - start) for start, end in itertools.pairwise(times)]
-
-    measure.usual_ms, measure.MOST_SECONDS = usual_ms, 0.0
-
-
 def turn_on_async_scheduling() -> None:
     """Turn on asynchronous scheduling, which vLLM's CPU platform turns off at the end of its configuration."""
     from vllm.platforms import current_platform

@@ -9,7 +9,7 @@ from unittest import mock
 
 import interpreter
 import start_probes
-from engine_process import Engine
+from engine_process import Engine, measure_briefly
 
 # Small limits, because the time of interpreted kernels grows with the size of their buffers.
 OPTIONS = {
@@ -62,7 +62,7 @@ class V2Engine(Engine):
         first: tuple = (),
         **options,
     ):
-        before = [interpreter.measure_briefly if costs else interpreter.leave_costs_out, *first]
+        before = [measure_briefly if costs else interpreter.leave_costs_out, *first]
         before += [interpreter.turn_on_async_scheduling] if async_scheduling else []
         before += [interpreter.attend_as_on_gpus] if gpu_attention else []
         before += [interpreter.emulate_cuda_graphs] if cuda_graphs else []
