@@ -55,7 +55,7 @@ def workloads(random_prompts):
     """By name: (batches of prompts, sampling parameters)."""
     prompts = random_prompts(32)
     return {
-        "greedy-1": ([[prompt] for prompt in prompts[:4]], greedy()),
+        "greedy-1": ([[prompt] for prompt in prompts[:2]], greedy()),
         "greedy-8": ([prompts[:8]], greedy()),
         "greedy-32": ([prompts], greedy()),
         "seeded-1": ([[prompts[1]]], seeded(2)[1:]),
