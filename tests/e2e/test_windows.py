@@ -48,11 +48,11 @@ def forget(_llm, option):
 def test_equals_plain_vllm(engines, random_prompts):
     prompts = [prompt + prompt[-20:] for prompt in random_prompts(6, 30, 150)]
     family, (plain, drafted, copied) = engines
-    for batch in (1, 4):
-        expected = answers(plain, prompts, batch)
+    for some, batch in ((prompts[1:3], 1), (prompts, 4)):
+        expected = answers(plain, some, batch)
         for engine in (drafted, copied):
             before = engine.metrics()["spec_decode_num_accepted_tokens"]
-            assert answers(engine, prompts, batch) == expected
+            assert answers(engine, some, batch) == expected
             assert engine.metrics()["spec_decode_num_accepted_tokens"] > before
     counts = drafted.metrics()
     assert counts["gsd_nodes_accepted_native"] > counts["gsd_target_steps"] / 5
