@@ -90,10 +90,8 @@ def test_run_batch(text_pair, preforked_v2, tmp_path):
         assert answers[index] == [(one.text, one.finish_reason) for one in answer.completions]
 
 
-def test_killed_rank(tiny_pair, tmp_path):
+def test_killed_rank(tiny_pair, preforked_v2, tmp_path):
     config = {**GSD, "model": str(tiny_pair.draft)}
     engine = {**SMALL, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     job = {"target": str(tiny_pair.target), "config": config, "engine": engine}
-    # Ranks cannot compile, because the interpreter has no driver.
-    variables = {**variables_of_programs(), "TORCHDYNAMO_DISABLE": "1"}
-    check_killed(job, 1, tmp_path, variables, command=COMMAND)
+    check_killed(job, 1, tmp_path, variables_of_programs(), command=(preforked_v2,))
