@@ -1,5 +1,6 @@
 """Grammars together with all other features; a separate file because engines live until the end of their file."""
 
+from request_features import assert_same
 from test_structured_output import REQUESTS, SUM_REQUEST
 
 
@@ -29,11 +30,12 @@ def test_grammars_among_all_other_features(start_built_in):
         ]
     before = gsd.metrics()
     theirs, ours = plain.generate(prompts, params), gsd.generate(prompts, params)
-    for our, their in zip(ours, theirs, strict=True):
-        assert [one.tokens for one in our.completions] == [one.tokens for one in their.completions]
+    assert_same(ours, theirs)
     for (_, _, check), our in zip(grammars, ours[1::2], strict=True):
         check(our.completions[0].text)
     after = gsd.metrics()
     assert not any(name.startswith("gsd_fallbacks") for name in after)
+    (stopped,) = ours[2 * 8].completions
+    assert stopped.finish_reason == "stop" and stopped.stop_reason in others[8]["stop"]
     accepted = "spec_decode_num_accepted_tokens"
     assert after[accepted] > before.get(accepted, 0)
