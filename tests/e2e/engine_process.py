@@ -199,8 +199,7 @@ def main() -> None:
         from torch._dynamo import config
         from vllm import LLM
 
-        # Even an engine in eager mode compiles a few small functions, which takes it seconds.
-        config.disable = arguments["enforce_eager"]
+        config.disable = arguments["enforce_eager"]  # see ``preforked``
         if draft_every_level in setup:
             measure_briefly()  # draft_every_level discards the measured costs
         llm = LLM(**arguments)

@@ -86,6 +86,10 @@ def run(job: dict, files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.executable = os.environ.get("PREFORKED", sys.executable)  # for programs that run ``sys.executable -m``
+    import torch._dynamo
+
+    # Even an engine in eager mode compiles a few small functions, which takes it seconds.
+    torch._dynamo.config.disable = True
     sys.exit(forking.run(job["arguments"]))
 
 

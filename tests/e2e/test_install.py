@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from patience import SECONDS
-from serve_process import serving
+from serve_process import FORKING, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_installs_and_serves(clone, tmp_path, tiny_pair):
 
     config = {"method": "gsd", "model": str(tiny_pair.draft), "budget": 16}
     (tmp_path / "gsd.json").write_text(json.dumps(config))
-    command = [python, "-m", "vllm.entrypoints.cli.main"]  # what the command `vllm` starts
+    command = [python, FORKING, "-m", "vllm.entrypoints.cli.main"]  # the last is what the command `vllm` starts
     options = {"speculative_config": tmp_path / "gsd.json"}
     with serving(tiny_pair.target, tmp_path, command=command, **options) as server:
         server.wait()

@@ -67,7 +67,8 @@ def test_equal_in_batches_of_four(gsd, every, seed):
 
 @pytest.mark.parametrize("seed", [None, 90], ids=["greedy", "seeded"])
 def test_equal_alone(gsd, every, seed):
-    prompts, params, expected = every(seed, ALONE)
+    """Every second feature greedily, the others seeded."""
+    prompts, params, expected = (rows[bool(seed) :: 2] for rows in every(seed, ALONE))
     before = gsd.metrics()
     answers = [gsd.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
     assert_same(answers, expected, WITHIN)

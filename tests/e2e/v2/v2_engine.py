@@ -47,8 +47,7 @@ class V2Engine(Engine):
         options: more arguments for ``LLM``.
     """
 
-    # The interpreter has no driver that could be compiled for.
-    server = ForkingServer("v2", "preload_v2", TORCHDYNAMO_DISABLE="1", **variables_of_programs())
+    server = ForkingServer("v2", "preload_v2", **variables_of_programs())
 
     def __init__(
         self,

@@ -34,10 +34,10 @@ from vllm_gsd.engine.v2.cut_rows import cut_masks, cut_rows
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
-from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.engine.v2.whole_graphs import whole_graphs
 from vllm_gsd.engine.verify.step import attach_to, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
+from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.upstream import instances, wire
 
 
