@@ -49,14 +49,15 @@ class ForkingServer:
             if not listens(address):
                 self._start(address, owner)
             command = folder / "-".join(["python", *(program.stem for program in through)])
-            program = " ".join(f'"{word}"' for word in (sys.executable, "-SE", PREFORKED, address, *through))
-            command.write_text(f"""#!/bin/sh
+            if not command.exists():  # a program that runs may not be written to
+                program = " ".join(f'"{word}"' for word in (sys.executable, "-SE", PREFORKED, address, *through))
+                command.write_text(f"""#!/bin/sh
 PREFORKED="$0"
 export PREFORKED
 case "$1 $2" in "-m vllm_gsd."*) ;; "-"*) exec "{sys.executable}" "$@" ;; esac
 exec {program} "$@"
 """)
-            command.chmod(0o700)
+                command.chmod(0o700)
         return str(command)
 
     def _start(self, address: Path, owner: int) -> None:
