@@ -61,7 +61,8 @@ exec {program} "$@"
         return str(command)
 
     def _start(self, address: Path, owner: int) -> None:
-        address.unlink(missing_ok=True)
+        for stale in address.parent.glob("[!l]*"):  # of a server that was killed; the lock stays
+            stale.unlink()
         server = subprocess.Popen(
             [sys.executable, PREFORKED, "--serve", address, str(owner), *self.module],
             stdin=subprocess.DEVNULL,
