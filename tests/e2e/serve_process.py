@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engine_process import ENVIRONMENT
+from forking_server import ENVIRONMENT
 from patience import SECONDS
 
 VLLM = Path(sys.executable).parent / "vllm"

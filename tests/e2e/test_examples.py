@@ -12,7 +12,7 @@ from pathlib import Path
 import dashboard
 import pytest
 import yaml
-from engine_process import ENVIRONMENT
+from forking_server import ENVIRONMENT
 from patience import SECONDS
 from serve_process import VLLM, serving
 

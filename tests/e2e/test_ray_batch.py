@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_process import ENVIRONMENT
+from forking_server import ENVIRONMENT
 from patience import SECONDS
 from ray_cluster import ray_cluster
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_process import ENVIRONMENT
+from forking_server import ENVIRONMENT
 from patience import SECONDS
 
 BINARY = bytes(range(256)) * 10

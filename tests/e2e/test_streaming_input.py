@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine_process import ENVIRONMENT
+from forking_server import ENVIRONMENT
 from patience import SECONDS
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_process import ENVIRONMENT
+from forking_server import ENVIRONMENT
 from patience import SECONDS
 
 ROOT = Path(__file__).parents[2]
