@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from damaged_folders import TARGET, VOCAB, cut_off, keys, refusal, tensors, write_target
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
+from vllm_gsd.config.draft_vocab import write_draft_vocab
 
 FLAGS = {"llama": {}, "qwen3": {"fc_norm": True, "norm_output": True}, "before fc": {"norm_before_fc": True}}
 HUB_TARGET = "org/Big-8B-Instruct-FP8"
@@ -119,6 +121,9 @@ def test_an_mtp_module_drafts_for_its_target_only(target, tmp_path):
         check_draft(str(target), VOCAB, target, draft_vocab_size=40)
     with pytest.raises(GSDConfigError, match="its own model only"):
         check_draft(str(other), VOCAB, target)
+    write_draft_vocab(target, np.arange(40))
+    with pytest.raises(GSDConfigError, match=r"has a draft_vocab\.json"):
+        check_draft(str(target), VOCAB, target)
 
 
 @pytest.mark.parametrize(

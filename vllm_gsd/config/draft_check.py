@@ -20,8 +20,8 @@ from vllm_gsd.config.draft_kind import (
     kind_of_config,
     read_config,
 )
-from vllm_gsd.config.draft_tensors import mtp_problem
-from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab
+from vllm_gsd.config.draft_tensors import mtp_tensors_problem
+from vllm_gsd.config.draft_vocab import FILE, choose_draft_vocab, read_draft_vocab
 from vllm_gsd.config.eagle3_folder import eagle3_problem, flattened
 from vllm_gsd.config.source import fail, shown
 from vllm_gsd.config.speculators_folder import is_speculators, speculators_problem
@@ -71,8 +71,8 @@ def check_draft(
         _refuse(model, f"is a draft of the kind {shown(kind)}, but must be {_ALLOWED}")
     if has_mtp_modules(config):
         is_target = name == model or (target_folder is not None and target_folder.samefile(draft))
-        _check_mtp(model, kind, is_target, draft_vocab_size)
-        if kind == MTP and (problem := mtp_problem(draft, config.get("num_hidden_layers", 0))):
+        _check_mtp(model, kind, is_target)
+        if kind == MTP and (problem := _mtp_problem(draft, config, draft_vocab_size)):
             _refuse(model, problem)
     size = _vocab_size(model, config)
     if size != target_vocab_size:
@@ -100,18 +100,22 @@ def _speculators_problem(kind: str, config: dict, name: str | None, target: dict
     return speculators_problem(config, name, target)
 
 
-def _check_mtp(model: str, kind: str, is_target: bool, draft_vocab_size: int | None) -> None:
-    """Check a model with MTP modules, which draft for itself only."""
+def _check_mtp(model: str, kind: str, is_target: bool) -> None:
+    """Check that a model with MTP modules drafts for itself only."""
     if kind == MTP and not is_target:
         _refuse(
             model, "has an MTP module, which drafts for its own model only, but must be the target or another model"
         )
     if kind != MTP and is_target:
         _refuse(model, "is the target, whose MTP modules gsd cannot run, but must be another model")
-    if kind == MTP and draft_vocab_size is not None:
-        _refuse(
-            model, f'drafts with an MTP module, for which "draft_vocab_size" must be left out, not {draft_vocab_size}'
-        )
+
+
+def _mtp_problem(draft: Path, config: dict, draft_vocab_size: int | None) -> str | None:
+    if draft_vocab_size is not None:
+        return f'drafts with an MTP module, for which "draft_vocab_size" must be left out, not {draft_vocab_size}'
+    if read_draft_vocab(draft) is not None:
+        return f"drafts with an MTP module, which cannot be trimmed, but has a {FILE}, which must go"
+    return mtp_tensors_problem(draft, config.get("num_hidden_layers", 0))
 
 
 def _aux_problem(kind: str, draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:

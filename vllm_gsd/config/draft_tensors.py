@@ -59,7 +59,7 @@ def tensors_problem(folder: Path, what: str, vocab: int, expected: Iterable[tupl
     return _mapping_problem(found["d2t"], vocab) if "d2t" in found else None
 
 
-def mtp_problem(folder: Path, num_layers: int) -> str | None:
+def mtp_tensors_problem(folder: Path, num_layers: int) -> str | None:
     """What is wrong with the tensors of a model with an MTP module, as the end of a sentence about it.
 
     Args:
