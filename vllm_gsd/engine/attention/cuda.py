@@ -50,7 +50,7 @@ _chosen = "kernel"
 
 
 def choose(implementation: str) -> None:
-    """Choose the implementation of tree attention in this process, as gsd's key ``tree_attention`` describes them.
+    """Choose the implementation of tree attention in this process: a value of gsd's key ``tree_attention``.
 
     Raises:
         ImportError: the implementation's package is missing.
