@@ -35,9 +35,12 @@ class Work:
     choose_with: int = 4  # requests used to choose the best settings
 
     def job(self, batch: int, limit: int | None = None) -> dict[str, Any]:
-        """One run at a batch size: every request once, or as many as fill the batch."""
+        """One run at a batch size: every request once, or as many as fill the batch twice (with a limit, once).
+
+        A batch that nothing refills is as slow as its longest answer, however fast the others are.
+        """
         chats = [request.chat for request in self.requests][:limit]
-        count = max(len(chats), batch)
+        count = max(len(chats), batch if limit or batch == 1 else 2 * batch)
         chosen = [chats[i % len(chats)] for i in range(count)]
         return {"chats": chosen, "concurrency": batch, "max_tokens": self.max_tokens}
 
