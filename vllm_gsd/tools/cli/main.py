@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from vllm_gsd.tools.cli.bench import bench
 from vllm_gsd.tools.cli.check import check
@@ -29,6 +31,7 @@ app.command()(inspect)
 def main() -> None:
     """Graph-structured speculative decoding for vLLM."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # its handler writes to stderr
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 @app.command()
@@ -47,9 +50,9 @@ def models(
     if as_json:
         typer.echo(json.dumps(paths))
         return
-    table = Table("role", "folder")
+    table = Table("role", Column("folder", overflow="fold"))
     for role, path in paths.items():
-        table.add_row(role, path)
+        table.add_row(role, escape(path))
     console.print(table)
 
 
