@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +30,6 @@ app.command()(inspect)
 def main() -> None:
     """Graph-structured speculative decoding for vLLM."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # its handler writes to stderr
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 @app.command()
