@@ -26,6 +26,16 @@ def count(text: str) -> int:
     return int(text)
 
 
+def temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, but must be a number of at least 0")
+    return value
+
+
 def keys(text: str) -> dict:
     try:
         value = json.loads(text)
@@ -46,7 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=count, default=1, help="ranks of each engine, over Ray")
     parser.add_argument("--batch-size", type=count, default=32, help="prompts per batch sent to an engine")
     parser.add_argument("--max-tokens", type=count, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=temperature, default=0.0)
     parser.add_argument("--engine", type=keys, default={}, help="more engine arguments of vLLM, as JSON")
     return parser.parse_args()
 
@@ -127,6 +137,10 @@ def main() -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"--prompts is {args.prompts}, but cannot be read as a text file ({error}).") from None
     prompts = read_lines(args.prompts, text, ("id", "prompt"))
+    if not prompts:
+        raise SystemExit(f"--prompts is {args.prompts}, but has no prompts.")
+    if wrong := [row for row in prompts if not isinstance(row["prompt"], str)]:
+        raise SystemExit(f"In {args.prompts}, the prompt of id {wrong[0]['id']!r} is no text, but must be a string.")
     if len({row["id"] for row in prompts}) < len(prompts):
         raise SystemExit(f"In {args.prompts}, some ids occur twice, but each must be unique.")
     try:

@@ -255,6 +255,12 @@ def test_process_that_does_not_answer():
     assert finding.status == "failed" and "--timeout" in finding.detail
 
 
+def test_modules_of_the_folder_in_which_it_runs_are_not_taken(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    assert "failed" not in [finding.status for finding in ask("kernels", {}, 120)]
+
+
 def test_process_that_fails():
     (finding,) = ask("no such topic", {}, 60)
     assert finding.status == "failed" and "KeyError" in finding.detail

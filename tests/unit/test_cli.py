@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,10 +39,11 @@ def test_models_json_is_all_there_is_on_stdout():
 
 
 def test_models_as_a_table():
-    done = run("models", COLUMNS="300")
+    """Paths that are too long for a line are not cut off."""
+    done = run("models", COLUMNS="60")
     assert done.returncode == 0
     for word in ("target", "draft-smollm2-eagle", "draft-smollm2-11m"):
-        assert word in done.stdout
+        assert word in re.sub(r"[\s│]", "", done.stdout)
 
 
 @pytest.mark.slow
@@ -74,6 +76,30 @@ def test_cache_that_cannot_be_written_is_one_sentence(tmp_path, name):
     assert "--cache-dir" in done.stderr
 
 
+def test_a_home_that_does_not_exist_is_one_sentence():
+    done = CliRunner().invoke(app, ["models", "--cache-dir", "~no-such-user/cache"])
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert "set --cache-dir or VLLM_GSD_CACHE to a path" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(28, "No space left on device"), "A file cannot be used (No space left on device).\n"),
+        (PermissionError(13, "Permission denied", "/x"), '"/x" cannot be used (Permission denied).\n'),
+        (OSError("no\nmodel"), "A file cannot be used (no model).\n"),
+    ],
+    ids=["full disk", "another user's", "in words"],
+)
+def test_files_that_fail_on_the_way_are_one_sentence(monkeypatch, error, sentence):
+    def fail(cache_dir):
+        raise error
+
+    monkeypatch.setattr("vllm_gsd.tools.models.built_in_pair", fail)
+    done = CliRunner().invoke(app, ["models"])
+    assert (done.exit_code, done.stderr) == (1, sentence)
+
+
 @pytest.mark.parametrize(("name", "option"), [("model", "--target"), ("speculative_config", "--gsd")])
 def test_check_refuses_engine_args_that_it_would_replace(name, option):
     done = run("check", "--engine-args", json.dumps({name: "other"}))
@@ -90,6 +116,7 @@ def test_check_refuses_engine_args_that_it_would_replace(name, option):
         *(["check", "--timeout", given] for given in ("nan", "inf", "1e9", "0")),
         *(["distill", "--target", "t", "--out", "o", option, "inf"] for option in ("--minutes", "--epochs")),
         ["distill", "--target", "t", "--out", "o", "--learning-rate", "inf"],
+        ["bench", "no.jsonl", "--max-model-len", "0"],
     ],
     ids=" ".join,
 )

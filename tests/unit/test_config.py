@@ -410,9 +410,27 @@ def test_missing_drafts(tmp_path, monkeypatch):
     assert "does not exist" in draft_refusal("./draft", 3)
 
 
+def test_a_draft_that_may_not_be_read(tmp_path, monkeypatch):
+    # chmod would not help, because tests may run as root, who may enter everything.
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert "may not be read by this user" in draft_refusal(tmp_path, 3)
+
+
 def test_hub_id_that_cannot_be_had(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "could not be read from the hub" in draft_refusal("some/draft-that-is-not-there", 3)
+
+
+def test_a_cache_of_the_hub_that_cannot_be_written_is_named(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "/cache/models--some--draft")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    assert "Permission denied: '/cache/models--some--draft'" in draft_refusal("some/draft", 3)
 
 
 @pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"vocab_size": "many"}', '{"text_config": {}}'])

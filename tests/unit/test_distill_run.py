@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from distill_world import PROMPT, files, write_answers, write_target
+from distill_world import CONFIG, PROMPT, files, write_answers, write_target
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from vllm_gsd.tools.cli.main import app
@@ -41,6 +43,7 @@ def work(target, tmp_path_factory):
         ({"data": "x", "max_tokens": 256}, "leave --max-tokens out"),
         ({"data": "x", "batch": 96}, "leave --batch out"),
         ({"kind": "lm", "width": 128}, "--width is 128, but must be at most the target's hidden size, 64"),
+        ({"rank": 65}, "--rank is 65, but must be at most the target's hidden size, 64"),
         ({"kind": "lm", "width": 100}, "--width is 100, but must be a multiple of 32"),
         ({"depth": 9, "max_tokens": 8}, "--depth is 9, but --max-tokens allows answers of only 8 tokens"),
         ({"epochs": 0.0}, "--epochs is 0, but must be above 0"),
@@ -58,11 +61,11 @@ def test_what_does_not_go_together(target, tmp_path, options, message):
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize("work", ["out", "out/work"])
-def test_results_are_not_kept_where_the_draft_goes(target, tmp_path, work):
-    with pytest.raises(ToolError, match="which is made at the end; give another folder"):
-        run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / work)
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(("out", "work"), [("out", "out"), ("out", "out/work"), ("work/trained", "work")])
+def test_results_are_not_kept_where_the_draft_goes(target, tmp_path, out, work):
+    with pytest.raises(ToolError, match="must not contain each other; give another folder"):
+        run.distill(Options(target=str(target)), tmp_path / out, tmp_path / work)
+    assert not (tmp_path / out).exists()
 
 
 def test_the_folder_in_which_the_command_runs_is_an_output(tmp_path, monkeypatch):
@@ -113,6 +116,8 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
 
     with pytest.raises(ToolError, match="A process of the run was killed"):
         run._in_own_process(os._exit, 1)
+    with pytest.raises(ToolError, match=r"Tensors could not be read or written \(.*; start the command again"):
+        run._in_own_process(save_file, {}, "/dev/null/x")  # as on a full disk
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
     with pytest.raises(ToolError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
         generate.start_target(str(target), max_model_len=99, batch=1, eager=True)
@@ -136,17 +141,21 @@ def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
     assert "of which the graph's gain: speed over the same engine without it | 1.25 |" in cards[1]
 
 
-def test_a_draft_is_made_where_a_link_points(target, work, tmp_path, monkeypatch):
-    """The draft has been trained before; only the folder is made here."""
+@pytest.mark.parametrize("own", ["work", "disk.partial"])
+def test_a_draft_is_made_where_a_link_points(target, work, tmp_path, monkeypatch, own):
+    """The draft has been trained before; only the folder is made here. Other folders stay, whatever their names."""
     monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
-    for folder in ("work/trained", "disk"):
+    for folder in (f"{own}/trained", "disk"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "draft").symlink_to(tmp_path / "disk")
     results = {"top_1": [0.2], "top_4": [0.5], "chain": 0.2, "steps": 9, "batch": 8, "trained": 7, "vocab_size": 256}
-    (tmp_path / "work" / "results.json").write_text(json.dumps(results))
-    options = Options(target=str(target), data=str(work), engine=False)
-    assert run.distill(options, tmp_path / "draft", tmp_path / "work") == results
-    assert (tmp_path / "draft").is_symlink() and (tmp_path / "draft" / "README.md").is_file()
+    (tmp_path / own / "results.json").write_text(json.dumps(results))
+    monkeypatch.chdir(target)
+    options = Options(target=".", data=str(work), engine=False)
+    assert run.distill(options, tmp_path / "draft", tmp_path / own) == results
+    assert (tmp_path / "draft").is_symlink()
+    assert f"# A draft model for {target.name}\n" in (tmp_path / "draft" / "README.md").read_text()
+    assert {file.name for file in tmp_path.iterdir()} == {"draft", "disk", own}
 
 
 def test_a_draft_for_another_target_is_not_continued(target, tmp_path):
@@ -157,6 +166,35 @@ def test_a_draft_for_another_target_is_not_continued(target, tmp_path):
     with pytest.raises(
         ToolError, match=r"--init is .* has 400 tokens in its vocabulary, but must have the target's 300"
     ):
+        run._check(options, tmp_path / "out", tmp_path / "work")
+
+
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        (None, "is not in the format of speculators"),
+        ([1, 2, 3], r"reads the target's layers \[1, 2, 3\], but drafts are trained on \[2, 4, 5\]"),
+        ([2, 4, 5], None),
+    ],
+)
+def test_heads_that_training_cannot_go_on_with(target, tmp_path, layers, sentence):
+    """The states are those of certain layers, and a head that was made for others would learn from the wrong ones."""
+    layer = {**CONFIG, "model_type": "llama", "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 256, **layer}
+    if layers is not None:
+        about = {"algorithm": "eagle3", "verifier": {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}}
+        config = {
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": about,
+            "transformer_layer_config": layer,
+            "draft_vocab_size": 256,
+            "eagle_aux_hidden_state_layer_ids": layers,
+        }
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    options = Options(target=str(target), kind="eagle3", init=str(tmp_path / "head"))
+    with pytest.raises(ToolError, match=sentence) if sentence else nullcontext():
         run._check(options, tmp_path / "out", tmp_path / "work")
 
 
@@ -176,6 +214,18 @@ def test_answers_of_another_target(target, work, tmp_path, noted):
     run._check(Options(target=str(target), data=str(data)), tmp_path / "out", tmp_path / "work")
     with pytest.raises(ToolError, match=message):
         run._check(Options(target=str(other), data=str(data)), tmp_path / "out", tmp_path / "new")
+
+
+@pytest.mark.parametrize("kind", ["answers", "states"])
+@pytest.mark.parametrize("size", [0, 500])
+def test_damaged_data_is_named(target, work, tmp_path, monkeypatch, kind, size):
+    monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
+    shutil.copytree(work, tmp_path / "data")
+    file = min((tmp_path / "data" / kind).iterdir())
+    file.write_bytes(file.read_bytes()[:size])
+    options = Options(target=str(target), data=str(tmp_path / "data"), engine=False)
+    with pytest.raises(ToolError, match=rf"'.*/{file.name}' (cannot be read|is damaged) .*\.$"):
+        run.distill(options, tmp_path / "out", tmp_path / "work")
 
 
 def test_answers_that_appear_later_are_found(target, work, tmp_path):
@@ -209,6 +259,11 @@ def test_targets(target, tmp_path):
         check_target(tmp_path)
     shallow = {**json.loads((target / "config.json").read_text()), "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(shallow))
+    (tmp_path / "weights.safetensors").touch()  # vLLM would load it, but the student's training would not
+    with pytest.raises(ToolError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        check_target(tmp_path)
+    with pytest.raises(ToolError, match=r"The tokenizer of .* cannot be loaded \("):
+        generate.fitting(str(tmp_path), [], 9)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ToolError, match="reads 3 layers, but the target has only 2"):
         run.distill(Options(target=str(tmp_path), kind="eagle3"), tmp_path / "out", tmp_path / "work")

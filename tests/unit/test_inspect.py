@@ -41,6 +41,7 @@ def test_several_requests_are_told_apart(tmp_path):
         ("", "has no request"),
         ("no JSON\n", "Line 1 .* is not a record"),
         ("[" * 100_000 + "\n", "Line 1 .* is not a record"),
+        (lines([{**REQUEST, "request": []}]), "Line 1 .* is not a record"),
         (lines([{**REQUEST, "version": 2}]), "has version 2 .* reads 1"),
     ],
 )
@@ -112,6 +113,7 @@ def test_the_page_holds_its_data_and_nothing_else(tokens, hostile):
 def test_the_command(tmp_path):
     trace, out = tmp_path / "trace.jsonl", tmp_path / "page.html"
     trace.write_text(lines(records(20)))
+    (tmp_path / "gsd.json").write_text('{"method": "gsd", "model": null, "top_kk": 1}')
     done = CliRunner().invoke(app, ["inspect", str(trace), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["request"] == "one"
@@ -122,6 +124,9 @@ def test_the_command(tmp_path):
         ([str(trace), "--request", "x"], '--request is "x"'),
         ([str(trace), "--out", str(tmp_path)], "must be a file that can be written"),
         (["--prompt", "x", "--target", "t", "--gsd", '{"method": "gsd", "modle": 1}'], '"modle"'),
+        (["--prompt", "x", "--target", "t", "--gsd", str(tmp_path / "gsd.json")], 'gsd.json", "top_kk" is not one'),
+        ([str(trace), "--out", str(trace)], 'trace.jsonl", which is the trace; give another file'),
+        (["--prompt", "x", "--trace", "new", "--out", "new"], '--out is "new", which is the trace'),
         ([str(trace), "--out", "x" * 300], "must be a file that can be written"),
         (["--prompt", "x", "--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a file'),
         (["--prompt", "x", "--trace", "/dev/null/x"], '--trace is "/dev/null/x", but must be a file'),

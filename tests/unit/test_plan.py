@@ -108,6 +108,13 @@ def test_the_best_form_is_smaller_where_rows_cost():
     assert (many.num_speculative_tokens, many.max_depth) < (few.num_speculative_tokens, few.max_depth)
 
 
+def test_the_best_form_may_be_the_largest():
+    free = Model(machine(costs=Costs(ROWS, np.full(4, 10.0), np.full(4, 0.01), attention=0.0)), GUESSES, WORK)
+    limits = Form(top_k=3, max_depth=3, num_speculative_tokens=6)
+    assert free.speculating(1, limits) > 1.01 * free.speculating(1, Form(3, 3, 4))
+    assert free.best_form(1, limits).num_speculative_tokens == 6
+
+
 def test_replicas_follow_littles_law():
     one = Model(machine(), GUESSES, WORK)
     fleet = replicas(one, FORM, 40.0, 2.0, 512)
@@ -229,6 +236,22 @@ def test_a_plan(tmp_path):
     assert plan["fleet"]["graph"]["replicas"] <= plan["fleet"]["plain"]["replicas"]
     assert len(plan["assumptions"]) >= 4
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("extra", [["--prompt-tokens", "1000"], ["--answer-tokens", "500"]], ids=" ".join)
+def test_a_plan_for_other_texts(tmp_path, extra):
+    """Ten times the prompt takes ten times as long, and its context is attended in every step."""
+    longer = int(extra[1])
+    work = Workload(longer, WORK.answer) if "--prompt-tokens" in extra else Workload(WORK.prompt, longer)
+    done = run(report(tmp_path), *extra, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "out/plan.json").read_text())
+    attended, prompt = 1e-5 * (work.context - WORK.context), 30 * work.prompt / WORK.prompt
+    for batch in (1, 4, 16, 64):
+        for name in ("plain", "off"):
+            step = getattr(machine(), name)(batch) + batch * attended
+            expected = 1e3 * work.answer / (prompt + work.answer * step / batch)
+            assert found["batches"][str(batch)][name] == pytest.approx(expected, rel=1e-6)
 
 
 def test_acceptance_of_a_trace(tmp_path):

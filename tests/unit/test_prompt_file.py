@@ -3,11 +3,13 @@
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
+import jinja2
 import pytest
 
 from vllm_gsd.tools.errors import ToolError
-from vllm_gsd.tools.prompt_file import read_requests, thinned
+from vllm_gsd.tools.prompt_file import read_requests, thinned, token_ids_of
 
 CHECK_LOSSLESS = Path(__file__).parents[2] / "scripts/check_lossless"
 
@@ -37,6 +39,40 @@ def test_deep_nesting_is_no_prompt(file, line):
     file.write_text('{"prompt": "one"}\n' + line)
     with pytest.raises(ToolError, match=r"Line 2 of .* is not a JSON object"):
         read_requests(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "cut off: \ud83d"},
+        {"turns": ["\ude00"]},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {"prompt": 3},
+        {"turns": [None]},
+    ],
+)
+def test_what_no_tokenizer_can_read_is_no_prompt(file, line):
+    """JSON may hold half of a surrogate pair, as where a program has cut a text within an emoji."""
+    file.write_text(json.dumps({"prompt": "a whole \U0001f600"}) + "\n" + json.dumps(line))
+    with pytest.raises(ToolError, match=r"Line 2 of .* of valid Unicode text\.$"):
+        read_requests(file)
+
+
+def test_prompts_without_tokens_and_chats_that_a_template_refuses():
+    def refuse(chat, **_):
+        raise jinja2.TemplateError("roles must alternate")
+
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text, **_):
+            return {"input_ids": list(text.encode())}
+
+    base, strict = Tokenizer(chat_template=None), Tokenizer(chat_template="x", apply_chat_template=refuse)
+    chat = [{"role": "user", "content": "é"}]
+    assert token_ids_of(base, chat) == list("é".encode())
+    with pytest.raises(ToolError, match=r'"content": "" *\}\] has no tokens, but must have at least one'):
+        token_ids_of(base, [{"role": "user", "content": ""}])
+    with pytest.raises(ToolError, match=r'template refuses the prompt .*"é".* \(roles must alternate\)\.$'):
+        token_ids_of(strict, chat)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ GSD = {"method": "gsd", "model": None}
         ({"prompts": None}, [], r"--prompts is .*prompts, but cannot be read as a text file"),
         ({"prompts": b"\xff"}, [], r"--prompts is .*prompts, but cannot be read as a text file"),
         ({"prompts": b'{"id": [1], "prompt": "one"}'}, [], r"Line 1 of .* has the id \[1\], but ids must be"),
+        ({"prompts": b'{"id": 1, "prompt": null}'}, [], r"the prompt of id 1 is no text, but must be a string"),
+        ({"prompts": b"\n"}, [], r"--prompts is .*prompts, but has no prompts"),
         ({"gsd": None}, [], r"--gsd has a mistake: .*does not exist"),
         ({"gsd": b"{"}, [], r"--gsd has a mistake: .*is not JSON"),
         ({"gsd": b'{"method": "gsd", "model": null, "top_kk": 1}'}, [], "--gsd has a mistake: .*top_kk"),
@@ -99,6 +101,7 @@ def test_mistakes_are_said_in_a_sentence(batch, tmp_path, monkeypatch, files, ex
     [
         ("--batch-size", "0", "'0', but must be a whole number above 0"),
         ("--engines", "-1", "'-1', but must be a whole number above 0"),
+        *(("--temperature", given, f"'{given}', but must be a number of at least 0") for given in ("-1", "nan", "x")),
         ("--engine", "[]", "'[]', but must be a JSON object"),
     ],
 )

@@ -1,6 +1,7 @@
 """Records of traced steps, with graphs built by hand, and the size-limited file for them."""
 
 import json
+import os
 import stat
 from types import SimpleNamespace
 
@@ -182,6 +183,19 @@ def test_the_file_is_private_and_bounded(tmp_path, monkeypatch):
     written = path.read_text().splitlines()
     assert [json.loads(line)["number"] for line in written] == list(range(len(written)))
     assert 80 < path.stat().st_size <= 100
+
+
+def test_a_line_that_a_full_disk_has_cut_is_taken_back(tmp_path, monkeypatch):
+    """Another engine may append to the file later."""
+    path, write = tmp_path / "trace.jsonl", os.write
+    file = TraceFile(str(path))
+    file.append({"number": 1})
+    monkeypatch.setattr(trace_file.os, "write", lambda opened, line: write(opened, line[:5]))
+    file.append({"number": 2})
+    monkeypatch.undo()
+    file.append({"number": 3})  # it is full
+    TraceFile(str(path)).append({"number": 4})
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 4]
 
 
 def test_a_file_that_cannot_be_written(tmp_path):

@@ -56,9 +56,7 @@ def check_draft(
     if draft is None and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return  # vLLM downloads it from a hub for which we have no client, and reports what is missing
     draft = draft or _from_hub(model)
-    if not (draft / "config.json").is_file():
-        what = "is a folder without config.json" if draft.is_dir() else "is not a folder"
-        _refuse(model, f"{what}, but must be the folder of a Hugging Face model")
+    _check_folder(model, draft)
     if not (config := read_config(draft)):
         _refuse(model, _UNREADABLE)
     target_folder = local_folder(target) if target is not None else None
@@ -86,6 +84,16 @@ def check_draft(
     if target_folder is not None and _tokenizers_differ(model, draft, target_folder):
         _refuse(model, "gives tokens other ids than the target does, but must have the same tokenizer")
     choose_draft_vocab(read_draft_vocab(draft), size, draft_vocab_size)
+
+
+def _check_folder(model: str, draft: Path) -> None:
+    try:
+        if (draft / "config.json").is_file():
+            return
+        what = "is a folder without config.json" if draft.is_dir() else "is not a folder"
+    except PermissionError:
+        what = "may not be read by this user"
+    _refuse(model, f"{what}, but must be the folder of a Hugging Face model")
 
 
 def kind_of_model(model: str) -> str:
@@ -166,7 +174,9 @@ def _from_hub(model: str) -> Path:
         get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=10)
         return Path(hf_hub_download(model, "config.json")).parent
     except Exception as error:  # the hub client and its HTTP library raise many kinds
-        reason = type(error).__name__
+        # An error of a file is about the cache, which this user may not write.
+        file = getattr(error, "filename", None)
+        reason = f"{error}" if file else type(error).__name__
         _refuse(model, f"is not a local folder and could not be read from the hub ({reason})")
 
 

@@ -198,7 +198,7 @@ class GSDConfig(BaseModel):
         return self
 
     def _check_without_sources(self) -> None:
-        """Every other key is about speculation, or takes away what is left of the engine."""
+        """Refuse all other keys: they are about speculation, or switch off our CPU kernels, which alone are left."""
         if self.model is not None:
             raise ValueError(
                 f'"sources" is empty while "model" is {shown(self.model)}, but must be {allowed("sources")}'

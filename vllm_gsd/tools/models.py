@@ -54,7 +54,10 @@ def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
         ToolError: the package with the weights is missing, its file is unexpected, or the cache is not writable.
     """
     gguf = find_gguf()
-    folder = (cache_dir or default_cache_dir()).expanduser().absolute() / _target_name()
+    try:
+        folder = (cache_dir or default_cache_dir()).expanduser().absolute() / _target_name()
+    except RuntimeError as error:
+        raise ToolError(f"There is no home folder ({error}); set --cache-dir or VLLM_GSD_CACHE to a path.") from error
     try:
         if not is_complete(folder):
             _convert_atomically(gguf, folder)

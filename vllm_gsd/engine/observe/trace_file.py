@@ -37,10 +37,12 @@ class TraceFile:
             return
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
-            self.full = os.fstat(self.file).st_size + len(line) > MOST_BYTES
-            reason = f"it has reached {MOST_BYTES >> 20} MiB"
-            if not self.full:
-                os.write(self.file, line)  # one call, so that engines do not mix their lines
+            size = os.fstat(self.file).st_size
+            self.full, reason = size + len(line) > MOST_BYTES, f"it has reached {MOST_BYTES >> 20} MiB"
+            # One call, so that engines do not mix their lines. A disk that is nearly full takes a part of a line.
+            if not self.full and os.write(self.file, line) < len(line):
+                self.full, reason = True, "the disk is full"
+                os.ftruncate(self.file, size)
         except OSError as error:  # a full disk must not end the engine
             self.full, reason = True, str(error.strerror)
         if self.full:

@@ -123,7 +123,7 @@ def missing_for(method: str, drafts: Drafts) -> str | None:
     if method == "draft_model" and drafts.chain is None:
         return "needs a draft that is a language model"
     if method == "eagle" and drafts.eagle is None:
-        return "needs a draft of EAGLE's kind"
+        return "needs a draft that reads the target's hidden states"
     if method == "eagle" and drafts.eagle is not None and (kind := kind_of_model(drafts.eagle)) in ON_GPUS:
         import torch
 

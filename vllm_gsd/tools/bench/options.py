@@ -53,7 +53,9 @@ class Options:
     dtype: str = "bfloat16"
     max_model_len: Annotated[
         int | None,
-        Option(help=f"Maximum tokens of prompt and answer; by default {LONGEST}, or what a shorter target allows."),
+        Option(
+            min=1, help=f"Maximum tokens of prompt and answer; by default {LONGEST}, or what a shorter target allows."
+        ),
     ] = None
     engine_args: Annotated[
         str,

@@ -91,7 +91,8 @@ def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
         decode, counters = result["decode"], result["counters"]
         steps = max(1, decode["steps"])
         drafts = counters.get(DRAFTS, 0.0)
-        drafted = drafts / sum(request["steps"] for request in result["requests"])
+        # Every request's first step is a prefill, which verifies nothing.
+        drafted = drafts / max(1, sum(request["steps"] - 1 for request in result["requests"]))
         nodes = counters.get("vllm:gsd_nodes_verified", 0.0) / max(1.0, drafts)
         rows.append((1e3 * decode["seconds"] / steps, decode["running"] / steps, drafted, nodes))
     step_ms, requests, share, nodes = (median(values) for values in zip(*rows, strict=True))

@@ -5,6 +5,7 @@ own process. With ``apart`` they are started anew for each turn, in case memory 
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -65,6 +66,8 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                # The command may run in a folder with other modules of these names, such as a clone of vLLM.
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
             )
         self._ask(arguments)
         # The first engine refuses prompts that are too long, even if they come only after hours.

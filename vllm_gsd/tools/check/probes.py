@@ -4,6 +4,7 @@ An import that fails, crashes or hangs therefore becomes a finding.
 """
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any, Literal, NamedTuple
@@ -23,8 +24,10 @@ class Finding(NamedTuple):
 def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:
     """Findings of a probe; ``topic`` is a key of ``probe.PROBES``."""
     command = [sys.executable, "-m", f"{__package__}.probe", topic, json.dumps(question)]
+    # The command may run in a folder with other modules of these names, such as a clone of vLLM.
+    safe = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=safe)
     except subprocess.TimeoutExpired:
         return [Finding(topic, "failed", f"no answer within {timeout:g} seconds; try --timeout {2 * timeout:g}")]
     for line in done.stdout.splitlines():

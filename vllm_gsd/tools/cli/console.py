@@ -23,13 +23,19 @@ def fail(sentence: str) -> NoReturn:
 
 @contextmanager
 def one_sentence(missing: str = "This needs the package {}.") -> Iterator[None]:
-    """End the command with one sentence if it refuses something, or with ``missing`` if a package is missing."""
+    """End the command with one sentence if it refuses something or cannot use a file or package.
+
+    ``missing`` is the sentence for a package.
+    """
     try:
         yield
     except (GSDConfigError, ToolError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         fail(missing.format(error.name))
+    except OSError as error:  # such as a full disk, or a folder that this user may not enter
+        file = f'"{error.filename}"' if error.filename else "A file"
+        fail(f"{file} cannot be used ({error.strerror or ' '.join(str(error).split())}).")
 
 
 def json_object(text: str, option: str, others: dict[str, str]) -> dict[str, Any]:

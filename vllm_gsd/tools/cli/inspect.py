@@ -34,7 +34,8 @@ def inspect(
     trace_to: Annotated[
         Path | None,
         typer.Option(
-            "--trace", help='With --prompt: a file to keep the trace, appended to it; by default the "trace" of --gsd.'
+            "--trace",
+            help='With --prompt: a file to which the trace is appended; by default the "trace" of --gsd, if any.',
         ),
     ] = None,
 ) -> None:
@@ -45,6 +46,8 @@ def inspect(
     if (trace is None) == (prompt is None):
         fail("Give either a trace or --prompt.")
     _refuse_others(context, prompt is not None)
+    if out.resolve() in (file.resolve() for file in (trace, trace_to) if file is not None):
+        fail(f'--out is "{out}", which is the trace; give another file.')
     with one_sentence("The inspector needs the package {}, which comes with vLLM."):
         try_file(out, "--out")
         from vllm_gsd.tools.inspect.page import inspect_page
@@ -54,7 +57,8 @@ def inspect(
             traces = read_traces(trace)
             shown = choose(traces, request, trace)
             if len(traces) > 1:
-                err.print(f"The trace has {len(traces)} requests; this is {shown.request['request']}.", highlight=False)
+                said = f"The trace has {len(traces)} requests; this is {shown.request['request']}."
+                err.print(said, highlight=False, markup=False)
         else:
             assert prompt is not None
             if trace_to is not None:
@@ -85,7 +89,7 @@ def _refuse_others(context: typer.Context, answers: bool) -> None:
 def _pair(target: str | None, draft: str | None, gsd: str | None) -> tuple[str, dict[str, Any]]:
     """The target, and the keys of the gsd config."""
     from vllm_gsd.config import GSDConfig
-    from vllm_gsd.config.source import read
+    from vllm_gsd.config.source import origin_of, read
     from vllm_gsd.tools.models import built_in_pair
 
     keys: dict[str, Any] = {"method": "gsd"} if gsd is None else read(gsd)
@@ -96,5 +100,5 @@ def _pair(target: str | None, draft: str | None, gsd: str | None) -> tuple[str, 
         keys["model"] = None
     if draft is not None:
         keys = {**keys, "model": draft}
-    GSDConfig.load(keys)
+    GSDConfig.load(keys, None if gsd is None else origin_of(gsd))
     return target, keys

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from vllm_gsd.tools.cli.bench import bench
 from vllm_gsd.tools.cli.check import check
@@ -47,9 +48,9 @@ def models(
     if as_json:
         typer.echo(json.dumps(paths))
         return
-    table = Table("role", "folder")
+    table = Table("role", Column("folder", overflow="fold"))
     for role, path in paths.items():
-        table.add_row(role, path)
+        table.add_row(role, escape(path))
     console.print(table)
 
 

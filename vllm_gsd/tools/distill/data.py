@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_gsd.tools.errors import ToolError
+
 # Minimum tokens of an answer to learn from.
 SHORTEST = 2
 
@@ -23,11 +25,18 @@ class Answer(NamedTuple):
 
 
 def read_answers(file: Path) -> list[Answer]:
-    """All answers of a file."""
-    from pyarrow import parquet
+    """All answers of a file.
 
-    table = parquet.read_table(file, columns=["input_ids", "prompt_len"])
-    ids = table["input_ids"].combine_chunks()
+    Raises:
+        ToolError: the file is damaged or holds something else.
+    """
+    from pyarrow import lib, parquet
+
+    try:
+        table = parquet.read_table(file, columns=["input_ids", "prompt_len"])
+        ids = table["input_ids"].combine_chunks()
+    except (lib.ArrowException, KeyError) as error:
+        raise ToolError(f"{str(file)!r} cannot be read as a file of answers ({error}).") from error
     ends = np.cumsum(ids.value_lengths().to_numpy())
     # PyTorch shares the memory of writable arrays only.
     texts = np.split(ids.flatten().to_numpy(zero_copy_only=False, writable=True), ends[:-1])

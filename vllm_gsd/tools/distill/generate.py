@@ -119,11 +119,15 @@ def fitting(target: str, chats: list[Chat], longest: int) -> list[Chat]:
     """The requests that leave room for an answer within ``longest`` tokens. Those of others would not be learned from.
 
     Raises:
-        ToolError: there are none.
+        ToolError: there are none, or the target has no tokenizer.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    except Exception as error:  # transformers raises many types
+        reason = " ".join(str(error).split())
+        raise ToolError(f"The tokenizer of {target!r} cannot be loaded ({reason[:300]}).") from error
     found = [chat for chat in chats if len(token_ids_of(tokenizer, chat)) + SHORTEST <= longest]
     if not found:
         raise ToolError(

@@ -63,17 +63,21 @@ class Options:
     minutes: Annotated[
         float | None, Option(callback=finite, help="Time limit; it reduces answers and training steps.")
     ] = None
-    init: Annotated[str | None, Option(metavar="PATH", help="Continue training this draft of the same kind.")] = None
+    init: Annotated[
+        str | None,
+        Option(metavar="PATH", help="Continue training this draft of the same kind, made by an earlier run."),
+    ] = None
     vocab_size: Annotated[
         int | None, Option(min=256, help=f"Number of tokens that the LM head computes; {_by_default('vocab_size')}.")
     ] = None
     layers: Annotated[int | None, Option(min=1, help=f"Layers of the draft; {_by_default('layers')}.")] = None
     depth: Annotated[
-        int | None, Option(min=1, help=f"Tokens that are predicted one after another; {_by_default('depth')}.")
+        int | None,
+        Option(min=1, help=f"Tokens of a block, or levels through which a head learns; {_by_default('depth')}."),
     ] = None
-    rank: Annotated[int | None, Option(min=1, help=f"Rank of the bias by the token before; {_by_default('rank')}.")] = (
-        None
-    )
+    rank: Annotated[
+        int | None, Option(min=1, help=f"Rank of a block's bias for the token before; {_by_default('rank')}.")
+    ] = None
     width: Annotated[
         int | None,
         Option(min=64, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),

@@ -8,15 +8,19 @@ import multiprocessing
 import shlex
 import shutil
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import check_draft
-from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
+from vllm_gsd.config.draft_kind import EAGLE3, LANGUAGE_MODEL, kind_of, read_config
+from vllm_gsd.config.speculators_folder import is_speculators
 from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
@@ -99,10 +103,10 @@ def _check(options: Options, out: Path, work: Path) -> None:
         raise ToolError(
             f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
         )
-    if options.width is not None and options.width > config["hidden_size"]:
-        raise ToolError(
-            f"--width is {options.width}, but must be at most the target's hidden size, {config['hidden_size']}."
-        )
+    for name in ("width", "rank"):
+        given, most = getattr(options, name), config["hidden_size"]
+        if given is not None and given > most:
+            raise ToolError(f"{flag(name)} is {given}, but must be at most the target's hidden size, {most}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "not empty" if out.is_dir() else "no folder"
         raise ToolError(f"--out {str(out)!r} is {what}; give a new folder.")
@@ -112,9 +116,10 @@ def _check(options: Options, out: Path, work: Path) -> None:
         prompts.from_file(Path(options.prompts))
     if options.data is not None:
         _check_data(Path(options.data), Path(options.target), config)
-    if out.resolve() in (work.resolve(), *work.resolve().parents):
+    folders = out.resolve(), work.resolve()
+    if any(one in (other, *other.parents) for one, other in (folders, folders[::-1])):
         raise ToolError(
-            f"--work {str(work)!r} is in --out {str(out)!r}, which is made at the end; give another folder."
+            f"--work {str(work)!r} and --out {str(out)!r} must not contain each other; give another folder."
         )
     make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
     make_folder(work, "--work")
@@ -123,7 +128,8 @@ def _check(options: Options, out: Path, work: Path) -> None:
     others = [name for name in {**first, **given} if first.get(name, ...) != given.get(name, ...)]
     if differing := [flag(name) for name in others if name not in OF_ENGINES]:
         raise ToolError(
-            f"{str(work)!r} holds a run with other options ({', '.join(differing)}); give another --work or delete it."
+            f"{str(work)!r} holds a run with other options ({', '.join(differing)}); give another --work, with --data "
+            f"{str(work)!r} for the same answers, or delete it."
         )
 
 
@@ -138,6 +144,14 @@ def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
         check_draft(init, config["vocab_size"], options.target)
     except GSDConfigError as error:
         raise ToolError(str(error).replace('"model"', "--init", 1)) from None
+    if kind == LANGUAGE_MODEL:
+        return
+    draft, layers = read_config(Path(init)), state_layers(config["num_hidden_layers"])
+    layers = layers[:EAGLE3_LAYERS] if kind == EAGLE3 else layers
+    if not is_speculators(draft):
+        raise ToolError(f"--init {init!r} is not in the format of speculators, in which alone drafts are trained on.")
+    if (read := draft.get("eagle_aux_hidden_state_layer_ids") or draft.get("aux_hidden_state_layer_ids")) != layers:
+        raise ToolError(f"--init {init!r} reads the target's layers {read}, but drafts are trained on {layers}.")
 
 
 def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
@@ -175,6 +189,10 @@ def _in_own_process(function, *arguments):
         except BrokenProcessPool:
             raise ToolError(
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
+            ) from None
+        except SafetensorError as error:  # such as a full disk
+            raise ToolError(
+                f"Tensors could not be read or written ({error}); start the command again to resume."
             ) from None
 
 
@@ -226,7 +244,7 @@ def _finish(
 ) -> None:
     asked = _options_of(answers).get("prompts")
     facts = {
-        "target": Path(options.target).name,
+        "target": Path(options.target).absolute().name,
         "name": out.name,
         "kind": options.kind,
         "answers": len(training),
@@ -234,10 +252,11 @@ def _finish(
         "prompts": f"to {Path(asked).name}" if asked else "to templates and its own requests",
         "command": shlex.join(["vllm-gsd", *sys.argv[1:]]),
     }
-    making = out.with_name(out.name + ".partial")
-    shutil.rmtree(making, ignore_errors=True)
-    shutil.copytree(work / "trained", making)
-    write_card(making, facts, results)
-    if out.exists():
-        out.rmdir()
-    making.rename(out)
+    # Beside the result, because a rename is atomic only within one file system.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        making = Path(folder, out.name)
+        shutil.copytree(work / "trained", making)
+        write_card(making, facts, results)
+        if out.exists():
+            out.rmdir()
+        making.rename(out)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.tools.distill.data import Answer, read_answers
+from vllm_gsd.tools.errors import ToolError
 
 # Maximum tokens of a forward pass. More need fewer launches for a pack and have more padding.
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -31,11 +32,18 @@ def state_layers(depth: int) -> list[int]:
 
 
 def stored_shape(file: Path) -> tuple[int, int]:
-    """The numbers of layers and of numbers in a state, in a file of states."""
-    from safetensors import safe_open
+    """The numbers of layers and of numbers in a state, in a file of states.
 
-    with safe_open(file, "pt") as opened:
-        _, layers, hidden = opened.get_slice("states").get_shape()
+    Raises:
+        ToolError: the file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            _, layers, hidden = opened.get_slice("states").get_shape()
+    except SafetensorError as error:
+        raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and the states are made again.") from error
     return layers, hidden
 
 

@@ -16,7 +16,7 @@ def check_target(folder: Path) -> dict[str, Any]:
     """The target's config.json.
 
     Raises:
-        ToolError: the model is not Llama-like, or has no readable config.json or safetensors files.
+        ToolError: the model is not Llama-like, or has no readable config.json or safetensors files of the usual names.
     """
     if not (config := read_config(folder)):
         raise ToolError(
@@ -27,8 +27,10 @@ def check_target(folder: Path) -> dict[str, Any]:
         raise ToolError(
             f"The target {str(folder)!r} is a {config.get('model_type')!r} model, but must be Llama-like ({allowed})."
         )
-    if not list(folder.glob("*.safetensors")):
-        raise ToolError(f"The target {str(folder)!r} has no *.safetensors files.")
+    # Other names are known to vLLM only, and not to transformers.
+    files = ("model.safetensors", "model.safetensors.index.json")
+    if not any((folder / name).is_file() for name in files):
+        raise ToolError(f"The target {str(folder)!r} has neither {' nor '.join(files)}.")
     return config
 
 

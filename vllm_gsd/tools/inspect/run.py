@@ -41,7 +41,7 @@ def record(prompt: str, target: str, gsd: dict[str, Any], max_tokens: int, engin
         ids = token_ids_of(llm.get_tokenizer(), [{"role": "user", "content": prompt}])
         params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=wire.asking_for_trace())
         (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-    except GSDConfigError:
+    except (GSDConfigError, ToolError):
         raise
     except Exception as error:  # vLLM raises many types
         reason = " ".join(str(error).split()).rstrip(".")

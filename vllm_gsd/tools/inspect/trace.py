@@ -70,7 +70,8 @@ def _record(line: bytes, name: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
-    if not isinstance(record, dict) or record.get("event") not in ("request", "step") or "request" not in record:
+    known = isinstance(record, dict) and record.get("event") in ("request", "step")
+    if not known or not isinstance(record.get("request"), str):
         raise ToolError(f'{name} is not a record of a trace; give the file that gsd.json names as "trace".')
     if record["event"] == "request" and record.get("version") != VERSION:
         raise ToolError(f"{name} has version {record.get('version')} of the format, but this command reads {VERSION}.")

@@ -79,39 +79,43 @@ class Report:
         """Mean requests that really ran, since answers end at different times."""
         return float(self.all[batch]["plain"]["decode"]["requests"])
 
-    def machine(self) -> Machine:
-        planner = self.first["planner"]
+    def machine(self, workload: Workload) -> Machine:
+        planner, own = self.first["planner"], self.workload()
+        longer = planner["costs"]["attention"] * (workload.context - own.context)
+        prompt = workload.prompt / own.prompt
         rows, target, draft = (np.array(planner["costs"][name]) for name in ("rows", "target", "draft"))
         step, drafting = planner["overhead"]["step"], planner["overhead"]["draft"]
         return Machine(
             costs=Costs(rows, target, draft, planner["costs"]["attention"]),
-            plain=self._steps("plain"),
-            off=self._steps("gsd-off"),
+            plain=self._steps("plain", longer),
+            off=self._steps("gsd-off", longer),
             graph_ms=step[3],
             node_ms=step[4],
             draft_ms=drafting[0],
             level_ms=drafting[1],
-            prompt_ms={name: self._prompts(method) for name, method in METHODS.items()},
+            prompt_ms={name: self._prompts(method, prompt) for name, method in METHODS.items()},
             most=None,
             assumptions=[
                 f"Machine, models and texts are those of the report, learned at batch sizes {self.batches}.",
+                "A prompt takes time in proportion to its tokens, and a step's attention to the tokens of context.",
                 "Times are linear between measured batch sizes; beyond the last one they grow as between the last two.",
             ],
         )
 
-    def _steps(self, method: str) -> Curve:
+    def _steps(self, method: str, longer: float) -> Curve:
+        """A step in which every request attends ``longer`` milliseconds longer than in the report."""
         rows = [self.all[batch][method]["decode"] for batch in self.batches]
-        return curve([(row["requests"], row["step_ms"]) for row in rows])
+        return curve([(row["requests"], row["step_ms"] + row["requests"] * longer) for row in rows])
 
-    def _prompts(self, method: str) -> Curve:
-        """A request's time outside of decoding steps, chiefly its prompt."""
+    def _prompts(self, method: str, prompt: float) -> Curve:
+        """A request's time outside of decoding steps, chiefly its prompt, which is ``prompt`` times the report's."""
         points = []
         for batch in self.batches:
             row = self.all[batch][method]
             decode, tokens = row["decode"], row["answers"]["tokens"]
             rate = decode["requests"] * row["tokens_per_step"]["median"] / decode["step_ms"]
             whole = 1e3 * tokens / row["tokens_per_second"]["median"]
-            points.append((self.running(batch), max(0.0, whole - tokens / rate)))
+            points.append((self.running(batch), prompt * max(0.0, whole - tokens / rate)))
         return curve([*points, (1e9, points[-1][1])])
 
 

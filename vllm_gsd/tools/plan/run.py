@@ -40,7 +40,7 @@ def plan(options: Options) -> dict[str, Any]:
     workload = report.workload()
     workload = Workload(options.prompt_tokens or workload.prompt, options.answer_tokens or workload.answer)
     if options.machine == "report":
-        machine = report.machine()
+        machine = report.machine(workload)
     else:
         if options.target is None:
             raise ToolError("--machine with a GPU needs --target, a folder with the target's config.json.")
@@ -94,7 +94,8 @@ def validate(path: Path, learn: list[int]) -> list[dict[str, Any]]:
         the ``predicted`` and the ``measured`` one and the ``error``, predicted over measured minus 1.
     """
     report = Report(path, learn)
-    model = Model(report.machine(), report.acceptance(), report.workload())
+    workload = report.workload()
+    model = Model(report.machine(workload), report.acceptance(), workload)
     rows: list[dict[str, Any]] = []
     for batch, methods in sorted(report.all.items()):
         running = report.running(batch)
