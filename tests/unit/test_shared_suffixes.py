@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.method.constants import MATCH_PROB, ORIGIN_SHARED
@@ -21,8 +23,9 @@ def lora(adapter):
     return adapter and SimpleNamespace(lora_int_id=1, lora_name=adapter, lora_path=f"/{adapter}")
 
 
-def finish(shared, request_id, response, adapter=None):
-    shared.finished(request_id, lora(adapter), response)
+def finish(shared, request_id, response, adapter=None, **params):
+    record = SimpleNamespace(lora_request=lora(adapter), sampling_params=SamplingParams(**params))
+    shared.finished(request_id, record, response)
 
 
 def paths(graphs):
@@ -88,6 +91,18 @@ def test_empty_and_placeholder_tokens_are_not_kept():
     finish(shared, "a", [])
     finish(shared, "b", [-1, -1, 5])
     assert not shared.caches
+
+
+def test_what_lies_behind_the_end_of_a_response_is_not_kept():
+    """A walk may go on behind an end, and with async scheduling another step runs."""
+    shared = SharedSuffixes(10)
+    repetition = RepetitionDetectionParams(max_pattern_size=1, min_count=3)
+    finish(shared, "stop", [1, 2, 3, 4, 5], stop_token_ids=[4])
+    finish(shared, "length", [11, 12, 13, 14], max_tokens=3)
+    finish(shared, "repetition", [21, 22, 22, 22, 23], repetition_detection=repetition)
+    finish(shared, "no end", [31, 32, 33, 34])
+    found = [set(grafted(shared, [7, first, first + 1])) for first in (1, 11, 21, 31)]
+    assert found == [{(3,), (3, 4)}, {(13,)}, {(22,), (22, 22)}, {(33,), (33, 34)}]
 
 
 def test_adapters_and_salts_are_kept_apart():

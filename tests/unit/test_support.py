@@ -1,13 +1,17 @@
 """Engine arguments that are refused before the target's configuration is read, and targets that a draft cannot use."""
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import ModelConfig
+from vllm.config.quantization import resolve_quantization_config
 from vllm.model_executor.models.registry import ModelRegistry
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.engine import support
+from vllm_gsd.engine.draft.model import draft_model_config
 
 CONFIG = GSDConfig.load({"method": "gsd", "model": None})
 
@@ -55,3 +59,17 @@ def test_heads_share_the_targets_embedding():
     with pytest.raises(GSDConfigError, match='"draft_tensor_parallel_size" 1'):
         support._check_kind("eagle", config, engine)
     support._check_kind("language model", config, engine)
+
+
+@pytest.mark.parametrize(("architecture", "same"), [("MiMoForCausalLM", True), ("Qwen2ForCausalLM", False)])
+def test_an_mtp_module_is_read_as_the_rest_of_its_checkpoint(tmp_path, architecture, same):
+    """With --quantization fp8_per_tensor it is quantised, too, as with vLLM's own method. Other drafts are not."""
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 512}
+    keys = {"architectures": [architecture], "model_type": "qwen2", "num_nextn_predict_layers": int(same), **shape}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    name, args = "fp8_per_tensor", resolve_quantization_config("fp8_per_tensor", None)
+    given = {"revision": "main", "quantization": name, "quantization_config": args}
+    target = ModelConfig(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, **given)
+    draft = draft_model_config(target, str(tmp_path))
+    found = draft.revision, draft.quantization, draft.quantization_config
+    assert found == ((target.revision, name, args) if same else (None, None, None))

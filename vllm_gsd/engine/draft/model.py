@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 # Maximum bytes for the draft's logits at a time, and most bytes per logit; ``topk_softmax`` copies none.
 MAX_LOGITS_BYTES = 1 << 30
 LOGIT_BYTES = 4
+# The target's settings that say which checkpoint is read, and whether it is quantised as it is read.
+OF_CHECKPOINT = ("revision", "code_revision", "quantization", "quantization_config")
 
 
 class DraftModel:
@@ -347,8 +349,13 @@ def head_rows(lm_head: ParallelLMHead, ids: torch.Tensor) -> torch.Tensor:
 
 
 def draft_model_config(target: ModelConfig, model: str) -> ModelConfig:
-    """The draft's ModelConfig. It inherits the settings that vLLM's own draft models inherit from the target."""
+    """The draft's ModelConfig. It inherits the settings that vLLM's own draft models inherit from the target.
+
+    An MTP module is a part of the target's checkpoint.
+    """
+    own = OF_CHECKPOINT if kind_of_model(model) == MTP else ()
     return ModelConfig(
+        **{name: getattr(target, name) for name in own},
         model=model,
         runner="draft",
         tokenizer=target.tokenizer,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_gsd.engine.schedule.text_end import text_of
 from vllm_gsd.host import graft_tree
 from vllm_gsd.method.constants import NONE, ORIGIN_SHARED
 from vllm_gsd.ops.ngram.api import pack_tree
@@ -58,10 +59,14 @@ class SharedSuffixes:
         self.kept: deque[tuple[Reader, int]] = deque()  # oldest first
         self.next_id = 0
 
-    def finished(self, request_id: str, lora_request: LoRARequest | None, response: list[int]) -> None:
-        """Store the response of a finished request, without negative token ids, which are placeholders."""
-        reader = self._reader(request_id, lora_request)
+    def finished(self, request_id: str, record: Any, response: list[int]) -> None:
+        """Store the response of a finished request, without negative token ids, which are placeholders.
+
+        ``record`` is the runner's record of the request.
+        """
+        reader = self._reader(request_id, record.lora_request)
         self.forget(request_id)
+        response = text_of(record.sampling_params, response)
         tokens = np.array([token for token in response[-MOST_TOKENS:] if token >= 0], np.int32)
         if len(tokens) < 2:
             return  # there is no continuation to store

@@ -49,7 +49,7 @@ class GraphProposer:
         for request_id in sorted(request_ids):
             record = self.runner.requests.get(request_id)
             if shared is not None and record is not None:
-                shared.finished(request_id, record.lora_request, record.output_token_ids)
+                shared.finished(request_id, record, record.output_token_ids)
         self.speculation.forget(request_ids)
 
     def propose(

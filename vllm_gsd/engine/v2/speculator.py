@@ -164,7 +164,7 @@ class GraphSpeculator(BaseSpeculator):
             if slot is not None:
                 self.tenants[slot] += 1
             if shared is not None and record is not None and slot is not None:
-                shared.finished(request_id, record.lora_request, self.texts.output(slot))
+                shared.finished(request_id, record, self.texts.output(slot))
             elif shared is not None:
                 shared.forget(request_id)  # a preempted request was aborted; its text is gone
             self.parents.pop(request_id, None)
