@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from vllm_gsd.engine.attention import cuda as cuda_attention
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
-from vllm_gsd.upstream.wire import attach_tree_rows
+from vllm_gsd.upstream import wire
 from vllm_gsd.upstream.workers import attention_backends
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 16, 16
@@ -26,7 +26,7 @@ PAIRS = [
 
 def metadata_with(tree: TreeRows) -> SimpleNamespace:
     metadata = SimpleNamespace()
-    attach_tree_rows(metadata, tree)
+    wire.attach(metadata, wire.TREE_ROWS, tree)
     return metadata
 
 

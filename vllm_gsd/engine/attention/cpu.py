@@ -81,7 +81,7 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         if attn_metadata is None:
             # An idle run. What upstream leaves in the output would decide which experts the rows choose.
             return output.zero_()
-        tree = wire.tree_rows_of(attn_metadata)
+        tree = wire.attached(attn_metadata, wire.TREE_ROWS)
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:

@@ -88,7 +88,7 @@ class _TreeRowsImpl(AttendsTrees):
     ) -> torch.Tensor:
         """Compute attention as upstream's ``forward`` does, with our kernels for tree rows."""
         upstream = functools.partial(super().forward, layer)  # type: ignore[misc]
-        tree = wire.tree_rows_of(attn_metadata)
+        tree = wire.attached(attn_metadata, wire.TREE_ROWS)
         if tree is None:
             return upstream(query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:

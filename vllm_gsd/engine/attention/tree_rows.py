@@ -84,7 +84,7 @@ class TreeBackend:
 
 
 class TreeRowsOnly:
-    """Attention metadata for batches with tree rows only. ``wire.attach_tree_rows`` sets the TreeRows."""
+    """Attention metadata for batches with tree rows only. They are attached by ``wire.attach``."""
 
 
 def serves_chains(vllm_config: VllmConfig, device: torch.device, model: ModelConfig) -> bool:

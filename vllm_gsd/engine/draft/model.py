@@ -243,7 +243,7 @@ class DraftModel:
             hidden states [n, hidden].
         """
         metadata = TreeRowsOnly()
-        wire.attach_tree_rows(metadata, tree)
+        wire.attach(metadata, wire.TREE_ROWS, tree)
         return self._forward(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
     @contextmanager

@@ -110,7 +110,7 @@ class GraphModelRunner(CPUModelRunner):
         assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
-        self.speculation.copies.remember(wire.salts_of(scheduler_output))
+        self.speculation.copies.remember(wire.attached(scheduler_output, wire.SALTS, {}))
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
@@ -137,7 +137,7 @@ class GraphModelRunner(CPUModelRunner):
         only its root is sampled.
         """
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        kept = wire.kept_of(scheduler_output)
+        kept = wire.attached(scheduler_output, wire.KEPT, {})
         request_ids = self.input_batch.req_ids
         sizes = np.ones(len(request_ids), np.int64)
         matched: list[FlatTree | None] = [None] * len(request_ids)
@@ -187,7 +187,7 @@ class GraphModelRunner(CPUModelRunner):
             check_attached(self.target_kv.names, attn_metadata)
         elif self.step is not None and self.step.drafted:
             for name in self.target_kv.names:
-                wire.attach_tree_rows(attn_metadata[name], None)
+                wire.attach(attn_metadata[name], wire.TREE_ROWS, None)
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput | IntermediateTensors | None:
@@ -196,7 +196,7 @@ class GraphModelRunner(CPUModelRunner):
             output = super().execute_model(*args, **kwargs)
         if isinstance(output, ModelRunnerOutput):
             output = copy.copy(output)  # vLLM shares one object among all such steps
-            wire.attach_stats(output, self.speculation.take_stats())
+            wire.attach(output, wire.STATS, self.speculation.take_stats())
         return output
 
     @torch.inference_mode()
@@ -211,7 +211,7 @@ class GraphModelRunner(CPUModelRunner):
             self.speculation.keep_features(slots, self.positions, state.hidden_states, state.aux_hidden_states)
         with self._generators_of_unfinished_prompts_set_aside():
             output = super().sample_tokens(grammar_output)
-        wire.attach_stats(output, self.speculation.take_stats())
+        wire.attach(output, wire.STATS, self.speculation.take_stats())
         return output
 
     @contextmanager
@@ -245,7 +245,7 @@ class GraphModelRunner(CPUModelRunner):
         trees = self.speculation.take_grammar_trees()
         if trees:
             drafts = drafts or DraftTokenIds([], [])
-            wire.attach_proposed(drafts, trees)
+            wire.attach(drafts, wire.PROPOSED, trees)
         return drafts
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:

@@ -162,7 +162,7 @@ class GraphModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Add new and resumed requests, also to the speculator."""
-        self.speculation.copies.remember(wire.salts_of(scheduler_output))
+        self.speculation.copies.remember(wire.attached(scheduler_output, wire.SALTS, {}))
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
@@ -192,7 +192,7 @@ class GraphModelRunner(GPUModelRunner):
         if isinstance(output, ModelRunnerOutput) and not dummy_run:
             self.speculator.learn(wait=True)  # the next request may come much later
             output = copy.copy(output)  # vLLM returns the same object at all such steps
-            wire.attach_stats(output, self.speculator.take_stats())
+            wire.attach(output, wire.STATS, self.speculator.take_stats())
         return output
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> tuple[BatchReqState | None, int | None]:
@@ -329,14 +329,14 @@ class GraphModelRunner(GPUModelRunner):
             grammar_output = cut_masks(grammar_output, self.scheduled, self.cut)
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            wire.attach_stats(output, self.speculator.take_stats())
+            wire.attach(output, wire.STATS, self.speculator.take_stats())
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return the draft tokens, with the parents of the nodes for requests with structured output."""
         drafts = super().take_draft_token_ids()
         if drafts is not None and self.speculator.parents:
-            wire.attach_parents(drafts, self.speculator.parents)
+            wire.attach(drafts, wire.PARENTS, self.speculator.parents)
         return drafts
 
 

@@ -186,7 +186,7 @@ def attach_to(
     for group in groups:
         layer = next((name for name in group.layer_names if name not in draft_layers), None)
         if layer is not None:
-            wire.attach_tree_rows(attn_metadata[layer], tree_rows)
+            wire.attach(attn_metadata[layer], wire.TREE_ROWS, tree_rows)
 
 
 def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None
         RuntimeError: a layer's metadata has no tree rows, so the layer would attend as if the tree were a chain.
     """
     for layer in layers:
-        if wire.tree_rows_of(attn_metadata.get(layer)) is None:
+        if wire.attached(attn_metadata.get(layer), wire.TREE_ROWS) is None:
             raise RuntimeError(f"gsd: {layer} got no tree rows, so it would attend the graph as if it were a chain.")
 
 
