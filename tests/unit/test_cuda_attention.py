@@ -82,10 +82,7 @@ def batch(rows=None, plain_rows=None, **changes):
 def expected(kv_cache, tree, query, **options):
     output = torch.zeros(query.shape)
     key, value = kv_cache.transpose(1, 2).split(HEAD_SIZE, -1)
-    paged_tree_attention_reference(
-        output, query, key, value, tree.block_table, tree.query_start_loc, tree.prefix_lens, tree.positions, tree.mask,
-        0.25, compute=torch.float32, **options,
-    )  # fmt: skip
+    paged_tree_attention_reference(output, query, key, value, tree, 0.25, compute=torch.float32, **options)
     return output
 
 

@@ -118,8 +118,8 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
     ) -> None:
         layout = kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype)
         tree_attention(
-            output, query, kv_cache, layout, tree.block_table, tree.query_start_loc, tree.prefix_lens, tree.positions,
-            tree.mask, self.scale, sliding_window=self.sliding_window, softcap=self.logits_soft_cap, sinks=self.sinks,
+            output, query, kv_cache, layout, tree, self.scale, sliding_window=self.sliding_window,
+            softcap=self.logits_soft_cap, sinks=self.sinks,
         )  # fmt: skip
 
 
