@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
-from vllm_gsd.engine.draft.drafter import Drafter
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.draft.limits import TOO_LONG, within_reach
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.speculation import Speculation
@@ -27,7 +27,7 @@ def test_least_missed_first_and_none_beyond():
 def drafters(longest):
     """Drafts that read ``longest`` tokens: a language model, an EAGLE-3 head and one of blocks of 8 rows."""
     for shift in (0, 1):
-        drafter = Drafter.__new__(Drafter)
+        drafter = LevelDrafter.__new__(LevelDrafter)
         drafter.model, drafter.max_positions = SimpleNamespace(shift=shift), longest
         yield drafter, longest + shift
     block = BlockDrafter.__new__(BlockDrafter)

@@ -18,6 +18,7 @@ from vllm_gsd.engine.draft.copies import COPIED, Copies, leave_out_copies
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.draft.limits import MOST_MISSED, TOO_LONG, within_reach
 from vllm_gsd.engine.draft.model import kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
@@ -71,13 +72,13 @@ class Speculation:
         self.trust = SourceTrust()
         self.copies = Copies(self.config, self.num_nodes)
         self.most_missed = 1 + max(MOST_MISSED, vllm_config.scheduler_config.max_num_batched_tokens)
-        self.drafter: Drafter | BlockDrafter | None = None
+        self.drafter: Drafter | None = None
         if self.config.model is not None:
             common = vllm_config, self.config, self.stats, self.planner
             block = kind_of_draft(vllm_config, self.config.model) in BLOCK_KINDS
-            self.drafter = BlockDrafter(*common) if block else Drafter(*common, capacity)
+            self.drafter = BlockDrafter(*common) if block else LevelDrafter(*common, capacity)
         self.recorder = recorder_of(vllm_config, self.stats)  # None unless the config allows traces
-        if isinstance(self.drafter, Drafter):  # drafts of whole blocks have no levels to record
+        if isinstance(self.drafter, LevelDrafter):  # drafts of whole blocks have no levels to record
             self.drafter.recorder = self.recorder
 
     # --- start-up ---------------------------------------------------------------------------------
@@ -95,7 +96,8 @@ class Speculation:
             layers = attention_layers(self.vllm_config)
             layers = {name: layers[name] for name in self.layer_names}
             check_draft_layers(layers)
-            self.drafter.check_layers(layers)
+            if isinstance(self.drafter, BlockDrafter):
+                self.drafter.check_layers(layers)
 
     @property
     def layer_names(self) -> list[str]:
