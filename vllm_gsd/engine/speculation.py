@@ -20,7 +20,7 @@ from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.draft.limits import MOST_MISSED, TOO_LONG, within_reach
-from vllm_gsd.engine.draft.model import kind_of_draft
+from vllm_gsd.engine.draft.model import DraftModel, NoDraft, kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.observe.step_record import SOURCES
@@ -77,6 +77,7 @@ class Speculation:
             common = vllm_config, self.config, self.stats, self.planner
             block = kind_of_draft(vllm_config, self.config.model) in BLOCK_KINDS
             self.drafter = BlockDrafter(*common) if block else LevelDrafter(*common, capacity)
+        self.draft_model: DraftModel | NoDraft = NoDraft() if self.drafter is None else self.drafter.model
         self.recorder = recorder_of(vllm_config, self.stats)  # None unless the config allows traces
         if isinstance(self.drafter, LevelDrafter):  # drafts of whole blocks have no levels to record
             self.drafter.recorder = self.recorder
@@ -94,14 +95,10 @@ class Speculation:
         if self.drafter is not None:
             self.drafter.model.load(target_model)
             layers = attention_layers(self.vllm_config)
-            layers = {name: layers[name] for name in self.layer_names}
+            layers = {name: layers[name] for name in self.draft_model.layer_names}
             check_draft_layers(layers)
             if isinstance(self.drafter, BlockDrafter):
                 self.drafter.check_layers(layers)
-
-    @property
-    def layer_names(self) -> list[str]:
-        return [] if self.drafter is None else self.drafter.model.layer_names
 
     def warm_up(self, num_tokens: int) -> None:
         if self.drafter is not None:
@@ -119,7 +116,7 @@ class Speculation:
             pool: the context in which hidden states are allocated.
         """
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.shift)
+        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.draft_model.shift)
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
             self.drafter.prepare(kv_cache_config.num_blocks, block_size, pool or nullcontext())
@@ -141,27 +138,12 @@ class Speculation:
         self.trees, self.grammar_trees, self.known = {}, {}, {}
         self.copies.clear()
         if self.draft_kv is not None:
-            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.shift)
+            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.draft_model.shift)
 
     @property
     def features(self) -> Features | ContextKV | None:
         """What is kept of the target's hidden states; None if the draft does not read them."""
         return None if self.drafter is None else self.drafter.features
-
-    @property
-    def shift(self) -> int:
-        """See ``DraftModel.shift``; 0 without a draft."""
-        return 0 if self.drafter is None else self.drafter.model.shift
-
-    @property
-    def reads_aux(self) -> bool:
-        """Whether the target must return the hidden states of inner layers, too."""
-        return self.drafter is not None and self.drafter.model.reads_aux
-
-    @property
-    def aux_layers(self) -> tuple[int, ...] | None:
-        """These layers; None for the choice of the target's model class."""
-        return None if self.drafter is None else self.drafter.model.aux_layers
 
     def keep_features(
         self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
@@ -172,15 +154,10 @@ class Speculation:
             slots: int64 [n], the KV slots of the step's tokens.
             positions: int64 [>= n], their positions.
             hidden: [>= n, hidden], the target's.
-            aux: of each layer in ``aux_layers``, [>= n, hidden]; None if there are none.
+            aux: of each layer in ``draft_model.aux_layers``, [>= n, hidden]; None if there are none.
         """
         if self.drafter is not None and self.features is not None:
             self.drafter.keep(slots, positions, hidden, aux)
-
-    @property
-    def feature_bytes(self) -> int:
-        """Bytes per token of the stored hidden states; 0 if the draft does not read them."""
-        return 0 if self.drafter is None else self.drafter.feature_bytes
 
     # --- between steps ----------------------------------------------------------------------------
 

@@ -44,6 +44,15 @@ MAX_LOGITS_BYTES = 1 << 30
 LOGIT_BYTES = 4
 
 
+class NoDraft:
+    """What runners ask of a draft model, for an engine without one."""
+
+    layer_names: Sequence[str] = ()
+    reads_aux = False
+    aux_layers: tuple[int, ...] | None = None
+    shift = 0
+
+
 class DraftModel:
     """Loads the draft model, by path or hub id, and runs it over rows of the current batch.
 

@@ -53,7 +53,7 @@ class GraphModelRunner(CPUModelRunner):
         self.step: VerifyStep | None = None
         self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
         self.drafter.bind(self)
-        self.use_aux_hidden_state_outputs = self.speculation.reads_aux
+        self.use_aux_hidden_state_outputs = self.speculation.draft_model.reads_aux
         self.all_rows = torch.arange(self.max_num_tokens)
         self.idle_runs = itertools.count()
         tell_of_processors(self.input_batch.logitsprocs)
@@ -67,7 +67,7 @@ class GraphModelRunner(CPUModelRunner):
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         # Upstream reads them from the speculative config, which has no draft model here.
-        return self.speculation.aux_layers
+        return self.speculation.draft_model.aux_layers
 
     def warming_up_model(self) -> None:
         super().warming_up_model()
@@ -83,7 +83,7 @@ class GraphModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         group = self.kv_cache_config.kv_cache_groups[0]
         layers = self.compilation_config.static_forward_context
-        self.target_kv = target_kv_of(layers, group.layer_names, self.speculation.layer_names)
+        self.target_kv = target_kv_of(layers, group.layer_names, self.speculation.draft_model.layer_names)
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
@@ -182,7 +182,7 @@ class GraphModelRunner(CPUModelRunner):
         with no_rows_left(self.step is not None and self.step.batch_starts is not None):
             attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
-            draft_layers = set(self.speculation.layer_names)
+            draft_layers = set(self.speculation.draft_model.layer_names)
             self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
             check_attached(self.target_kv.names, attn_metadata)
         elif self.step is not None and self.step.drafted:

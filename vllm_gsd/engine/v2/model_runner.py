@@ -63,10 +63,11 @@ class GraphModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target; the worker then calls ``load_draft``."""
-        self.use_aux_hidden_state_outputs = self.speculation.reads_aux
+        draft = self.speculation.draft_model
+        self.use_aux_hidden_state_outputs = draft.reads_aux
         super().load_model(*args, **kwargs)
-        if (layers := self.speculation.aux_layers) is not None:  # upstream has set those of the target's model class
-            self.model.set_aux_hidden_state_layers(layers)
+        if draft.aux_layers is not None:  # upstream has set those of the target's model class
+            self.model.set_aux_hidden_state_layers(draft.aux_layers)
 
     def load_draft(self) -> None:
         """Load the draft, then install our sampler and the tree mask."""
@@ -90,7 +91,7 @@ class GraphModelRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = self.compilation_config.static_forward_context
-        self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
+        self.target_kv = target_kv_of(layers, names, self.speculation.draft_model.layer_names)
         assert self.cudagraph_manager is not None
         instances.wrap(self.cudagraph_manager, "dispatch", self._dispatch_and_count)
         pool = nullcontext() if is_profiling else self.features_pool()
@@ -250,7 +251,7 @@ class GraphModelRunner(GPUModelRunner):
     ) -> dict[str, Any]:
         """Add the tree mask to the metadata of ``ModelState.prepare_attn``."""
         metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
-        draft_layers, step = set(self.speculation.layer_names), self.step
+        draft_layers, step = set(self.speculation.draft_model.layer_names), self.step
         full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
         # vLLM's kernel attends full graphs of one row a request, unless rows must not depend on the batch.
         single = input_batch.num_tokens_after_padding == input_batch.num_reqs_after_padding

@@ -366,7 +366,7 @@ class GraphSpeculator(BaseSpeculator):
         # The draft processes prompts together with the target, unless drafting does not pay.
         due = np.where(drafted | (~batch.sampled & speculation.planner.drafts_pay()), due, 0)
         # The device catches up on a step's tokens; it drafts from the last one, which must be left to it.
-        behind = drafted & ~prompts & (missed > 1 + self.num_rows + speculation.shift)
+        behind = drafted & ~prompts & (missed > 1 + self.num_rows + speculation.draft_model.shift)
         due = np.where(behind, batch.length - 1, due)
         (reads,) = due.nonzero()
         if len(reads):
