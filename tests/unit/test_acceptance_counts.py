@@ -51,7 +51,7 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
 def test_a_session_of_streaming_input_is_one_request():
     """Its first chunk uses graphs; all others opt out, and the last one requests more tokens."""
     speculation = Speculation.__new__(Speculation)
-    speculation.stats, speculation.known, speculation.recorder = GraphStats(), {}, None
+    speculation.stats, speculation.admitted, speculation.recorder = GraphStats(), {}, None
     chunks = [SimpleNamespace(req_id="a", sampling_params=SamplingParams(max_tokens=3))]
     for most in (3, 3, 9):
         params = SamplingParams(max_tokens=most, extra_args={"gsd": False})
@@ -60,4 +60,4 @@ def test_a_session_of_streaming_input_is_one_request():
     for chunk in chunks[1:]:
         speculation.admit_again(chunk)
         assert not speculation.uses_graph(chunk)
-    assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.known == {"a": (False, False, 9)}
+    assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.admitted == {"a": (False, False, 9)}

@@ -30,7 +30,7 @@ def new_speculation() -> Speculation:
     speculation.copies, speculation.num_nodes, speculation.max_model_len = Copies(CONFIG, NODES), NODES, 10**6
     speculation.graphs = new_graphs(1, 200)
     speculation.trees, speculation.grammar_trees = {}, {}
-    speculation.known = {"a": (True, False, 10**6)}
+    speculation.admitted = {"a": (True, False, 10**6)}
     speculation.drafter = speculation.draft_kv = speculation.recorder = None
     return speculation
 

@@ -49,11 +49,11 @@ def new_speculation(planner: Planner) -> Speculation:
     """The host's part of speculation, without a real drafter."""
     speculation = Speculation.__new__(Speculation)
     speculation.config, speculation.planner, speculation.stats = CONFIG, planner, GraphStats()
-    speculation.trees, speculation.known, speculation.grammar_trees = {}, {}, {}
+    speculation.trees, speculation.admitted, speculation.grammar_trees = {}, {}, {}
     speculation.trust, speculation.recorder, speculation.draft_kv = SourceTrust(), None, object()
     speculation.num_nodes, speculation.max_model_len, speculation.most_missed = NODES, 10**6, 100
     speculation.copies = Copies(CONFIG, NODES)
-    speculation.known = {str(slot): (True, False, 10**6) for slot in range(SLOTS)}
+    speculation.admitted = {str(slot): (True, False, 10**6) for slot in range(SLOTS)}
     return speculation
 
 

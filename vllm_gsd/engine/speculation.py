@@ -62,7 +62,7 @@ class Speculation:
         self.draft_kv: DraftKVTracker | None = None
         self.trees: dict[str, FlatTree] = {}  # proposed, not yet verified
         self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not yet sent to the scheduler
-        self.known: dict[str, tuple[bool, bool, int]] = {}  # results of ``_admit`` by request
+        self.admitted: dict[str, tuple[bool, bool, int]] = {}  # results of ``_admit`` by request
         self.max_model_len = vllm_config.model_config.max_model_len
         self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         nodes = self.config.num_speculative_tokens
@@ -135,7 +135,7 @@ class Speculation:
             self.stats.counts["cudagraphs_captured"] = captured
         self.planner.forget()
         self.trust = SourceTrust()
-        self.trees, self.grammar_trees, self.known = {}, {}, {}
+        self.trees, self.grammar_trees, self.admitted = {}, {}, {}
         self.copies.clear()
         if self.draft_kv is not None:
             self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.draft_model.shift)
@@ -164,7 +164,7 @@ class Speculation:
     def forget(self, request_ids: Collection[str]) -> None:
         self.drop(request_ids)
         for request_id in request_ids:
-            self.known.pop(request_id, None)
+            self.admitted.pop(request_id, None)
             self.trust.forget(request_id)
         if self.recorder is not None:
             self.recorder.forget(request_ids)
@@ -209,7 +209,7 @@ class Speculation:
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
-        tables: list[Sized] = [self.trees, self.grammar_trees, self.known, self.trust.seen, *self.copies.tables()]
+        tables: list[Sized] = [self.trees, self.grammar_trees, self.admitted, self.trust.seen, *self.copies.tables()]
         if self.draft_kv is not None:
             tables += [self.draft_kv.blocks, self.draft_kv.length]
         if self.recorder is not None:
@@ -400,7 +400,7 @@ class Speculation:
 
     def uses_graph(self, request: Any) -> bool:
         """Whether a request, given as its runner's record, uses graph speculation. Counts a new one that does not."""
-        return (self.known.get(request.req_id) or self._admit(request.req_id, request))[0]
+        return (self.admitted.get(request.req_id) or self._admit(request.req_id, request))[0]
 
     def _request_limits(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The limits of each request's graph.
@@ -411,7 +411,7 @@ class Speculation:
             leaves room for the bonus token.
         """
         requests = zip(batch.request_ids, batch.requests, strict=True)
-        rows = [self.known.get(i) or self._admit(i, request) for i, request in requests]
+        rows = [self.admitted.get(i) or self._admit(i, request) for i, request in requests]
         speculates, grammar, limits = np.array(rows, np.int64).reshape(-1, 3).T
         max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
         return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
@@ -427,15 +427,15 @@ class Speculation:
             whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
         """
         reason = fallback_reason(request)
-        had_graph, *_ = self.known.get(request_id, (True,))
+        had_graph, *_ = self.admitted.get(request_id, (True,))
         if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1
         if self.recorder is not None:
             self.recorder.admit(request_id, request)
         most = request.sampling_params.max_tokens
         grammar = reason is None and has_grammar(request)
-        self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
-        return known
+        self.admitted[request_id] = admitted = reason is None, grammar, self.max_model_len if most is None else most
+        return admitted
 
 
 def fallback_reason(request: Any) -> str | None:

@@ -326,15 +326,15 @@ class GraphSpeculator(BaseSpeculator):
             ends = input_batch.prefill_len_np[places]
             # Nothing is drafted for an answer's first token and its last.
             due = speculates & prompts & (batch.sampled | (self.ends[slots] > ends + 2))
-            known = np.where(due, np.minimum(batch.length, ends), 0)
-            draft_length = self._catch_up(batch, kinds, prompts, known, missed)
+            due = np.where(due, np.minimum(batch.length, ends), 0)
+            draft_length = self._catch_up(batch, kinds, prompts, due, missed)
         if self.plan.active and not kinds.any():
             self.proposals.drop(slots)
             return
         trust, words = speculation.trust.of(batch.request_ids), self.drafting.tree_words
         if self.plan.phase.alone:  # the planner learns from graphs without copies only
             leave_out_copies(trust, kinds == DRAFTED)
-        known_batch = KnownBatch(
+        known = KnownBatch(
             slots=slots,
             wanted=kinds,
             draft_length=draft_length,
@@ -344,7 +344,7 @@ class GraphSpeculator(BaseSpeculator):
             factor=speculation.planner.calibration.factor,
             suggested=speculation.copies.packed(batch, kinds != NO_GRAPH, trust, words),
         )
-        self.drafting.propose(known_batch, batch.block_table, self.plan.phase.levels)
+        self.drafting.propose(known, batch.block_table, self.plan.phase.levels)
         self.proposals.fresh[slots] = True
 
     def _catch_up(
@@ -374,8 +374,8 @@ class GraphSpeculator(BaseSpeculator):
             left_out = np.setdiff1d(reads, reads[within_reach(missed, speculation.most_missed)])
             due[left_out], behind[left_out] = 0, False
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(prompts))
-        known = speculation.draft_kv.lengths(batch.request_ids)
-        return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], known, -1)
+        done = speculation.draft_kv.lengths(batch.request_ids)
+        return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], done, -1)
 
     def batch(self, input_batch: InputBatch, places: np.ndarray) -> DraftBatch:
         """Some requests as the host knows them; ``length`` may lag behind the device for those that got tokens."""
@@ -429,8 +429,10 @@ class GraphSpeculator(BaseSpeculator):
             self.learn()
             return
         plan, fresh = self.plan, self.proposals.fresh[slots]
-        known = self.tenants[slots], step.sizes, step.batch_ends, fresh, plan.kinds[slots], plan.phase
-        label = Verified(input_batch.req_ids, slots, *known)
+        label = Verified(
+            input_batch.req_ids, slots, self.tenants[slots], step.sizes, step.batch_ends, fresh, plan.kinds[slots],
+            plan.phase,
+        )  # fmt: skip
         assert self.drafting is not None
         tensors = {
             "ends": ends,
