@@ -58,6 +58,6 @@ def test_a_session_of_streaming_input_is_one_request():
         chunks.append(SimpleNamespace(req_id="a", sampling_params=params))
     assert speculation.uses_graph(chunks[0])
     for chunk in chunks[1:]:
-        speculation.admit_again(chunk)
+        speculation.admit(chunk)
         assert not speculation.uses_graph(chunk)
     assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.admitted == {"a": (False, False, 9)}

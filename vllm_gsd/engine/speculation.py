@@ -62,7 +62,7 @@ class Speculation:
         self.draft_kv: DraftKVTracker | None = None
         self.trees: dict[str, FlatTree] = {}  # proposed, not yet verified
         self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not yet sent to the scheduler
-        self.admitted: dict[str, tuple[bool, bool, int]] = {}  # results of ``_admit`` by request
+        self.admitted: dict[str, tuple[bool, bool, int]] = {}  # results of ``admit`` by request
         self.max_model_len = vllm_config.model_config.max_model_len
         self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         nodes = self.config.num_speculative_tokens
@@ -168,10 +168,6 @@ class Speculation:
             self.trust.forget(request_id)
         if self.recorder is not None:
             self.recorder.forget(request_ids)
-
-    def admit_again(self, request: Any) -> None:
-        """Learn the new parameters of a request, given as its runner's record: a chunk of a streaming-input session."""
-        self._admit(request.req_id, request)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the proposed trees of these requests, which will not be verified."""
@@ -400,7 +396,7 @@ class Speculation:
 
     def uses_graph(self, request: Any) -> bool:
         """Whether a request, given as its runner's record, uses graph speculation. Counts a new one that does not."""
-        return (self.admitted.get(request.req_id) or self._admit(request.req_id, request))[0]
+        return (self.admitted.get(request.req_id) or self.admit(request))[0]
 
     def _request_limits(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The limits of each request's graph.
@@ -411,7 +407,7 @@ class Speculation:
             leaves room for the bonus token.
         """
         requests = zip(batch.request_ids, batch.requests, strict=True)
-        rows = [self.admitted.get(i) or self._admit(i, request) for i, request in requests]
+        rows = [self.admitted.get(i) or self.admit(request) for i, request in requests]
         speculates, grammar, limits = np.array(rows, np.int64).reshape(-1, 3).T
         max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
         return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
@@ -420,13 +416,18 @@ class Speculation:
         """Whether the steps of a request, given as its runner's record, are recorded. All ranks agree."""
         return self.config.trace is not None and wire.asks_for_trace(request.sampling_params)
 
-    def _admit(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
+    def admit(self, request: Any) -> tuple[bool, bool, int]:
         """Count a new request without a graph, record one that asks for it, and keep what is constant for a request.
+
+        A further chunk of a streaming-input session has new parameters, so its request is admitted again.
+
+        Args:
+            request: its runner's record.
 
         Returns:
             whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
         """
-        reason = fallback_reason(request)
+        request_id, reason = request.req_id, fallback_reason(request)
         had_graph, *_ = self.admitted.get(request_id, (True,))
         if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1

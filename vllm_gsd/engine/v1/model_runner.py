@@ -26,7 +26,7 @@ from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v1.processors import tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
 from vllm_gsd.engine.verify.draft_tree import FlatTree, Paths
-from vllm_gsd.engine.verify.step import VerifyStep, check_attached, lay_out
+from vllm_gsd.engine.verify.step import TargetLayers, VerifyStep, check_attached, lay_out
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.host import kv_moves
 from vllm_gsd.upstream import wire
@@ -115,7 +115,7 @@ class GraphModelRunner(CPUModelRunner):
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
         request = super()._update_streaming_request(req_id, new_req_data)
-        self.speculation.admit_again(request)
+        self.speculation.admit(request)
         return request
 
     def _prepare_inputs(
@@ -182,8 +182,8 @@ class GraphModelRunner(CPUModelRunner):
         with no_rows_left(self.step is not None and self.step.batch_starts is not None):
             attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
-            draft_layers = set(self.speculation.draft_model.layer_names)
-            self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
+            layers = TargetLayers(self.attn_groups[0], self.speculation.draft_model.layer_names, attn_metadata)
+            self.step.attach_tree_rows(layers, common)
             check_attached(self.target_kv.names, attn_metadata)
         elif self.step is not None and self.step.drafted:
             for name in self.target_kv.names:

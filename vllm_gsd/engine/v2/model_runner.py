@@ -35,7 +35,7 @@ from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
 from vllm_gsd.engine.v2.whole_graphs import whole_graphs
-from vllm_gsd.engine.verify.step import attach_to, check_attached
+from vllm_gsd.engine.verify.step import TargetLayers, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.upstream import instances, wire
@@ -251,7 +251,7 @@ class GraphModelRunner(GPUModelRunner):
     ) -> dict[str, Any]:
         """Add the tree mask to the metadata of ``ModelState.prepare_attn``."""
         metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
-        draft_layers, step = set(self.speculation.draft_model.layer_names), self.step
+        step, layers = self.step, TargetLayers(attn_groups[0], self.speculation.draft_model.layer_names, metadata)
         full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
         # vLLM's kernel attends full graphs of one row a request, unless rows must not depend on the batch.
         single = input_batch.num_tokens_after_padding == input_batch.num_reqs_after_padding
@@ -265,11 +265,10 @@ class GraphModelRunner(GPUModelRunner):
             if full:
                 num_requests, num_rows = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
             inputs = input_batch.query_start_loc, input_batch.positions, block_tables[0]
-            rows = self.row_buffers.rows(num_requests, num_rows, *inputs)
-            attach_to(rows, attn_groups[0], draft_layers, metadata)
+            layers.attach(self.row_buffers.rows(num_requests, num_rows, *inputs))
         elif graphs is not None:
             common = _common(input_batch, block_tables[0], slot_mappings[0])
-            graphs.attach_tree_rows(self.row_buffers, attn_groups[0], draft_layers, metadata, common)
+            graphs.attach_tree_rows(self.row_buffers, layers, common)
         if full or graphs is not None:
             check_attached(self.target_kv.names, metadata)
         return metadata

@@ -134,7 +134,7 @@ class GraphSpeculator(BaseSpeculator):
         """Start or resume a request in a slot."""
         former = self.requests.get(request.req_id)
         if former is not None and former.sampling_params != request.sampling_params:
-            self.speculation.admit_again(request)
+            self.speculation.admit(request)
             if self.grammars is not None:
                 self.grammars.forget([request.req_id])
         self.requests[request.req_id] = request
