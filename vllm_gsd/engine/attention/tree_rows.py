@@ -16,7 +16,7 @@ from vllm_gsd.ops.attention.rows import AttendingRows
 class TreeRows(AttendingRows):
     """The rows of one forward pass that our kernels serve. Those of the target are nodes only, but on CPUs."""
 
-    rows: torch.Tensor | None  # int64 [num_rows], rows of the batch; None if they are all its rows
+    rows: torch.Tensor | None = None  # int64 [num_rows], rows of the batch; None if they are all its rows
     # The other rows of the batch, int64, and upstream's metadata for them; None if there are none.
     plain_rows: torch.Tensor | None = None
     plain_metadata: Any = None
@@ -98,4 +98,4 @@ def causal_rows(
         block_table: int32 [num_requests, max_blocks]; positions: int64 [num_rows].
     """
     no_bits = torch.empty((len(positions), 0), dtype=torch.int64, device=positions.device)
-    return TreeRows(query_start_loc, seq_lens, block_table, positions, no_bits, rows=None)
+    return TreeRows(query_start_loc, seq_lens, block_table, positions, no_bits)

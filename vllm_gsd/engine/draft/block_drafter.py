@@ -134,7 +134,6 @@ class BlockDrafter(Drafter):
             block_table=batch.block_table[to_device(chosen)],
             positions=to_device(positions),
             mask=to_device(np.tile(seen, count)[:, None]),
-            rows=None,
             max_rows=rows,
         )
         self.planner.caught_up(count * rows)

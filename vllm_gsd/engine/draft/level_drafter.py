@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gsd.engine.observe.recorder import Recorder
+
+
+class _Growing(NamedTuple):
+    """Graphs that grow level by level."""
+
+    graphs: GraphBatch
+    frontier: np.ndarray  # int32 [num_graphs, num_nodes], the nodes that the draft runs next or has just run
+    frontier_len: np.ndarray  # int32 [num_graphs]
+    slots: DraftSlots
+    requests: GraphRequests
+    length: np.ndarray  # int64 [num_graphs], tokens of each text, as the draft counts them
+    block_table: torch.Tensor  # int32 [num_graphs, max_blocks]
+    merge_ngram: np.ndarray  # int32 [num_graphs]; 0 for graphs whose nodes do not merge
 
 
 class LevelDrafter(Drafter):
@@ -143,9 +156,8 @@ class LevelDrafter(Drafter):
         """See ``Drafter``; another level is drafted while it is expected to pay."""
         batch, length = requests.batch, requests.length - self.model.shift
         count = len(length)
-        frontier = self.frontier[:count]
+        frontier, frontier_len = self.frontier[:count], drafted.astype(np.int32)
         frontier[:, 0] = 0
-        frontier_len = drafted.astype(np.int32)
         slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
         slots.used[:] = 0
         block_table = batch.block_table
@@ -156,10 +168,11 @@ class LevelDrafter(Drafter):
         merge_ngram = np.full(count, self.config.merge_ngram, np.int32)
         merge_ngram[requests.trust[:, MERGED] < OFF_BELOW] = 0
         theta_prob = np.float32(self.config.theta_prob)
+        growing = _Growing(graphs, frontier, frontier_len, slots, requests, length, block_table, merge_ngram)
         self.node_rows[drafted.nonzero()[0], 0] = np.arange(len(hidden))
         for level in range(1, self.config.max_depth + 1):
             first_new = graphs.size.copy()
-            self._add_children(graphs, frontier, frontier_len, hidden, requests.num_nodes, merge_ngram)
+            self._add_children(growing, hidden)
             if level == self.config.max_depth:
                 break
             room_left = (room - slots.used) * (deepest > level)
@@ -169,45 +182,26 @@ class LevelDrafter(Drafter):
             if size == 0:
                 break
             keep_best(frontier, frontier_len, chances, size)
-            hidden = self._run_level(
-                graphs, slots, frontier, frontier_len, length, block_table, batch.block_size, hidden
-            )
+            hidden = self._run_level(growing, hidden)
 
-    def _add_children(
-        self,
-        graphs: GraphBatch,
-        frontier: np.ndarray,
-        frontier_len: np.ndarray,
-        hidden: torch.Tensor,
-        num_nodes: np.ndarray,
-        merge_ngram: np.ndarray,
-    ) -> None:
+    def _add_children(self, growing: _Growing, hidden: torch.Tensor) -> None:
         """Add the draft's candidates below the frontier nodes, whose hidden states are [rows, hidden]."""
+        graphs, frontier, frontier_len, *_ = growing
         probs, tokens = self.model.candidates(hidden, self.config.top_k)
         self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, 0] == 0))
         self.planner.drafted(probs)
-        added, merged, pruned = add_candidates(
-            graphs, frontier, frontier_len, tokens, probs, num_nodes, self.config.theta_sib, merge_ngram
-        )
+        limits = growing.requests.num_nodes, self.config.theta_sib, growing.merge_ngram
+        added, merged, pruned = add_candidates(graphs, frontier, frontier_len, tokens, probs, *limits)
         if self.recorder is not None:
             self.recorder.level(frontier, frontier_len, tokens, probs)
         self.stats.counts.update(nodes_added=added, nodes_merged=merged, nodes_pruned=pruned)
 
-    def _run_level(
-        self,
-        graphs: GraphBatch,
-        slots: DraftSlots,
-        frontier: np.ndarray,
-        frontier_len: np.ndarray,
-        length: np.ndarray,
-        block_table: torch.Tensor,
-        block_size: int,
-        hidden: torch.Tensor,
-    ) -> torch.Tensor:
+    def _run_level(self, growing: _Growing, hidden: torch.Tensor) -> torch.Tensor:
         """Run the draft over the frontier nodes of all requests; returns hidden states [rows, hidden].
 
         ``hidden`` are those of the level before, which contain the nodes' parents.
         """
+        graphs, frontier, frontier_len, slots, requests, length, block_table, _ = growing
         num_rows = int(frontier_len.sum())
         token = np.empty(num_rows, np.int64)
         depth, slot = np.empty((2, num_rows), np.int32)
@@ -227,12 +221,11 @@ class LevelDrafter(Drafter):
             block_table=block_table,
             positions=to_device(positions),
             mask=to_device(mask),
-            rows=None,
             max_rows=frontier.shape[1],
         )
         self.ran(num_rows)
         self.stats.counts["draft_nodes"] += num_rows
-        flat_slots = slots_of(block_table, request_of_row, base + slot, block_size)
+        flat_slots = slots_of(block_table, request_of_row, base + slot, requests.batch.block_size)
         return self.model.run_rows(self.model.tokens(token), flat_slots, tree, features)
 
 

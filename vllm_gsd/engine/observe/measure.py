@@ -107,7 +107,6 @@ def _attention(runner: GraphModelRunner, num_rows: int, context: int) -> Callabl
         block_table=(torch.arange(num_blocks, dtype=torch.int32) % layer.kv_cache.shape[0])[None],
         positions=torch.full((num_rows,), context, dtype=torch.int64),
         mask=torch.ones((num_rows, -(-num_rows // 64)), dtype=torch.int64),
-        rows=None,
     )
     query = torch.zeros((num_rows, layer.num_heads, layer.head_size), dtype=layer.kv_cache.dtype)
     return partial(layer.impl._tree, layer, query, layer.kv_cache, tree, torch.empty_like(query))

@@ -232,7 +232,7 @@ class DeviceDrafting:
         """How the rows of a forward attend. Requests without rows read no KV, because they may have no blocks."""
         count = len(rows.prefix)
         starts = torch.arange(count + 1, dtype=torch.int32, device=self.device) * width
-        return TreeRows(starts, rows.prefix, self.block_table[:count], rows.position, rows.mask, None, max_rows=width)
+        return TreeRows(starts, rows.prefix, self.block_table[:count], rows.position, rows.mask, max_rows=width)
 
     @torch.inference_mode()
     def draft(self, count: int, levels: int) -> None:

@@ -63,7 +63,6 @@ class RowBuffers:
             block_table=block_table[:num_requests],
             positions=positions[:num_rows],
             mask=self.mask[:num_rows],
-            rows=None,
             max_rows=self.rows_per_request,
         )
 

@@ -102,7 +102,6 @@ class VerifyStep:
             prefix_lens=torch.from_numpy(prefix.astype(np.int32)),
             positions=positions[:num_rows],
             mask=torch.from_numpy(masks),
-            rows=None,
         )
 
 
