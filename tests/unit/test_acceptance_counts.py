@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import GraphAsyncScheduler, GraphScheduling
 from vllm_gsd.engine.speculation import Speculation
@@ -51,7 +52,8 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
 def test_a_session_of_streaming_input_is_one_request():
     """Its first chunk uses graphs; all others opt out, and the last one requests more tokens."""
     speculation = Speculation.__new__(Speculation)
-    speculation.stats, speculation.admitted, speculation.recorder = GraphStats(), {}, None
+    speculation.stats, speculation.admitted = GraphStats(), {}
+    speculation.recorder = Recorder(None, None, None, speculation.stats)
     chunks = [SimpleNamespace(req_id="a", sampling_params=SamplingParams(max_tokens=3))]
     for most in (3, 3, 9):
         params = SamplingParams(max_tokens=most, extra_args={"gsd": False})

@@ -72,15 +72,13 @@ class Speculation:
         self.trust = SourceTrust()
         self.copies = Copies(self.config, self.num_nodes)
         self.most_missed = 1 + max(MOST_MISSED, vllm_config.scheduler_config.max_num_batched_tokens)
+        self.recorder = recorder_of(vllm_config, config, self.stats)
         self.drafter: Drafter | None = None
         if self.config.model is not None:
             common = vllm_config, self.config, self.stats, self.planner
             block = kind_of_draft(vllm_config, self.config.model) in BLOCK_KINDS
-            self.drafter = BlockDrafter(*common) if block else LevelDrafter(*common, capacity)
+            self.drafter = BlockDrafter(*common) if block else LevelDrafter(*common, capacity, self.recorder)
         self.draft_model: DraftModel | NoDraft = NoDraft() if self.drafter is None else self.drafter.model
-        self.recorder = recorder_of(vllm_config, self.stats)  # None unless the config allows traces
-        if isinstance(self.drafter, LevelDrafter):  # drafts of whole blocks have no levels to record
-            self.drafter.recorder = self.recorder
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -166,8 +164,7 @@ class Speculation:
         for request_id in request_ids:
             self.admitted.pop(request_id, None)
             self.trust.forget(request_id)
-        if self.recorder is not None:
-            self.recorder.forget(request_ids)
+        self.recorder.forget(request_ids)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the proposed trees of these requests, which will not be verified."""
@@ -180,8 +177,7 @@ class Speculation:
         has_tree = emitting & step.has_tree
         rows = step.trees.parent, step.trees.starts, paths.last, has_tree, step.depth, step.source, step.survival
         seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
-        if self.recorder is not None:
-            self.recorder.verified(request_ids, step, paths.last, has_tree)
+        self.recorder.verified(request_ids, step, paths.last, has_tree)
         counts = self.stats.counts
         total = seen.tolist()
         counts["target_steps"] += int(np.count_nonzero(emitting))
@@ -205,12 +201,10 @@ class Speculation:
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
-        tables: list[Sized] = [self.trees, self.grammar_trees, self.admitted, self.trust.seen, *self.copies.tables()]
+        tables: list[Sized] = [self.trees, self.grammar_trees, self.admitted, self.trust.seen, self.recorder.traced]
         if self.draft_kv is not None:
             tables += [self.draft_kv.blocks, self.draft_kv.length]
-        if self.recorder is not None:
-            tables.append(self.recorder.traced)
-        return tables
+        return [*tables, *self.copies.tables()]
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
         """Statistics since the last call, and the current state. The runner passes its own tables keyed by request."""
@@ -232,8 +226,7 @@ class Speculation:
         self.drop(request_ids)
         self.grammar_trees = {}  # the scheduler takes them from one rank only
         speculates, grammar, max_depth = self._request_limits(batch)
-        if self.recorder is not None:
-            self.recorder.begin(batch)
+        self.recorder.begin(batch)
         wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
@@ -260,8 +253,7 @@ class Speculation:
         for index in (wanted & grammar).nonzero()[0].tolist():
             if request_ids[index] not in self.grammar_trees:  # the grammar may still force nodes
                 self._offer_to_grammar(request_ids[index], NO_NODES, 0, int(max_depth[index]))
-        if self.recorder is not None:
-            self.recorder.proposed(self.planner, self.drafter is not None)
+        self.recorder.proposed(self.planner, self.drafter is not None)
         return proposals
 
     def _graph_requests(
@@ -372,8 +364,7 @@ class Speculation:
         graphs = GraphBatch(*(array[:count] for array in self.graphs))
         batch = requests.batch
         reset_all(graphs, batch.token_ids, batch.token_rows[requests.index], requests.length)
-        if self.recorder is not None:
-            self.recorder.grows(requests)
+        self.recorder.grows(requests)
         if self.drafter is not None and drafted is not None:
             assert hidden is not None
             self.drafter.grow(graphs, drafted, hidden, requests)
@@ -381,8 +372,7 @@ class Speculation:
         if drafted is None and (graphs.size <= 1).all():
             return None
         trees = flatten(graphs, requests.num_nodes, requests.max_depth, self.planner.calibration.factor, requests.trust)
-        if self.recorder is not None:
-            self.recorder.drafted(graphs, trees, self.num_nodes)
+        self.recorder.drafted(graphs, trees, self.num_nodes)
         return trees
 
     def take_grammar_trees(self) -> dict[str, ProposedTree]:
@@ -431,8 +421,7 @@ class Speculation:
         had_graph, *_ = self.admitted.get(request_id, (True,))
         if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1
-        if self.recorder is not None:
-            self.recorder.admit(request_id, request)
+        self.recorder.admit(request_id, request)
         most = request.sampling_params.max_tokens
         grammar = reason is None and has_grammar(request)
         self.admitted[request_id] = admitted = reason is None, grammar, self.max_model_len if most is None else most

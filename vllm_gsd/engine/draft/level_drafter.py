@@ -57,10 +57,18 @@ class LevelDrafter(Drafter):
     """Grows graphs of at most ``capacity`` nodes. EAGLE drafts read the target's hidden states, ``features``."""
 
     features: Features | None = None
-    recorder: Recorder | None = None  # set by ``Speculation``
 
-    def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, capacity: int):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: GSDConfig,
+        stats: GraphStats,
+        planner: Planner,
+        capacity: int,
+        recorder: Recorder,
+    ):
         super().__init__(vllm_config, config, stats, planner, config.draft_vocab_size)
+        self.recorder = recorder
         self.masks_chains = serves_chains(vllm_config, self.model.device, self.model.model_config)
         self.max_slots = draft_kv_slots(config)
         num_requests = vllm_config.scheduler_config.max_num_seqs
@@ -192,8 +200,7 @@ class LevelDrafter(Drafter):
         self.planner.drafted(probs)
         limits = growing.requests.num_nodes, self.config.theta_sib, growing.merge_ngram
         added, merged, pruned = add_candidates(graphs, frontier, frontier_len, tokens, probs, *limits)
-        if self.recorder is not None:
-            self.recorder.level(frontier, frontier_len, tokens, probs)
+        self.recorder.level(frontier, frontier_len, tokens, probs)
         self.stats.counts.update(nodes_added=added, nodes_merged=merged, nodes_pruned=pruned)
 
     def _run_level(self, growing: _Growing, hidden: torch.Tensor) -> torch.Tensor:
