@@ -62,6 +62,8 @@ class GraphSpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None  # nodes are chosen rather than sampled
+    drafting: DeviceDrafting  # set by ``prepare``, as is the plan
+    plan: Plan
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.speculation = Speculation(vllm_config)
@@ -81,7 +83,6 @@ class GraphSpeculator(BaseSpeculator):
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
         self.grammars: WorkerGrammars | None = None  # from the first request with structured output on
         self.block_tables: BlockTables | None = None
-        self.drafting: DeviceDrafting | None = None
         self.proposals = Proposals(num_slots, self.num_rows, device)
         # Ranks that learned at different times would draft different graphs.
         self.late = LateCopies(device, in_step=vllm_config.parallel_config.tensor_parallel_size > 1)
@@ -97,7 +98,6 @@ class GraphSpeculator(BaseSpeculator):
     def bind(self, block_tables: BlockTables | None) -> None:
         """Use V2's block tables; None releases them."""
         self.block_tables = block_tables
-        assert self.drafting is not None
         if block_tables is None:
             self.drafting.unbind()
         else:
@@ -112,7 +112,6 @@ class GraphSpeculator(BaseSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepare CUDA graphs of the draft phase, if possible."""
         drafting = self.drafting
-        assert drafting is not None
         self.draft_graphs = None
         if cudagraph_mode.has_full_cudagraphs():  # whole forwards can be replayed, those of attention included
             self.draft_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
@@ -257,7 +256,6 @@ class GraphSpeculator(BaseSpeculator):
             hidden: [n, hidden], the target's hidden states of the longest step.
             aux: of each layer that the draft reads, [>= n, hidden]; None if it reads none.
         """
-        assert self.drafting is not None
         count, longest = self.texts.tokens.shape
         slots, whole = np.arange(count), np.full(count, longest, np.int64)
         known = KnownBatch(
@@ -279,7 +277,6 @@ class GraphSpeculator(BaseSpeculator):
 
     def forget_warm_up(self) -> None:
         """Reset everything that was learned from vLLM's warm-up requests."""
-        assert self.drafting is not None
         self.learn(wait=True)
         self.texts.clear()
         self.drafting.reset()
@@ -318,7 +315,6 @@ class GraphSpeculator(BaseSpeculator):
             kinds: int64 [n], from ``Plan.choose``.
             speculates: bool [n], whether the request uses graph speculation; missed: int64 [n], from ``_missed``.
         """
-        assert self.drafting is not None
         speculation, slots = self.speculation, input_batch.idx_mapping_np[places]
         prompts = input_batch.is_prefilling_np[places]
         draft_length = np.full(len(slots), -1)
@@ -433,7 +429,6 @@ class GraphSpeculator(BaseSpeculator):
             input_batch.req_ids, slots, self.tenants[slots], step.sizes, step.batch_ends, fresh, plan.kinds[slots],
             plan.phase,
         )  # fmt: skip
-        assert self.drafting is not None
         tensors = {
             "ends": ends,
             "sampled": sampled,
