@@ -7,6 +7,7 @@ import torch
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import Copies
+from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.speculation import Speculation
@@ -32,7 +33,7 @@ def new_speculation() -> Speculation:
     speculation.graphs = new_graphs(1, 200)
     speculation.trees, speculation.grammar_trees = {}, {}
     speculation.admitted = {"a": (True, False, 10**6)}
-    speculation.drafter = speculation.draft_kv = None
+    speculation.drafter, speculation.draft_kv = None, DraftKVTracker(0, 1)
     speculation.recorder = Recorder(CONFIG, None, None, speculation.stats)
     return speculation
 

@@ -59,7 +59,7 @@ class Speculation:
         self.vllm_config = vllm_config
         self.config: GSDConfig = config
         self.stats = GraphStats()
-        self.draft_kv: DraftKVTracker | None = None
+        self.draft_kv = DraftKVTracker(0, 1)  # of no blocks, until there is a KV cache
         self.trees: dict[str, FlatTree] = {}  # proposed, not yet verified
         self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not yet sent to the scheduler
         self.admitted: dict[str, tuple[bool, bool, int]] = {}  # results of ``admit`` by request
@@ -121,7 +121,7 @@ class Speculation:
 
     def release_kv_cache(self) -> None:
         """Drop everything that refers to the KV cache. ``prepare`` is called again for the next cache."""
-        self.draft_kv = None
+        self.draft_kv = DraftKVTracker(0, 1)
         if self.drafter is not None:
             self.drafter.model.builders = []
             self.drafter.features = None
@@ -135,8 +135,7 @@ class Speculation:
         self.trust = SourceTrust()
         self.trees, self.grammar_trees, self.admitted = {}, {}, {}
         self.copies.clear()
-        if self.draft_kv is not None:
-            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.draft_model.shift)
+        self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.draft_model.shift)
 
     @property
     def features(self) -> Features | ContextKV | None:
@@ -201,10 +200,8 @@ class Speculation:
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
-        tables: list[Sized] = [self.trees, self.grammar_trees, self.admitted, self.trust.seen, self.recorder.traced]
-        if self.draft_kv is not None:
-            tables += [self.draft_kv.blocks, self.draft_kv.length]
-        return [*tables, *self.copies.tables()]
+        own: list[Sized] = [self.trees, self.grammar_trees, self.admitted, self.draft_kv.blocks, self.draft_kv.length]
+        return [*own, self.trust.seen, self.recorder.traced, *self.copies.tables()]
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
         """Statistics since the last call, and the current state. The runner passes its own tables keyed by request."""
@@ -232,7 +229,6 @@ class Speculation:
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
         trees, grown = self._grow(requests) if self.copies else None, np.zeros(len(requests.index), np.bool_)
         if self.drafter is not None:
-            assert self.draft_kv is not None
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
             drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)

@@ -107,7 +107,6 @@ class GraphModelRunner(CPUModelRunner):
     # --- one step ---------------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable | None:
-        assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
         self.speculation.copies.remember(wire.attached(scheduler_output, wire.SALTS, {}))

@@ -56,7 +56,6 @@ def _grow(speculator: GraphSpeculator, input_batch: InputBatch, places: np.ndarr
     for request, tree in zip(batch.requests, trees, strict=True):
         if has_grammar(request):
             speculator.parents[request.req_id] = tree.parent.tolist()
-    assert speculation.draft_kv is not None
     done = speculation.draft_kv.lengths(batch.request_ids)
     slots, done = send(speculator.device, batch.token_rows.astype(np.int64), done)
     speculator.drafting.draft_length[slots] = done

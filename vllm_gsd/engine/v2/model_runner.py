@@ -171,7 +171,6 @@ class GraphModelRunner(GPUModelRunner):
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Update running requests and their draft KV."""
         super().update_requests(scheduler_output)
-        assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
 
     def execute_model(

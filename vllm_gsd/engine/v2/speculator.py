@@ -293,11 +293,8 @@ class GraphSpeculator(BaseSpeculator):
 
     def _missed(self, batch: DraftBatch) -> np.ndarray | None:
         """Tokens of each request without draft KV, int64 [num_requests]; None without a draft model."""
-        drafter, tracker = self.speculation.drafter, self.speculation.draft_kv
-        if drafter is None:
-            return None
-        assert tracker is not None
-        return drafter.missed(tracker, batch.request_ids, batch.length)
+        drafter = self.speculation.drafter
+        return drafter and drafter.missed(self.speculation.draft_kv, batch.request_ids, batch.length)
 
     def _grow_on_device(
         self,
@@ -358,7 +355,7 @@ class GraphSpeculator(BaseSpeculator):
             int64 [num_requests], leading tokens with draft KV; -1 if only the device knows.
         """
         speculation, drafted = self.speculation, kinds == DRAFTED
-        assert speculation.drafter is not None and speculation.draft_kv is not None
+        assert speculation.drafter is not None
         # The draft processes prompts together with the target, unless drafting does not pay.
         due = np.where(drafted | (~batch.sampled & speculation.planner.drafts_pay()), due, 0)
         # The device catches up on a step's tokens; it drafts from the last one, which must be left to it.
@@ -467,7 +464,7 @@ class GraphSpeculator(BaseSpeculator):
             tracker = self.speculation.draft_kv
             for request in drafted:
                 request_id, length = label.request_ids[request], int(draft_length[request])
-                if tracker is not None and length > tracker.length.get(request_id, length):
+                if length > tracker.length.get(request_id, length):
                     tracker.advance(request_id, length)
             for request_id in set(label.request_ids) - self.requests.keys():
                 self.speculation.trust.forget(request_id)
