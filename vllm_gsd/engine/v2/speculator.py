@@ -294,7 +294,9 @@ class GraphSpeculator(BaseSpeculator):
     def _missed(self, batch: DraftBatch) -> np.ndarray | None:
         """Tokens of each request without draft KV, int64 [num_requests]; None without a draft model."""
         drafter = self.speculation.drafter
-        return drafter and drafter.missed(self.speculation.draft_kv, batch.request_ids, batch.length)
+        if drafter is None:
+            return None
+        return drafter.missed(self.speculation.draft_kv, batch.request_ids, batch.length)
 
     def _grow_on_device(
         self,

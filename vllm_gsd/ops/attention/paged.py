@@ -65,7 +65,7 @@ def paged_tree_attention(
     """
     inputs = (query, key_cache, value_cache, rows)
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-    check_inputs(output, *inputs, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
+    check_inputs(output, query, key_cache, value_cache, rows, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
     require_triton("paged_tree_attention", query)
     num_reqs, group = len(rows.query_start_loc) - 1, query.shape[1] // key_cache.shape[2]
     max_rows = max_rows or len(query)
