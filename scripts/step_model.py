@@ -9,6 +9,7 @@ H200 have been compared with what it predicts (``gpus.COMPARED``).
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import numpy as np
 from gpu_e2e_plan import eagle_head, llama
 
+from vllm_gsd.tools.inspect.trace import read_traces
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted, level_rows
 from vllm_gsd.tools.plan.gpus import ARITHMETIC, BANDWIDTH, COMPARED, GPUS, LEVEL_MS, STEP_MS
 from vllm_gsd.tools.plan.model import Form, Workload
 from vllm_gsd.tools.plan.shapes import Shapes, shapes_of
-from vllm_gsd.tools.plan.trace import children, observed
+from vllm_gsd.tools.plan.trace import observed
 
 # Milliseconds that a decode step with graphs adds beside its forwards: about 45 launches outside CUDA graphs
 # (``scripts/count_launches``) of 4 microseconds each.
@@ -114,6 +116,26 @@ def reduced(trace: Path) -> dict[str, Any]:
     """What of a trace ``recorded_acceptance`` needs."""
     (by_depth, nodes), probabilities = observed(trace), children(trace)
     return {"by_depth": by_depth, "nodes": nodes, "children": probabilities, "top_k": len(probabilities)}
+
+
+def children(path: Path) -> list[float]:
+    """The draft's average probabilities of the best, second best... child of the nodes in a trace's graphs.
+
+    Raises:
+        ToolError: the file is no trace.
+    """
+    totals: dict[int, float] = defaultdict(float)
+    counts: Counter[int] = Counter()
+    for step in (step for trace in read_traces(path).values() for step in trace.steps):
+        below: dict[int, list[float]] = defaultdict(list)
+        for parent, prob in zip(step["graph"]["parent"], step["graph"]["prob"], strict=True):
+            below[parent].append(prob)
+        for parent, probs in below.items():
+            for place, prob in enumerate(sorted(probs, reverse=True) if parent >= 0 else ()):
+                totals[place] += prob
+                counts[place] += 1
+    # A node has fewer children than asked for where the draft gave them too little; these count as 0.
+    return [totals[place] / max(1, counts[0]) for place in range(len(counts))]
 
 
 def simulate(gpus: list[str], models: list[str], batches: list[int], acceptance: Acceptance) -> dict[str, Any]:

@@ -262,9 +262,9 @@ def test_queues_remove_their_memory_by_its_name():
 
 def test_attention_metadata_take_our_attribute():
     metadata = AttentionMetadata()
-    wire.attach_tree_rows(metadata, torch.zeros(1))
-    assert wire.tree_rows_of(metadata) is not None
-    assert wire.tree_rows_of(AttentionMetadata()) is None
+    wire.attach(metadata, wire.TREE_ROWS, torch.zeros(1))
+    assert wire.attached(metadata, wire.TREE_ROWS) is not None
+    assert wire.attached(AttentionMetadata(), wire.TREE_ROWS) is None
 
 
 def test_speculative_configs_take_our_attribute():

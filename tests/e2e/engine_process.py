@@ -320,7 +320,7 @@ def gsd_request_state(llm) -> dict[str, int]:
     return {
         "requests": len(runner.requests),
         "trees": len(runner.speculation.trees),
-        "known": len(runner.speculation.known),
+        "known": len(runner.speculation.admitted),
         "draft_kv_blocks": len(runner.speculation.draft_kv.blocks),
         "draft_kv_length": len(runner.speculation.draft_kv.length),
     }

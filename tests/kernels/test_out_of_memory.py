@@ -21,8 +21,7 @@ from vllm_gsd.ops.attention.cpu import tree_attention
 
 def attend(case):
     output = torch.zeros_like(case.query)
-    return lambda: tree_attention(output, case.query, case.kv_cache, case.layout, case.block_table,
-                                  case.query_start_loc, case.prefix_lens, case.positions, case.tree_mask, case.scale)
+    return lambda: tree_attention(output, case.query, case.kv_cache, case.layout, case.rows, case.scale)
 
 def move(slots):
     caches = [torch.zeros(slots // 16, 2, 16, 256) for _ in range(4)]

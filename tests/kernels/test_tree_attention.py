@@ -181,8 +181,7 @@ def test_strided_query_and_output(isa):
     fused[:, : 4 * 32] = case.query.flatten(1)
     case.query = fused[:, : 4 * 32].view(9, 4, 32)
     output = torch.zeros(9, 6, 32)[:, :4]
-    tree_attention(output, case.query, case.kv_cache, case.layout, case.block_table, case.query_start_loc,
-                   case.prefix_lens, case.positions, case.tree_mask, case.scale)  # fmt: skip
+    tree_attention(output, case.query, case.kv_cache, case.layout, case.rows, case.scale)
     assert torch.equal(output, expected)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
 
 BF16_ISA = 3  # of isa.h
@@ -85,11 +86,12 @@ class TreeCase:
 
     def run(self, op) -> torch.Tensor:
         output = torch.full_like(self.query, 7.0)
-        op(
-            output, self.query, self.kv_cache, self.layout, self.block_table, self.query_start_loc,
-            self.prefix_lens, self.positions, self.tree_mask, self.scale, **self.options,
-        )  # fmt: skip
+        op(output, self.query, self.kv_cache, self.layout, self.rows, self.scale, **self.options)
         return output
+
+    @property
+    def rows(self) -> AttendingRows:
+        return AttendingRows(self.query_start_loc, self.prefix_lens, self.block_table, self.positions, self.tree_mask)
 
     def as_text(self) -> TreeCase:
         """The same rows, which are chains, as text: their keys are the prefix's last ones, and there are no masks."""

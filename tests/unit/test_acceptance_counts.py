@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import GraphAsyncScheduler, GraphScheduling
 from vllm_gsd.engine.speculation import Speculation
@@ -41,7 +42,7 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
     for counts in {}, {"target_steps": 1, "nodes_verified": 9}, {"target_steps": 4}:
         output = ModelRunnerOutput(["runs", "ended", "in its prompt"], {"runs": 0, "ended": 1, "in its prompt": 2})
         output.sampled_token_ids = [[7], [8, 9], []]
-        wire.attach_stats(output, {"counts": counts})
+        wire.attach(output, wire.STATS, {"counts": counts})
         assert scheduler.update_from_output(None, output) == {}
         reported.append(counts)
     assert scheduler.update_from_output(None, ModelRunnerOutput(["ended"], {"ended": 0})) == {}  # nothing was sampled
@@ -51,13 +52,14 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
 def test_a_session_of_streaming_input_is_one_request():
     """Its first chunk uses graphs; all others opt out, and the last one requests more tokens."""
     speculation = Speculation.__new__(Speculation)
-    speculation.stats, speculation.known, speculation.recorder = GraphStats(), {}, None
+    speculation.stats, speculation.admitted = GraphStats(), {}
+    speculation.recorder = Recorder(None, None, None, speculation.stats)
     chunks = [SimpleNamespace(req_id="a", sampling_params=SamplingParams(max_tokens=3))]
     for most in (3, 3, 9):
         params = SamplingParams(max_tokens=most, extra_args={"gsd": False})
         chunks.append(SimpleNamespace(req_id="a", sampling_params=params))
     assert speculation.uses_graph(chunks[0])
     for chunk in chunks[1:]:
-        speculation.admit_again(chunk)
+        speculation.admit(chunk)
         assert not speculation.uses_graph(chunk)
-    assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.known == {"a": (False, False, 9)}
+    assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.admitted == {"a": (False, False, 9)}

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
-from vllm_gsd.engine.draft.drafter import Drafter
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.draft.limits import TOO_LONG, within_reach
+from vllm_gsd.engine.draft.model import NoDraft
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
@@ -27,7 +28,7 @@ def test_least_missed_first_and_none_beyond():
 def drafters(longest):
     """Drafts that read ``longest`` tokens: a language model, an EAGLE-3 head and one of blocks of 8 rows."""
     for shift in (0, 1):
-        drafter = Drafter.__new__(Drafter)
+        drafter = LevelDrafter.__new__(LevelDrafter)
         drafter.model, drafter.max_positions = SimpleNamespace(shift=shift), longest
         yield drafter, longest + shift
     block = BlockDrafter.__new__(BlockDrafter)
@@ -95,7 +96,7 @@ def test_v2_reads_no_more_of_prompts():
     )
     speculator = GraphSpeculator.__new__(GraphSpeculator)
     speculator.speculation = SimpleNamespace(
-        drafter=drafter, draft_kv=tracker, most_missed=4097, shift=0,
+        drafter=drafter, draft_kv=tracker, most_missed=4097, draft_model=NoDraft(),
         copies=SimpleNamespace(packed=lambda *_: None),
         trust=SimpleNamespace(of=lambda ids: np.ones((len(ids), NUM_SOURCES))),
         planner=SimpleNamespace(calibration=SimpleNamespace(factor=None), drafts_pay=lambda: True),

@@ -14,7 +14,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from vllm_gsd.engine.attention import cuda as cuda_attention
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeRows
-from vllm_gsd.upstream.wire import attach_tree_rows
+from vllm_gsd.ops.attention.rows import AttendingRows
+from vllm_gsd.upstream import wire
 from vllm_gsd.upstream.workers import attention_backends
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 16, 16
@@ -26,7 +27,7 @@ PAIRS = [
 
 def metadata_with(tree: TreeRows) -> SimpleNamespace:
     metadata = SimpleNamespace()
-    attach_tree_rows(metadata, tree)
+    wire.attach(metadata, wire.TREE_ROWS, tree)
     return metadata
 
 
@@ -82,10 +83,7 @@ def batch(rows=None, plain_rows=None, **changes):
 def expected(kv_cache, tree, query, **options):
     output = torch.zeros(query.shape)
     key, value = kv_cache.transpose(1, 2).split(HEAD_SIZE, -1)
-    paged_tree_attention_reference(
-        output, query, key, value, tree.block_table, tree.query_start_loc, tree.prefix_lens, tree.positions, tree.mask,
-        0.25, compute=torch.float32, **options,
-    )  # fmt: skip
+    paged_tree_attention_reference(output, query, key, value, tree, 0.25, compute=torch.float32, **options)
     return output
 
 
@@ -161,8 +159,8 @@ def test_flash_prefix(monkeypatch):
         assert not causal and return_softmax_lse and (max_seqlen_q, max_seqlen_k) == (3, 32)
         output, lse = torch.empty_like(q), torch.empty(q.shape[:2])
         blind = torch.zeros(len(q), 1, dtype=torch.int64)
-        paged_tree_attention_reference(output, q, k, v, block_table, cu_seqlens_q, seqused_k, blind[:, 0], blind,
-                                       softmax_scale, softcap=softcap, lse=lse)  # fmt: skip
+        rows = AttendingRows(cu_seqlens_q, seqused_k, block_table, blind[:, 0], blind)
+        paged_tree_attention_reference(output, q, k, v, rows, softmax_scale, softcap=softcap, lse=lse)
         return output, lse.T.contiguous()
 
     monkeypatch.setattr(cuda_attention, "_flash_attention", lambda: flash)

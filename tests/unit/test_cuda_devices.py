@@ -16,11 +16,12 @@ from vllm_gsd.engine.v2 import verified_rows
 from vllm_gsd.engine.v2.proposals import Proposals
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.verify import staging
+from vllm_gsd.engine.verify.step import TargetLayers
 from vllm_gsd.ops.flatten.api import DeviceTrees
 from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.states import ComputedStates
-from vllm_gsd.upstream.wire import tree_rows_of
+from vllm_gsd.upstream import wire
 
 # A device that every build of PyTorch knows without looking for hardware.
 GPU = torch.device("lazy")
@@ -80,8 +81,8 @@ def test_rows_of_a_mixed_batch(monkeypatch):
     builder = SimpleNamespace(build=lambda prefix, plain: seen.append(plain))
     group = SimpleNamespace(layer_names=["target"], get_metadata_builder=lambda ubatch: builder)
     metadata = {"target": SimpleNamespace()}
-    step.attach_tree_rows(buffers, [group], set(), metadata, common)
-    rows = tree_rows_of(metadata["target"])
+    step.attach_tree_rows(buffers, TargetLayers([group], [], metadata), common)
+    rows = wire.attached(metadata["target"], wire.TREE_ROWS)
     for name in ("query_start_loc", "prefix_lens", "block_table", "positions", "mask", "rows", "plain_rows"):
         assert getattr(rows, name).device == GPU, name
     assert rows.max_rows == 5 and rows.mask.shape == (10, 1)

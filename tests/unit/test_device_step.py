@@ -109,7 +109,7 @@ def test_the_last_step_is_counted_when_the_server_falls_idle(monkeypatch):
     runner.execute_model_state = None
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda *_, **__: EMPTY_MODEL_RUNNER_OUTPUT)
     output = runner.execute_model(SchedulerOutput.make_empty())
-    assert wire.stats_of(output)["counts"] == {"target_steps": 3}
+    assert wire.attached(output, wire.STATS)["counts"] == {"target_steps": 3}
 
 
 def test_what_has_not_arrived_waits_its_turn():

@@ -80,7 +80,7 @@ def builder(monkeypatch):
 def test_who_attends(builder):
     ours, theirs = batch([3, 1], [5, 5]), "upstream"
     full = FullAttentionSpec(**SIZES)
-    assert wire.tree_rows_of(builder(full).build(0, ours)).positions.tolist() == [5, 6, 7, 5]
+    assert wire.attached(builder(full).build(0, ours), wire.TREE_ROWS).positions.tolist() == [5, 6, 7, 5]
     assert builder(full, faster=False).build(0, ours) == theirs
     assert builder(full).build(0, batch([1], [5])) == theirs  # a single row gains nothing
     assert builder(full).build(0, batch([3, 1], [5, 5], causal=False)) == theirs

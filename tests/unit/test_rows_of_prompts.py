@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_gsd.engine.draft.batch import DraftBatch
-from vllm_gsd.engine.draft.drafter import Drafter
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.verify.draft_tree import FlatTree
 from vllm_gsd.engine.verify.step import lay_out
 from vllm_gsd.ops.attention.cpu import _attended
@@ -78,7 +78,7 @@ def test_catching_up_has_no_masks():
         head=None, to_device=torch.from_numpy, tokens=torch.from_numpy,
         run_rows=lambda tokens, slots, tree, features: given.append(tree),
     )  # fmt: skip
-    drafter = Drafter.__new__(Drafter)
+    drafter = LevelDrafter.__new__(LevelDrafter)
     drafter.model, drafter.masks_chains, drafter.features = model, True, None
     drafter.planner = SimpleNamespace(caught_up=lambda rows: None)
     drafter.stats = SimpleNamespace(counts=dict.fromkeys(("draft_rows", "draft_forwards"), 0))

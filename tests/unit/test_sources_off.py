@@ -7,6 +7,8 @@ import torch
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import Copies
+from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
+from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.verify.draft_tree import Paths
@@ -30,8 +32,9 @@ def new_speculation() -> Speculation:
     speculation.copies, speculation.num_nodes, speculation.max_model_len = Copies(CONFIG, NODES), NODES, 10**6
     speculation.graphs = new_graphs(1, 200)
     speculation.trees, speculation.grammar_trees = {}, {}
-    speculation.known = {"a": (True, False, 10**6)}
-    speculation.drafter = speculation.draft_kv = speculation.recorder = None
+    speculation.admitted = {"a": (True, False, 10**6)}
+    speculation.drafter, speculation.draft_kv = None, DraftKVTracker(0, 1)
+    speculation.recorder = Recorder(CONFIG, None, None, speculation.stats)
     return speculation
 
 

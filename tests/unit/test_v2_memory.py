@@ -12,6 +12,7 @@ from vllm_gsd.engine.draft import block_heads
 from vllm_gsd.engine.draft import model as draft_model_module
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.features import Features
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
 from vllm_gsd.engine.v2 import device_drafting
@@ -64,7 +65,8 @@ def best_paths(scores, chances, ids, best, merge):
 def drafting(config=CONFIG, requests=REQUESTS, kind="tokens"):
     """The draft phase of a draft that reads tokens, one that also reads hidden states, or a block draft."""
     capacity = 1 + min(2048, config.num_speculative_tokens * config.top_k * (config.max_depth + 1))
-    drafter = SimpleNamespace(max_slots=draft_kv_slots(config))
+    drafter = LevelDrafter.__new__(LevelDrafter)
+    drafter.max_slots = draft_kv_slots(config)
     if kind == "blocks":
         drafter = BlockDrafter.__new__(BlockDrafter)
         drafter.config, drafter.mask_token, drafter.causal, drafter.max_slots = config, 2, False, 0

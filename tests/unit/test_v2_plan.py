@@ -15,6 +15,7 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import Copies
 from vllm_gsd.engine.observe.measure_phases import by_level
+from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import GraphScheduler, GraphScheduling, cut_to_fit, nodes_that_fit
 from vllm_gsd.engine.speculation import Speculation
@@ -49,11 +50,12 @@ def new_speculation(planner: Planner) -> Speculation:
     """The host's part of speculation, without a real drafter."""
     speculation = Speculation.__new__(Speculation)
     speculation.config, speculation.planner, speculation.stats = CONFIG, planner, GraphStats()
-    speculation.trees, speculation.known, speculation.grammar_trees = {}, {}, {}
-    speculation.trust, speculation.recorder, speculation.draft_kv = SourceTrust(), None, object()
+    speculation.trees, speculation.admitted, speculation.grammar_trees = {}, {}, {}
+    speculation.trust, speculation.draft_kv = SourceTrust(), object()
+    speculation.recorder = Recorder(CONFIG, None, None, speculation.stats)
     speculation.num_nodes, speculation.max_model_len, speculation.most_missed = NODES, 10**6, 100
     speculation.copies = Copies(CONFIG, NODES)
-    speculation.known = {str(slot): (True, False, 10**6) for slot in range(SLOTS)}
+    speculation.admitted = {str(slot): (True, False, 10**6) for slot in range(SLOTS)}
     return speculation
 
 

@@ -8,7 +8,7 @@ import torch
 
 from vllm_gsd.engine.v2.texts import Texts
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, FlatTree
-from vllm_gsd.engine.verify.step import lay_out
+from vllm_gsd.engine.verify.step import TargetLayers, lay_out
 from vllm_gsd.method.constants import (
     AGREED,
     MERGED,
@@ -23,7 +23,7 @@ from vllm_gsd.method.constants import (
     ORIGIN_SHARED,
     SHARED,
 )
-from vllm_gsd.upstream.wire import tree_rows_of
+from vllm_gsd.upstream import wire
 
 
 def tree_of(parent):
@@ -97,8 +97,9 @@ def test_a_whole_batch_can_attend_by_the_mask():
         {"layer": SimpleNamespace()},
         SimpleNamespace(num_actual_tokens=13, block_table_tensor=torch.arange(5, dtype=torch.int32)[:, None]),
     )
-    step.attach_tree_rows([SimpleNamespace(layer_names=["layer", "draft"])], {"draft"}, metadata, common)
-    tree = tree_rows_of(metadata["layer"])
+    layers = TargetLayers([SimpleNamespace(layer_names=["layer", "draft"])], ["draft"], metadata)
+    step.attach_tree_rows(layers, common)
+    tree = wire.attached(metadata["layer"], wire.TREE_ROWS)
     assert tree.rows is None
     assert tree.query_start_loc.tolist() == [0, 3, 4, 8, 13]
     # Rows of text attend to the prefix up to their own position. Only rows of trees need a mask.

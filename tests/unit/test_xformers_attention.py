@@ -14,6 +14,7 @@ import pytest
 import torch
 from references.paged import paged_tree_attention_reference
 
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.attention.xformers import load_xformers, xformers_tree_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 64
@@ -128,9 +129,12 @@ def inputs(dtype=torch.float16, physical="nhd", block_size=BLOCK_SIZE):
     key, value = kv_cache.split(HEAD_SIZE, -1)
     return (
         torch.randn(6, HEADS, HEAD_SIZE, generator=random).to(dtype), key, value,
-        torch.tensor([[3, 1, 5, 7], [0, 0, 0, 0], [6, 2, 0, 0]], dtype=torch.int32),
-        torch.tensor([0, 3, 3, 5], dtype=torch.int32), torch.tensor([250, 4, 70], dtype=torch.int32),
-        torch.tensor([250, 251, 251, 70, 71, 0]), torch.tensor([[1], [3], [5], [1], [3], [0]]), 0.2,
+        AttendingRows(
+            torch.tensor([0, 3, 3, 5], dtype=torch.int32), torch.tensor([250, 4, 70], dtype=torch.int32),
+            torch.tensor([[3, 1, 5, 7], [0, 0, 0, 0], [6, 2, 0, 0]], dtype=torch.int32),
+            torch.tensor([250, 251, 251, 70, 71, 0]), torch.tensor([[1], [3], [5], [1], [3], [0]]),
+        ),
+        0.2,
     )  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from vllm_gsd.engine.draft.copies import COPIED, Copies, leave_out_copies
 from vllm_gsd.engine.draft.drafter import Drafter
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.draft.limits import MOST_MISSED, TOO_LONG, within_reach
-from vllm_gsd.engine.draft.model import kind_of_draft
+from vllm_gsd.engine.draft.model import DraftModel, NoDraft, kind_of_draft
 from vllm_gsd.engine.observe.recorder import recorder_of
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.observe.step_record import SOURCES
@@ -58,10 +59,10 @@ class Speculation:
         self.vllm_config = vllm_config
         self.config: GSDConfig = config
         self.stats = GraphStats()
-        self.draft_kv: DraftKVTracker | None = None
+        self.draft_kv = DraftKVTracker(0, 1)  # of no blocks, until there is a KV cache
         self.trees: dict[str, FlatTree] = {}  # proposed, not yet verified
         self.grammar_trees: dict[str, ProposedTree] = {}  # proposed, not yet sent to the scheduler
-        self.known: dict[str, tuple[bool, bool, int]] = {}  # results of ``_admit`` by request
+        self.admitted: dict[str, tuple[bool, bool, int]] = {}  # results of ``admit`` by request
         self.max_model_len = vllm_config.model_config.max_model_len
         self.num_nodes = self.config.num_speculative_tokens if self.config.budget == "auto" else self.config.budget
         nodes = self.config.num_speculative_tokens
@@ -71,14 +72,13 @@ class Speculation:
         self.trust = SourceTrust()
         self.copies = Copies(self.config, self.num_nodes)
         self.most_missed = 1 + max(MOST_MISSED, vllm_config.scheduler_config.max_num_batched_tokens)
-        self.drafter: Drafter | BlockDrafter | None = None
+        self.recorder = recorder_of(vllm_config, config, self.stats)
+        self.drafter: Drafter | None = None
         if self.config.model is not None:
             common = vllm_config, self.config, self.stats, self.planner
             block = kind_of_draft(vllm_config, self.config.model) in BLOCK_KINDS
-            self.drafter = BlockDrafter(*common) if block else Drafter(*common, capacity)
-        self.recorder = recorder_of(vllm_config, self.stats)  # None unless the config allows traces
-        if isinstance(self.drafter, Drafter):  # drafts of whole blocks have no levels to record
-            self.drafter.recorder = self.recorder
+            self.drafter = BlockDrafter(*common) if block else LevelDrafter(*common, capacity, self.recorder)
+        self.draft_model: DraftModel | NoDraft = NoDraft() if self.drafter is None else self.drafter.model
 
     # --- start-up ---------------------------------------------------------------------------------
 
@@ -93,13 +93,10 @@ class Speculation:
         if self.drafter is not None:
             self.drafter.model.load(target_model)
             layers = attention_layers(self.vllm_config)
-            layers = {name: layers[name] for name in self.layer_names}
+            layers = {name: layers[name] for name in self.draft_model.layer_names}
             check_draft_layers(layers)
-            self.drafter.check_layers(layers)
-
-    @property
-    def layer_names(self) -> list[str]:
-        return [] if self.drafter is None else self.drafter.model.layer_names
+            if isinstance(self.drafter, BlockDrafter):
+                self.drafter.check_layers(layers)
 
     def warm_up(self, num_tokens: int) -> None:
         if self.drafter is not None:
@@ -117,14 +114,14 @@ class Speculation:
             pool: the context in which hidden states are allocated.
         """
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.shift)
+        self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.draft_model.shift)
         if self.drafter is not None:
             self.drafter.model.bind_attention(attention_groups[0])
             self.drafter.prepare(kv_cache_config.num_blocks, block_size, pool or nullcontext())
 
     def release_kv_cache(self) -> None:
         """Drop everything that refers to the KV cache. ``prepare`` is called again for the next cache."""
-        self.draft_kv = None
+        self.draft_kv = DraftKVTracker(0, 1)
         if self.drafter is not None:
             self.drafter.model.builders = []
             self.drafter.features = None
@@ -136,30 +133,14 @@ class Speculation:
             self.stats.counts["cudagraphs_captured"] = captured
         self.planner.forget()
         self.trust = SourceTrust()
-        self.trees, self.grammar_trees, self.known = {}, {}, {}
+        self.trees, self.grammar_trees, self.admitted = {}, {}, {}
         self.copies.clear()
-        if self.draft_kv is not None:
-            self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.shift)
+        self.draft_kv = DraftKVTracker(len(self.draft_kv.valid), self.draft_kv.block_size, self.draft_model.shift)
 
     @property
     def features(self) -> Features | ContextKV | None:
         """What is kept of the target's hidden states; None if the draft does not read them."""
         return None if self.drafter is None else self.drafter.features
-
-    @property
-    def shift(self) -> int:
-        """See ``DraftModel.shift``; 0 without a draft."""
-        return 0 if self.drafter is None else self.drafter.model.shift
-
-    @property
-    def reads_aux(self) -> bool:
-        """Whether the target must return the hidden states of inner layers, too."""
-        return self.drafter is not None and self.drafter.model.reads_aux
-
-    @property
-    def aux_layers(self) -> tuple[int, ...] | None:
-        """These layers; None for the choice of the target's model class."""
-        return None if self.drafter is None else self.drafter.model.aux_layers
 
     def keep_features(
         self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
@@ -170,29 +151,19 @@ class Speculation:
             slots: int64 [n], the KV slots of the step's tokens.
             positions: int64 [>= n], their positions.
             hidden: [>= n, hidden], the target's.
-            aux: of each layer in ``aux_layers``, [>= n, hidden]; None if there are none.
+            aux: of each layer in ``draft_model.aux_layers``, [>= n, hidden]; None if there are none.
         """
         if self.drafter is not None and self.features is not None:
             self.drafter.keep(slots, positions, hidden, aux)
-
-    @property
-    def feature_bytes(self) -> int:
-        """Bytes per token of the stored hidden states; 0 if the draft does not read them."""
-        return 0 if self.drafter is None else self.drafter.feature_bytes
 
     # --- between steps ----------------------------------------------------------------------------
 
     def forget(self, request_ids: Collection[str]) -> None:
         self.drop(request_ids)
         for request_id in request_ids:
-            self.known.pop(request_id, None)
+            self.admitted.pop(request_id, None)
             self.trust.forget(request_id)
-        if self.recorder is not None:
-            self.recorder.forget(request_ids)
-
-    def admit_again(self, request: Any) -> None:
-        """Learn the new parameters of a request, given as its runner's record: a chunk of a streaming-input session."""
-        self._admit(request.req_id, request)
+        self.recorder.forget(request_ids)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the proposed trees of these requests, which will not be verified."""
@@ -205,8 +176,7 @@ class Speculation:
         has_tree = emitting & step.has_tree
         rows = step.trees.parent, step.trees.starts, paths.last, has_tree, step.depth, step.source, step.survival
         seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
-        if self.recorder is not None:
-            self.recorder.verified(request_ids, step, paths.last, has_tree)
+        self.recorder.verified(request_ids, step, paths.last, has_tree)
         counts = self.stats.counts
         total = seen.tolist()
         counts["target_steps"] += int(np.count_nonzero(emitting))
@@ -230,12 +200,8 @@ class Speculation:
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
-        tables: list[Sized] = [self.trees, self.grammar_trees, self.known, self.trust.seen, *self.copies.tables()]
-        if self.draft_kv is not None:
-            tables += [self.draft_kv.blocks, self.draft_kv.length]
-        if self.recorder is not None:
-            tables.append(self.recorder.traced)
-        return tables
+        own: list[Sized] = [self.trees, self.grammar_trees, self.admitted, self.draft_kv.blocks, self.draft_kv.length]
+        return [*own, self.trust.seen, self.recorder.traced, *self.copies.tables()]
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
         """Statistics since the last call, and the current state. The runner passes its own tables keyed by request."""
@@ -257,14 +223,12 @@ class Speculation:
         self.drop(request_ids)
         self.grammar_trees = {}  # the scheduler takes them from one rank only
         speculates, grammar, max_depth = self._request_limits(batch)
-        if self.recorder is not None:
-            self.recorder.begin(batch)
+        self.recorder.begin(batch)
         wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
         trees, grown = self._grow(requests) if self.copies else None, np.zeros(len(requests.index), np.bool_)
         if self.drafter is not None:
-            assert self.draft_kv is not None
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
             drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)
@@ -285,8 +249,7 @@ class Speculation:
         for index in (wanted & grammar).nonzero()[0].tolist():
             if request_ids[index] not in self.grammar_trees:  # the grammar may still force nodes
                 self._offer_to_grammar(request_ids[index], NO_NODES, 0, int(max_depth[index]))
-        if self.recorder is not None:
-            self.recorder.proposed(self.planner, self.drafter is not None)
+        self.recorder.proposed(self.planner, self.drafter is not None)
         return proposals
 
     def _graph_requests(
@@ -397,8 +360,7 @@ class Speculation:
         graphs = GraphBatch(*(array[:count] for array in self.graphs))
         batch = requests.batch
         reset_all(graphs, batch.token_ids, batch.token_rows[requests.index], requests.length)
-        if self.recorder is not None:
-            self.recorder.grows(requests)
+        self.recorder.grows(requests)
         if self.drafter is not None and drafted is not None:
             assert hidden is not None
             self.drafter.grow(graphs, drafted, hidden, requests)
@@ -406,8 +368,7 @@ class Speculation:
         if drafted is None and (graphs.size <= 1).all():
             return None
         trees = flatten(graphs, requests.num_nodes, requests.max_depth, self.planner.calibration.factor, requests.trust)
-        if self.recorder is not None:
-            self.recorder.drafted(graphs, trees, self.num_nodes)
+        self.recorder.drafted(graphs, trees, self.num_nodes)
         return trees
 
     def take_grammar_trees(self) -> dict[str, ProposedTree]:
@@ -421,7 +382,7 @@ class Speculation:
 
     def uses_graph(self, request: Any) -> bool:
         """Whether a request, given as its runner's record, uses graph speculation. Counts a new one that does not."""
-        return (self.known.get(request.req_id) or self._admit(request.req_id, request))[0]
+        return (self.admitted.get(request.req_id) or self.admit(request))[0]
 
     def _request_limits(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The limits of each request's graph.
@@ -432,7 +393,7 @@ class Speculation:
             leaves room for the bonus token.
         """
         requests = zip(batch.request_ids, batch.requests, strict=True)
-        rows = [self.known.get(i) or self._admit(i, request) for i, request in requests]
+        rows = [self.admitted.get(i) or self.admit(request) for i, request in requests]
         speculates, grammar, limits = np.array(rows, np.int64).reshape(-1, 3).T
         max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
         return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
@@ -441,22 +402,26 @@ class Speculation:
         """Whether the steps of a request, given as its runner's record, are recorded. All ranks agree."""
         return self.config.trace is not None and wire.asks_for_trace(request.sampling_params)
 
-    def _admit(self, request_id: str, request: Any) -> tuple[bool, bool, int]:
+    def admit(self, request: Any) -> tuple[bool, bool, int]:
         """Count a new request without a graph, record one that asks for it, and keep what is constant for a request.
+
+        A further chunk of a streaming-input session has new parameters, so its request is admitted again.
+
+        Args:
+            request: its runner's record.
 
         Returns:
             whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
         """
-        reason = fallback_reason(request)
-        had_graph, *_ = self.known.get(request_id, (True,))
+        request_id, reason = request.req_id, fallback_reason(request)
+        had_graph, *_ = self.admitted.get(request_id, (True,))
         if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1
-        if self.recorder is not None:
-            self.recorder.admit(request_id, request)
+        self.recorder.admit(request_id, request)
         most = request.sampling_params.max_tokens
         grammar = reason is None and has_grammar(request)
-        self.known[request_id] = known = reason is None, grammar, self.max_model_len if most is None else most
-        return known
+        self.admitted[request_id] = admitted = reason is None, grammar, self.max_model_len if most is None else most
+        return admitted
 
 
 def fallback_reason(request: Any) -> str | None:

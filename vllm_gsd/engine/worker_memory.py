@@ -30,8 +30,8 @@ class SharesMemory:
         """Return the bytes available for keys and values, without those for hidden states."""
         available = super().determine_available_memory()  # type: ignore[misc]
         give_back_freed()  # what the profiling run freed
-        specs = self.model_runner.get_kv_cache_spec().values()
-        return kv_share(available, specs, self.model_runner.speculation.feature_bytes)
+        specs, drafter = self.model_runner.get_kv_cache_spec().values(), self.model_runner.speculation.drafter
+        return kv_share(available, specs, 0 if drafter is None else drafter.feature_bytes)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as upstream does, then return freed memory. This is the last call before requests arrive."""

@@ -5,7 +5,7 @@ from vllm_gsd.upstream.patch import Patch
 CARRIED = (
     Patch(
         "vllm.v1.outputs:ModelRunnerOutput",
-        by="wire.attach_stats",
+        by="wire.attach",
         when="engine",
         delta="An attribute carries a step's statistics to the scheduler.",
         reason="The class has no field for a proposer's statistics.",
@@ -24,7 +24,7 @@ CARRIED = (
     ),
     Patch(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        by="wire.attach_salts wire.attach_kept",
+        by="wire.attach",
         when="engine",
         delta="Attributes carry cache salts, and the nodes that grammars allow, to the workers.",
         reason="The class has no fields for them.",
@@ -33,7 +33,7 @@ CARRIED = (
     ),
     Patch(
         "vllm.v1.outputs:DraftTokenIds",
-        by="wire.attach_proposed wire.attach_parents",
+        by="wire.attach",
         when="engine",
         delta="Attributes carry the graphs of requests with structured output to the scheduler.",
         reason="Its draft tokens are a list, which upstream treats as a chain.",
@@ -42,7 +42,7 @@ CARRIED = (
     ),
     Patch(
         "vllm.v1.attention.backend:AttentionMetadata",
-        by="wire.attach_tree_rows",
+        by="wire.attach",
         when="engine",
         delta="An attribute carries the rows that attend through the tree mask.",
         reason="The class has no field for a mask.",
@@ -51,7 +51,7 @@ CARRIED = (
     ),
     Patch(
         "vllm.config.speculative:SpeculativeConfig",
-        by="wire.allow_traces",
+        by="wire.attach",
         when="engine",
         delta="An attribute tells the front end that requests may be traced.",
         reason="It is all of an engine's configuration that request validation sees.",

@@ -5,7 +5,7 @@ This module does not import vLLM, because processes without an engine use it to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.config import GSDConfig
@@ -13,12 +13,7 @@ from vllm_gsd.config import GSDConfig
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
-
-    from vllm_gsd.engine.attention.tree_rows import TreeRows
-    from vllm_gsd.engine.schedule.grammar import GrammarTree, ProposedTree
 
 # --- classes that vLLM looks up by their dotted path -----------------------------------------------
 
@@ -49,14 +44,21 @@ _TRACE_KEY = "gsd_trace"
 # Key of ``SchedulerStats.kv_connector_stats``, the only field on the way to the front end that holds an arbitrary dict.
 # gsd does not support KV connectors, so no connector uses the field at the same time.
 _METRICS_KEY = "gsd"
-# Attributes.
-_TRACES = "gsd_traces"  # of SpeculativeConfig
-_TREE_ROWS = "gsd_tree_rows"  # of AttentionMetadata
-_STATS = "gsd_stats"  # of ModelRunnerOutput
-_SALTS = "gsd_cache_salts"  # of SchedulerOutput
-_KEPT = "gsd_kept"  # of SchedulerOutput
-_PROPOSED = "gsd_trees"  # of DraftTokenIds
-_PARENTS = "gsd_parents"  # of DraftTokenIds
+# Attributes of vLLM's objects, for ``attach`` and ``attached``. Dicts are by request id.
+_TRACES = "gsd_traces"  # of SpeculativeConfig: True if requests may be traced
+# Of AttentionMetadata: the TreeRows, or None if no row attends through the tree mask.
+TREE_ROWS = "gsd_tree_rows"
+STATS = "gsd_stats"  # of ModelRunnerOutput: a step's statistics, for the scheduler
+# Of SchedulerOutput, for the workers: cache salts of new requests, and the scheduled part of each graph of a request
+# with structured output, a GrammarTree.
+SALTS = "gsd_cache_salts"
+KEPT = "gsd_kept"
+# Of DraftTokenIds, for the scheduler: the graphs of requests with structured output, each a ProposedTree. They do not
+# travel in the list of draft tokens, because vLLM would treat the list as a chain.
+PROPOSED = "gsd_trees"
+# Of DraftTokenIds: the parent index of every node, where the nodes' rows are already scheduled (V2). The scheduler can
+# neither add nor move nodes of these graphs.
+PARENTS = "gsd_parents"
 # The name of the draft's own tensor-parallel group.
 DRAFT_GROUP = "gsd_draft"
 
@@ -147,7 +149,7 @@ def opts_out(sampling_params: SamplingParams) -> bool:
 def allow_traces(vllm_config: VllmConfig, config: GSDConfig) -> None:
     """Tell the front end, which sees an engine's ``SpeculativeConfig`` only, whether requests may be traced."""
     if config.trace is not None:
-        setattr(vllm_config.speculative_config, _TRACES, True)
+        attach(vllm_config.speculative_config, _TRACES, True)
 
 
 def asks_for_trace(sampling_params: SamplingParams) -> bool:
@@ -167,36 +169,26 @@ def check_request(sampling_params: SamplingParams, speculative_config: Speculati
     for key in (_REQUEST_KEY, _TRACE_KEY):
         if asked.get(key, False) not in (0, 1):
             raise VLLMValidationError(f'The request\'s "{key}" is {asked[key]!r}, but must be true or false.')
-    if asked.get(_TRACE_KEY, False) and not getattr(speculative_config, _TRACES, False):
+    if asked.get(_TRACE_KEY, False) and not attached(speculative_config, _TRACES):
         raise VLLMValidationError(
             f'The request\'s "{_TRACE_KEY}" is true, but this server allows no traces; name a file as "trace" in its '
             f'gsd.json, or leave "{_TRACE_KEY}" out.'
         )
 
 
-def attach_tree_rows(metadata: Any, rows: TreeRows | None) -> None:
-    """Attach the rows that attend through the tree mask to a layer's attention metadata; None if all are chains."""
-    setattr(metadata, _TREE_ROWS, rows)
+def attach(carrier: Any, name: str, value: Any) -> None:
+    """Let one of vLLM's objects carry a value; the output of an asynchronous step carries it in its inner output."""
+    setattr(getattr(carrier, "model_runner_output", carrier), name, value)
 
 
-def tree_rows_of(metadata: Any) -> TreeRows | None:
-    """The rows that :func:`attach_tree_rows` attached, or None if no row attends through the tree mask."""
-    return getattr(metadata, _TREE_ROWS, None)
+def attached(carrier: Any, name: str, otherwise: Any = None) -> Any:
+    """The value that an object carries, or ``otherwise`` if it carries none."""
+    return getattr(carrier, name, otherwise)
 
 
 def has_drafted_rows(metadata: Any) -> bool:
-    """Whether :func:`attach_tree_rows` was called: rows may hold drafted tokens."""
-    return hasattr(metadata, _TREE_ROWS)
-
-
-def attach_stats(output: ModelRunnerOutput | AsyncModelRunnerOutput, stats: dict[str, Any]) -> None:
-    """Send a step's statistics to the scheduler with its output."""
-    setattr(getattr(output, "model_runner_output", output), _STATS, stats)
-
-
-def stats_of(output: ModelRunnerOutput) -> dict[str, Any] | None:
-    """The statistics that the worker sent with a step's output, or None."""
-    return getattr(output, _STATS, None)
+    """Whether TREE_ROWS was attached to a layer's attention metadata: rows may hold drafted tokens."""
+    return hasattr(metadata, TREE_ROWS)
 
 
 def attach_metrics(scheduler_stats: SchedulerStats, numbers: dict[str, Any]) -> None:
@@ -207,49 +199,3 @@ def attach_metrics(scheduler_stats: SchedulerStats, numbers: dict[str, Any]) -> 
 def metrics_of(kv_connector_stats: dict[str, Any]) -> dict[str, Any] | None:
     """Our metrics in the statistics that the front end received, or None if a KV connector sent them."""
     return kv_connector_stats.get(_METRICS_KEY)
-
-
-def attach_salts(scheduler_output: SchedulerOutput, salts: dict[str, str]) -> None:
-    """Send the cache salts of new requests to the workers, by request id."""
-    setattr(scheduler_output, _SALTS, salts)
-
-
-def salts_of(scheduler_output: SchedulerOutput) -> dict[str, str]:
-    """The cache salts of new requests, by request id."""
-    return getattr(scheduler_output, _SALTS, {})
-
-
-def attach_proposed(drafts: DraftTokenIds, trees: dict[str, ProposedTree]) -> None:
-    """Send the graphs of requests with structured output to the scheduler, by request id.
-
-    They do not travel in the list of draft tokens, because vLLM would treat the list as a chain.
-    """
-    setattr(drafts, _PROPOSED, trees)
-
-
-def proposed_of(drafts: DraftTokenIds) -> dict[str, ProposedTree]:
-    """The graphs of requests with structured output, by request id."""
-    return getattr(drafts, _PROPOSED, {})
-
-
-def attach_parents(drafts: DraftTokenIds, parents: dict[str, list[int]]) -> None:
-    """Send the parent index of every node, by request id, for nodes whose rows are already scheduled (V2).
-
-    The scheduler can neither add nor move nodes of these graphs.
-    """
-    setattr(drafts, _PARENTS, parents)
-
-
-def parents_of(drafts: DraftTokenIds) -> dict[str, list[int]]:
-    """The parent index of every node, by request id."""
-    return getattr(drafts, _PARENTS, {})
-
-
-def attach_kept(scheduler_output: SchedulerOutput, kept: Mapping[str, GrammarTree]) -> None:
-    """Send the scheduled part of each graph of a request with structured output to the workers, by request id."""
-    setattr(scheduler_output, _KEPT, kept)
-
-
-def kept_of(scheduler_output: SchedulerOutput) -> Mapping[str, Any]:
-    """The scheduled part of each graph of a request with structured output, by request id."""
-    return getattr(scheduler_output, _KEPT, {})

@@ -44,7 +44,7 @@ def tables(llm) -> dict[str, int]:
         "late": len(speculator.late.queue),
         "salts": sum(map(len, speculation.copies.tables())),
         "trees": len(speculation.trees),
-        "known": len(speculation.known),
+        "known": len(speculation.admitted),
         "trust": len(speculation.trust.seen),
         "draft_kv_blocks": len(speculation.draft_kv.blocks),
         "draft_kv_length": len(speculation.draft_kv.length),

@@ -12,6 +12,7 @@ from vllm_gsd.config import GSDConfig
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.features import Features
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.draft.limits import draft_kv_slots
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
@@ -63,7 +64,8 @@ def toy_block_heads(weight: torch.Tensor) -> SimpleNamespace:
 def toy_drafter(config: GSDConfig, draft: str):
     """As much of a drafter as the draft phase takes."""
     features = Features(SLOTS * LENGTH, VOCAB, torch.float32, CPU) if draft == STATES else None
-    drafter = SimpleNamespace(max_slots=draft_kv_slots(config))
+    drafter = LevelDrafter.__new__(LevelDrafter)
+    drafter.max_slots = draft_kv_slots(config)
     if draft == BLOCKS:
         drafter = BlockDrafter.__new__(BlockDrafter)
         drafter.config, drafter.mask_token, drafter.causal, drafter.max_slots = config, 2, False, 0

@@ -25,6 +25,7 @@ from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
 from vllm_gsd.ops.attention import merge, paged
 from vllm_gsd.ops.attention.merge_triton import merge_kernel
 from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.flatten import api as flatten
 from vllm_gsd.ops.flatten.triton import flatten_kernel
 from vllm_gsd.ops.growth import api as growth
@@ -237,8 +238,9 @@ class Engine:
         key, value = self.cache.split(self.query.shape[2], -1)
         query = self.query[:rows]
         paged.paged_tree_attention(
-            torch.empty_like(query), query, key, value, table, self.starts[: count + 1], self.total[:count],
-            self.positions[:rows], mask, 1.0, max_rows=most,
+            torch.empty_like(query), query, key, value,
+            AttendingRows(self.starts[: count + 1], self.total[:count], table, self.positions[:rows], mask), 1.0,
+            max_rows=most,
         )  # fmt: skip
 
     def draft(self, count: int, table: torch.Tensor) -> None:

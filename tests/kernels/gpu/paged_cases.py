@@ -8,6 +8,7 @@ import torch
 from references.paged import paged_tree_attention_reference
 
 from vllm_gsd.ops.attention.paged import FP8_DTYPES, paged_tree_attention
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.dispatch import interpreted
 
 E4M3, E5M2 = FP8_DTYPES
@@ -48,11 +49,12 @@ class PagedCase:
     launch: dict = field(default_factory=dict)  # what must not: splits, tiles, bounds
 
     @property
+    def rows(self) -> AttendingRows:
+        return AttendingRows(self.query_start_loc, self.prefix_lens, self.block_table, self.positions, self.tree_mask)
+
+    @property
     def inputs(self) -> tuple:
-        return (
-            self.query, self.key_cache, self.value_cache, self.block_table, self.query_start_loc, self.prefix_lens,
-            self.positions, self.tree_mask, self.scale,
-        )  # fmt: skip
+        return self.query, self.key_cache, self.value_cache, self.rows, self.scale
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of the kernel."""

@@ -195,10 +195,9 @@ def test_prefix_and_tree_merged_are_both_together(device):
     whole, whole_lse = case.exact()
     tree, tree_lse = case.run()  # overwritten below
     paged_tree_attention(tree, *case.inputs, lse=tree_lse, include_prefix=False)
-    blind = torch.zeros_like(case.tree_mask)
-    inputs = (*case.inputs[:-2], blind, case.scale)
+    blind = replace(case, tree_mask=torch.zeros_like(case.tree_mask))
     prefix, prefix_lse = torch.empty_like(tree), torch.empty_like(tree_lse)
-    paged_tree_attention(prefix, *inputs, lse=prefix_lse)
+    paged_tree_attention(prefix, *blind.inputs, lse=prefix_lse)
     output, lse = torch.empty_like(tree), torch.empty_like(tree_lse)
     merge_attention(output, torch.stack([prefix, tree]), torch.stack([prefix_lse, tree_lse]), lse)
     torch.testing.assert_close(output.double(), whole, rtol=1e-5, atol=1e-5)

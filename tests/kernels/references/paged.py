@@ -3,6 +3,7 @@
 import torch
 
 from vllm_gsd.ops.attention.paged_checks import TreeTiles, check_inputs
+from vllm_gsd.ops.attention.rows import AttendingRows
 
 
 def paged_tree_attention_reference(
@@ -10,11 +11,7 @@ def paged_tree_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
+    rows: AttendingRows,
     scale: float,
     *,
     sliding_window: int = -1,
@@ -39,27 +36,26 @@ def paged_tree_attention_reference(
     """
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "lse": lse}
     check_inputs(
-        output, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-        **extras, num_splits=num_splits, tiles=tiles, compute=compute,
-    )  # fmt: skip
+        output, query, key_cache, value_cache, rows, **extras, num_splits=num_splits, tiles=tiles, compute=compute
+    )
     group = query.shape[1] // key_cache.shape[2]
-    start = query_start_loc.tolist()
-    for request, prefix in enumerate(prefix_lens[: len(start) - 1].tolist()):
-        rows = slice(start[request], start[request + 1])
-        attends = attended(prefix, positions[rows], tree_mask[rows], sliding_window, include_prefix)
+    start = rows.query_start_loc.tolist()
+    for request, prefix in enumerate(rows.prefix_lens[: len(start) - 1].tolist()):
+        own = slice(start[request], start[request + 1])
+        attends = attended(prefix, rows.positions[own], rows.mask[own], sliding_window, include_prefix)
         keys = attends.any(0).nonzero().squeeze(1)
-        blocks = blocks_of(keys, block_table, key_cache, request)
+        blocks = blocks_of(keys, rows.block_table, key_cache, request)
         key, value = (
             scaled(cache[blocks, keys % key_cache.shape[1]].to(compute), factor).repeat_interleave(group, 1)
             for cache, factor in ((key_cache, k_scale), (value_cache, v_scale))
         )
-        scores = torch.einsum("rhd,khd->hrk", query[rows].to(compute), key) * scale
+        scores = torch.einsum("rhd,khd->hrk", query[own].to(compute), key) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         weights, total = softmax(scores.masked_fill(~attends[:, keys], -torch.inf), sinks)
-        output[rows] = torch.einsum("hrk,khd->rhd", weights, value).to(output.dtype)
+        output[own] = torch.einsum("hrk,khd->rhd", weights, value).to(output.dtype)
         if lse is not None:
-            lse[rows] = total.T.to(lse.dtype)
+            lse[own] = total.T.to(lse.dtype)
 
 
 def attended(

@@ -81,7 +81,7 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
         if attn_metadata is None:
             # An idle run. What upstream leaves in the output would decide which experts the rows choose.
             return output.zero_()
-        tree = wire.tree_rows_of(attn_metadata)
+        tree = wire.attached(attn_metadata, wire.TREE_ROWS)
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None:
@@ -118,8 +118,8 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
     ) -> None:
         layout = kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype)
         tree_attention(
-            output, query, kv_cache, layout, tree.block_table, tree.query_start_loc, tree.prefix_lens, tree.positions,
-            tree.mask, self.scale, sliding_window=self.sliding_window, softcap=self.logits_soft_cap, sinks=self.sinks,
+            output, query, kv_cache, layout, tree, self.scale, sliding_window=self.sliding_window,
+            softcap=self.logits_soft_cap, sinks=self.sinks,
         )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class CausalCPUAttentionMetadataBuilder(TreeCPUAttentionMetadataBuilder):
         if not self.ours or common.causal is not True or common.num_actual_tokens == 1:
             return super().build(common_prefix_len, common, *args, **kwargs)
         metadata = TreeRowsOnly()
-        wire.attach_tree_rows(metadata, rows_of(common))
+        wire.attach(metadata, wire.TREE_ROWS, rows_of(common))
         return metadata
 
 

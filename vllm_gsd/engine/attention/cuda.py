@@ -88,7 +88,7 @@ class _TreeRowsImpl(AttendsTrees):
     ) -> torch.Tensor:
         """Compute attention as upstream's ``forward`` does, with our kernels for tree rows."""
         upstream = functools.partial(super().forward, layer)  # type: ignore[misc]
-        tree = wire.tree_rows_of(attn_metadata)
+        tree = wire.attached(attn_metadata, wire.TREE_ROWS)
         if tree is None:
             return upstream(query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
@@ -139,8 +139,7 @@ class _TreeRowsImpl(AttendsTrees):
             "xformers": xformers_tree_attention,
         }
         implementations[_chosen](
-            output[:num_rows].view(heads), query, key_cache, value_cache, tree.block_table, tree.query_start_loc,
-            tree.prefix_lens, tree.positions, tree.mask, self.scale,
+            output[:num_rows].view(heads), query, key_cache, value_cache, tree, self.scale,
             # Upstream's window is (left, right), without the token itself.
             sliding_window=self.sliding_window[0] + 1, softcap=self.logits_soft_cap, sinks=self.sinks, **options,
             **({} if _chosen == "xformers" else {"max_rows": tree.max_rows}),
@@ -202,10 +201,9 @@ def _flash_attention() -> Callable[..., Any]:
 
 
 def _flash_prefix_attention(
-    output: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    block_table: torch.Tensor, query_start_loc: torch.Tensor, prefix_lens: torch.Tensor, positions: torch.Tensor,
-    tree_mask: torch.Tensor, scale: float, *, sliding_window: int, softcap: float, sinks: torch.Tensor | None,
-    max_rows: int | None, **options: Any,
+    output: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tree: TreeRows,
+    scale: float, *, sliding_window: int, softcap: float, sinks: torch.Tensor | None, max_rows: int | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Merge FlashAttention over the whole prefix, without a causal mask, with our kernel's attention over the tree."""
     if sliding_window > 0 or sinks is not None or options:
@@ -213,15 +211,15 @@ def _flash_prefix_attention(
             'with a sliding window, sinks or a quantised KV cache "tree_attention" must be "kernel"'
         )
     prefix, prefix_lse = _flash_attention()(
-        query, key_cache, value_cache, max_seqlen_q=max_rows or len(query), cu_seqlens_q=query_start_loc,
-        max_seqlen_k=block_table.shape[1] * key_cache.shape[1], seqused_k=prefix_lens, softmax_scale=scale,
-        causal=False, softcap=softcap, block_table=block_table, return_softmax_lse=True,
+        query, key_cache, value_cache, max_seqlen_q=max_rows or len(query), cu_seqlens_q=tree.query_start_loc,
+        max_seqlen_k=tree.block_table.shape[1] * key_cache.shape[1], seqused_k=tree.prefix_lens, softmax_scale=scale,
+        causal=False, softcap=softcap, block_table=tree.block_table, return_softmax_lse=True,
     )  # fmt: skip
     parts = query.new_empty((2, *query.shape))
     lses = query.new_empty((2, *query.shape[:2]), dtype=torch.float32)
     parts[0], lses[0] = prefix, prefix_lse.transpose(0, 1)  # FlashAttention returns [heads, rows]
     paged_tree_attention(
-        parts[1], query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-        scale, softcap=softcap, include_prefix=False, lse=lses[1], max_rows=max_rows, num_splits=1,
+        parts[1], query, key_cache, value_cache, tree, scale, softcap=softcap, include_prefix=False, lse=lses[1],
+        max_rows=max_rows, num_splits=1,
     )  # fmt: skip
-    merge_attention(output, parts, lses, end_row=query_start_loc[-1:])
+    merge_attention(output, parts, lses, end_row=tree.query_start_loc[-1:])

@@ -9,24 +9,14 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_gsd.cpu.packed_weights import uses_cpu_kernels
 from vllm_gsd.ops import HAVE_EXTENSION
+from vllm_gsd.ops.attention.rows import AttendingRows
 
 
 @dataclass(frozen=True)
-class TreeRows:
-    """The tree rows of one forward pass, request by request.
+class TreeRows(AttendingRows):
+    """The rows of one forward pass that our kernels serve. Those of the target are nodes only, but on CPUs."""
 
-    A row of request r attends to two sets of keys. Of the prefix, which is the first ``prefix_lens[r]`` keys, it
-    attends to those up to its own position. Of the tree slots, which have logical index ``prefix_lens[r] + j``, it
-    attends to those whose bit j is set in its mask. A node's position is at least ``prefix_lens[r]``. A row of text
-    has its own key in the prefix and an empty mask; the target uses tree rows for text on CPUs only.
-    """
-
-    query_start_loc: torch.Tensor  # int32 [num_tree_requests + 1]
-    prefix_lens: torch.Tensor  # int32 [num_tree_requests]
-    block_table: torch.Tensor  # int32 [num_tree_requests, max_blocks]
-    positions: torch.Tensor  # int64 [num_tree_rows]
-    mask: torch.Tensor  # int64 [num_tree_rows, words]; words is 0 if all masks are empty
-    rows: torch.Tensor | None  # int64 [num_tree_rows], rows of the batch; None if they are all its rows
+    rows: torch.Tensor | None = None  # int64 [num_rows], rows of the batch; None if they are all its rows
     # The other rows of the batch, int64, and upstream's metadata for them; None if there are none.
     plain_rows: torch.Tensor | None = None
     plain_metadata: Any = None
@@ -84,7 +74,7 @@ class TreeBackend:
 
 
 class TreeRowsOnly:
-    """Attention metadata for batches with tree rows only. ``wire.attach_tree_rows`` sets the TreeRows."""
+    """Attention metadata for batches with tree rows only. They are attached by ``wire.attach``."""
 
 
 def serves_chains(vllm_config: VllmConfig, device: torch.device, model: ModelConfig) -> bool:
@@ -108,4 +98,4 @@ def causal_rows(
         block_table: int32 [num_requests, max_blocks]; positions: int64 [num_rows].
     """
     no_bits = torch.empty((len(positions), 0), dtype=torch.int64, device=positions.device)
-    return TreeRows(query_start_loc, seq_lens, block_table, positions, no_bits, rows=None)
+    return TreeRows(query_start_loc, seq_lens, block_table, positions, no_bits)

@@ -17,10 +17,10 @@ from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.block_heads import block_candidates
 from vllm_gsd.engine.draft.context_kv import ContextKV, compute_idle
-from vllm_gsd.engine.draft.drafter import slots_of
+from vllm_gsd.engine.draft.drafter import Drafter, slots_of
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import TOO_LONG
-from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES, DraftModel
+from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
 from vllm_gsd.host import add_lattices
@@ -42,7 +42,7 @@ def block_shape(anchored: bool, size: int | None, most: int) -> tuple[int, int]:
     return (most if size is None else min(most, size - first)), first
 
 
-class BlockDrafter:
+class BlockDrafter(Drafter):
     """Drafts a block for every request in one forward, and lays its lattice into the token graphs.
 
     A block has a row for the root, the last committed token, and rows of a mask token behind it. They attend to the
@@ -50,10 +50,12 @@ class BlockDrafter:
     its own token.
     """
 
+    features: ContextKV | None = None
+    causal = False  # whether rows of a block attend only to those before
+
     def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner):
+        super().__init__(vllm_config, config, stats, planner, vocab_size=None)
         assert config.model is not None
-        self.config, self.stats, self.planner = config, stats, planner
-        self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, None)
         hf_config = self.model.model_config.hf_config
         most = min(config.max_depth, config.num_speculative_tokens)
         # vLLM's translation of speculators folders leaves the size of a block out.
@@ -64,12 +66,6 @@ class BlockDrafter:
         self.mask_token = get_parallel_drafting_token_id(hf_config)
         self.model.block_depth = self.depth
         self.num_rows = self.first_row + self.depth
-        self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
-        self.features: ContextKV | None = None
-        self.feature_bytes = 0  # everything is in the KV cache
-        self.causal = False  # whether rows of a block attend only to those before
-        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self.max_slots = 0  # a block lies in the slots of its tokens
 
     def check_layers(self, layers: dict[str, Any]) -> None:
         """Set how the rows of a block attend to each other.
@@ -93,14 +89,14 @@ class BlockDrafter:
         self.causal = causal == {True}
 
     def prepare(self, num_blocks: int, block_size: int, pool: AbstractContextManager[Any]) -> None:
-        """Find the draft's KV caches once they are allocated; arguments as for ``Drafter.prepare``."""
+        """Find the draft's KV caches, which are allocated."""
         context = self.model.vllm_config.compilation_config.static_forward_context
         self.features = ContextKV(self.model.model, {name: context[name] for name in self.model.layer_names})
 
     def keep(
         self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
     ) -> None:
-        """Write the draft KV of a target step's rows; arguments as for ``Speculation.keep_features``."""
+        """Write the draft KV of a target step's rows."""
         assert self.features is not None
         states = self.model.features_of(hidden[: len(slots)], aux)
         self.features.write(slots, positions[: len(slots)].clamp(max=self.max_positions - 1), states)
@@ -109,13 +105,13 @@ class BlockDrafter:
         compute_idle(self.model.model, self.model.features_of(hidden, aux))
 
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
-        """See ``Drafter.missed``; 0 tokens, since the target's steps write the draft's KV, or TOO_LONG for a block."""
+        """0 tokens, since the target's steps write the draft's KV, or TOO_LONG for a block."""
         return np.where(length - 1 + self.num_rows > self.max_positions, TOO_LONG, 0)
 
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, needed: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Draft a block for each wanted request that has room for it; see ``Drafter.catch_up``.
+        """Draft a block for each wanted request that has room for it.
 
         There is nothing to catch up on: the draft has KV for all committed tokens but the last of each request. The
         hidden states are those of the rows that predict, [number of these requests, depth, hidden].
@@ -138,12 +134,10 @@ class BlockDrafter:
             block_table=batch.block_table[to_device(chosen)],
             positions=to_device(positions),
             mask=to_device(np.tile(seen, count)[:, None]),
-            rows=None,
             max_rows=rows,
         )
         self.planner.caught_up(count * rows)
-        self.stats.counts["draft_rows"] += count * rows
-        self.stats.counts["draft_forwards"] += 1
+        self.ran(count * rows)
         hidden = self.model.run_rows(self.model.tokens(tokens.ravel()), slots, tree)
         return drafted, hidden.view(count, rows, -1)[:, self.first_row :]
 
@@ -152,7 +146,7 @@ class BlockDrafter:
         return batch.token_ids[batch.token_rows[chosen], batch.length[chosen] - 1].astype(np.int64)
 
     def grow(self, graphs: GraphBatch, drafted: np.ndarray, hidden: torch.Tensor, requests: GraphRequests) -> None:
-        """Lay the lattices of drafted blocks into the graphs; arguments as for ``Drafter.grow``."""
+        """Lay the lattices of drafted blocks into the graphs."""
         roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
         tokens, probs = (tensor.cpu().numpy() for tensor in self.candidates(hidden, roots))
         self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, 0, 0] == 0))
@@ -185,7 +179,6 @@ class BlockDrafter:
         return tensors_from_first_rank(tokens, probs.contiguous())
 
     def idle_level(self, num_rows: int) -> None:
-        """Do the work of a step's forward over about ``num_rows`` rows, to measure its cost."""
         count = max(1, num_rows // self.num_rows)
         hidden = self.model.run_idle(count * self.num_rows).view(count, self.num_rows, -1)[:, self.first_row :]
         self.candidates(hidden, torch.zeros(count, dtype=torch.int64, device=self.model.device))

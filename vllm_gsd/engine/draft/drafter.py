@@ -1,107 +1,74 @@
-"""Growing token graphs with the draft model: catch up on committed text, then one forward per level."""
+"""Drafters run the draft model for the requests of a batch: what all kinds of drafts share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.engine.attention.tree_rows import TreeRows, causal_rows, serves_chains
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
+from vllm_gsd.engine.draft.context_kv import ContextKV
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
-from vllm_gsd.engine.draft.limits import TOO_LONG, draft_kv_slots
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.host import (
-    add_candidates,
-    frontier_chances,
-    keep_best,
-    kv_slots,
-    level_rows,
-    next_frontier,
-    next_rows,
-    parent_lines,
-    text_rows,
-)
-from vllm_gsd.method.constants import MERGED, OFF_BELOW
-from vllm_gsd.method.draft_level import DraftSlots, new_draft_slots
+from vllm_gsd.host import kv_slots
 from vllm_gsd.method.graph import GraphBatch
-from vllm_gsd.ops.state_rows.api import read_rows
 from vllm_gsd.planner.planner import Planner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gsd.engine.observe.recorder import Recorder
 
+class Drafter(ABC):
+    """Grows token graphs for the requests of a batch with the draft model."""
 
-class Drafter:
-    """Grows token graphs of at most ``capacity`` nodes for the requests of a batch, with the draft model."""
+    features: Features | ContextKV | None = None  # what is kept of the target's hidden states; set by ``prepare``
+    feature_bytes = 0  # bytes per token for it, besides the KV cache
+    max_slots = 0  # draft KV slots of a request behind its text
 
-    def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, capacity: int):
+    def __init__(
+        self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, vocab_size: int | None
+    ):
         assert config.model is not None
-        self.config = config
-        self.stats = stats
-        self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, config.draft_vocab_size)
-        self.masks_chains = serves_chains(vllm_config, self.model.device, self.model.model_config)
+        self.config, self.stats, self.planner = config, stats, planner
+        self.model = DraftModel(vllm_config, config.model, config.draft_tensor_parallel_size, vocab_size)
         # The draft's maximum length. Nothing is drafted for longer texts.
         self.max_positions = min(vllm_config.model_config.max_model_len, self.model.model_config.max_model_len)
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self.max_slots = draft_kv_slots(config)
-        self.planner = planner
-        num_requests = vllm_config.scheduler_config.max_num_seqs
-        self.slots = new_draft_slots(num_requests, capacity, self.max_slots)
-        self.frontier = np.zeros((num_requests, config.num_speculative_tokens), np.int32)
-        # For EAGLE drafts: the target's hidden states, and each node's row in the draft forward that ran it.
-        self.features: Features | None = None
-        self.node_rows = np.zeros((num_requests, capacity), np.int64)
-        self.recorder: Recorder | None = None  # set by ``Speculation``
 
-    @property
-    def feature_bytes(self) -> int:
-        """Bytes per token for the target's hidden states; 0 if the draft does not read them."""
-        if not self.model.reads_features:
-            return 0
-        return self.model.hidden_size * torch.empty((), dtype=self.model.model_config.dtype).element_size()
+    # --- start-up ---------------------------------------------------------------------------------
 
+    @abstractmethod
     def prepare(self, num_blocks: int, block_size: int, pool: AbstractContextManager[Any]) -> None:
-        """Allocate the store of hidden states, if needed, for a KV cache of this size, in the context ``pool``."""
-        if self.model.reads_features:
-            model = self.model
-            slots = num_blocks * block_size
-            with pool:
-                self.features = Features(slots, model.hidden_size, model.model_config.dtype, model.device)
+        """Set up ``features``, if needed, for a KV cache of this size; allocate in the context ``pool``."""
 
-    def check_layers(self, layers: dict[str, Any]) -> None:
-        """Check what only this kind of draft needs of its attention layers: nothing."""
+    @abstractmethod
+    def keep_idle(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
+        """Compute what ``keep`` stores, so that its memory can be measured before there is a KV cache."""
 
+    @abstractmethod
+    def idle_level(self, num_rows: int) -> None:
+        """Do the work of a draft level, or of a block, over about ``num_rows`` rows, to measure its cost."""
+
+    # --- in a step --------------------------------------------------------------------------------
+
+    @abstractmethod
     def keep(
         self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
     ) -> None:
         """Store what the draft reads of the target's hidden states; arguments as for ``Speculation.keep_features``."""
-        assert self.features is not None
-        self.features.write(slots, self.model.features_of(hidden[: len(slots)], aux))
 
-    def keep_idle(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None) -> None:
-        """Compute what ``keep`` stores, so that its memory can be measured before there is a KV cache."""
-        if self.model.reads_features:
-            self.model.features_of(hidden, aux)
-
-    def idle_level(self, num_rows: int) -> None:
-        """Do the work of a draft level over ``num_rows`` rows, to measure its cost."""
-        self.model.candidates(self.model.run_idle(num_rows), self.config.top_k)
-
+    @abstractmethod
     def missed(self, tracker: DraftKVTracker, request_ids: Sequence[str], length: np.ndarray) -> np.ndarray:
         """Tokens of each request that the draft has to run before it can draft, int64 [num_requests], or TOO_LONG."""
-        too_long = length - self.model.shift > self.max_positions
-        return np.where(too_long, TOO_LONG, length - tracker.lengths(request_ids))
 
+    @abstractmethod
     def catch_up(
         self, batch: DraftBatch, tracker: DraftKVTracker, needed: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
@@ -113,174 +80,24 @@ class Drafter:
             wanted: bool [num_requests], requests to draft for.
 
         Returns:
-            bool [num_requests], the wanted requests that can be drafted for, and the hidden states of their last
-            tokens, [number of these requests, hidden], or None if there are no such requests.
+            bool [num_requests], the wanted requests that can be drafted for, and the hidden states from which they are
+            drafted for, [number of these requests, ..., hidden], or None if there are no such requests.
         """
-        # The batch as the draft sees it: an EAGLE-3 head's row j holds token j + 1 (see ``DraftModel.shift``).
-        batch = replace(batch, token_ids=batch.token_ids[:, self.model.shift :])
-        needed = np.maximum(needed - self.model.shift, 0)
-        room = np.minimum(batch.capacity, self.max_positions)
-        done = tracker.lengths(batch.request_ids)
-        # A request whose draft KV is already complete runs no row, so it has no hidden state to draft from.
-        drafted = wanted & (needed <= room) & (needed > done)
-        due = np.minimum(needed, room)
-        counts = np.empty_like(done)
-        (chosen,) = drafted.nonzero()
-        last_hidden = None
-        while num_rows := next_rows(done, due, self.max_rows, counts):
-            hidden = self._run_text(batch, done, counts, num_rows)
-            done += counts
-            for request in counts.nonzero()[0].tolist():
-                tracker.advance(batch.request_ids[request], int(done[request]))
-            if len(chosen) == 0:
-                continue
-            last_rows = counts.cumsum()[chosen] - 1
-            if last_hidden is None and counts[chosen].all():  # one forward is nearly always enough
-                last_hidden = read_rows(hidden, self.model.to_device(last_rows))
-                continue
-            if last_hidden is None:
-                last_hidden = hidden.new_zeros(len(chosen), hidden.shape[1])
-            run = np.flatnonzero(counts[chosen])
-            last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_rows[run])]
-        return drafted, last_hidden
 
-    def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
-        """Run the draft over each request's next ``counts`` tokens after ``done``; returns [num_rows, hidden]."""
-        tokens, positions, requests = np.empty((3, num_rows), np.int64)
-        text_rows(done, counts, batch.token_ids, batch.token_rows, tokens, positions, requests)
-        if self.model.head is not None:
-            self.model.head.see(tokens)
-        self.planner.caught_up(num_rows)
-        self.stats.counts["draft_rows"] += num_rows
-        self.stats.counts["draft_forwards"] += 1
-        to_device = self.model.to_device
-        slots = slots_of(batch.block_table, requests, positions, batch.block_size)
-        features = None
-        if self.features is not None:  # the target's hidden states of the preceding tokens
-            places = positions - 1 + self.model.shift
-            before = slots_of(batch.block_table, requests, places, batch.block_size)
-            features = self.features.read(before, to_device(places < 0))
-        (running,) = counts.nonzero()
-        starts = starts_of(counts[running])
-        block_table = batch.block_table
-        if len(running) < len(counts):
-            block_table = block_table[to_device(running)]
-        lengths = (done + counts)[running].astype(np.int32)
-        if not self.masks_chains:
-            return self.model.run_causal(tokens, positions, slots, starts, lengths, block_table, features)
-        tree = causal_rows(to_device(starts), to_device(lengths), block_table, to_device(positions))
-        return self.model.run_rows(self.model.tokens(tokens), slots, tree, features)
-
-    def grow(self, graphs: GraphBatch, drafted: np.ndarray, root_hidden: torch.Tensor, requests: GraphRequests) -> None:
-        """Grow the token graphs of a batch, level by level, while another level is expected to pay.
+    @abstractmethod
+    def grow(self, graphs: GraphBatch, drafted: np.ndarray, hidden: torch.Tensor, requests: GraphRequests) -> None:
+        """Grow the token graphs of a batch.
 
         Args:
             graphs: one graph per request, each with a root only.
             drafted: bool [num_graphs], graphs to grow.
-            root_hidden: [sum(drafted), hidden], the draft's hidden states of the roots.
+            hidden: [sum(drafted), ..., hidden], from ``catch_up``.
         """
-        batch, length = requests.batch, requests.length - self.model.shift
-        count = len(length)
-        frontier = self.frontier[:count]
-        frontier[:, 0] = 0
-        frontier_len = drafted.astype(np.int32)
-        slots = DraftSlots(self.slots.used[:count], self.slots.mask[:count])
-        slots.used[:] = 0
-        block_table = batch.block_table
-        if count < len(block_table):
-            block_table = block_table[self.model.to_device(requests.index)]
-        room = np.minimum(self.max_slots, batch.capacity[requests.index] - length).astype(np.int32)
-        deepest = np.minimum(requests.max_depth, self.max_positions - length)
-        merge_ngram = np.full(count, self.config.merge_ngram, np.int32)
-        merge_ngram[requests.trust[:, MERGED] < OFF_BELOW] = 0
-        theta_prob = np.float32(self.config.theta_prob)
-        hidden = root_hidden
-        self.node_rows[drafted.nonzero()[0], 0] = np.arange(len(hidden))
-        for level in range(1, self.config.max_depth + 1):
-            first_new = graphs.size.copy()
-            self._add_children(graphs, frontier, frontier_len, hidden, requests.num_nodes, merge_ngram)
-            if level == self.config.max_depth:
-                break
-            room_left = (room - slots.used) * (deepest > level)
-            next_frontier(graphs, first_new, requests.num_nodes, room_left, theta_prob, frontier, frontier_len)
-            chances = frontier_chances(graphs, frontier, frontier_len, self.planner.calibration.factor, requests.trust)
-            size = self.planner.level_size(chances)
-            if size == 0:
-                break
-            keep_best(frontier, frontier_len, chances, size)
-            hidden = self._run_level(
-                graphs, slots, frontier, frontier_len, length, block_table, batch.block_size, hidden
-            )
 
-    def _add_children(
-        self,
-        graphs: GraphBatch,
-        frontier: np.ndarray,
-        frontier_len: np.ndarray,
-        hidden: torch.Tensor,
-        num_nodes: np.ndarray,
-        merge_ngram: np.ndarray,
-    ) -> None:
-        """Add the draft's candidates below the frontier nodes, whose hidden states are [rows, hidden]."""
-        probs, tokens = self.model.candidates(hidden, self.config.top_k)
-        self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, 0] == 0))
-        self.planner.drafted(probs)
-        added, merged, pruned = add_candidates(
-            graphs, frontier, frontier_len, tokens, probs, num_nodes, self.config.theta_sib, merge_ngram
-        )
-        if self.recorder is not None:
-            self.recorder.level(frontier, frontier_len, tokens, probs)
-        self.stats.counts.update(nodes_added=added, nodes_merged=merged, nodes_pruned=pruned)
-
-    def _run_level(
-        self,
-        graphs: GraphBatch,
-        slots: DraftSlots,
-        frontier: np.ndarray,
-        frontier_len: np.ndarray,
-        length: np.ndarray,
-        block_table: torch.Tensor,
-        block_size: int,
-        hidden: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the draft over the frontier nodes of all requests; returns hidden states [rows, hidden].
-
-        ``hidden`` are those of the level before, which contain the nodes' parents.
-        """
-        num_rows = int(frontier_len.sum())
-        token = np.empty(num_rows, np.int64)
-        depth, slot = np.empty((2, num_rows), np.int32)
-        mask = np.empty((num_rows, slots.mask.shape[2]), np.int64)
-        level_rows(graphs, slots, frontier, frontier_len, token, depth, slot, mask)
-        request_of_row = np.arange(len(frontier_len)).repeat(frontier_len)
-        base = length[request_of_row]
-        positions = base - 1 + depth
-        to_device = self.model.to_device
-        features = None
-        if self.features is not None:  # the draft's own hidden states of the parents
-            parents = parent_lines(graphs, frontier, frontier_len, self.node_rows)
-            features = self.model.next_features(read_rows(hidden, to_device(parents)))
-        tree = TreeRows(
-            query_start_loc=to_device(starts_of(frontier_len)),
-            prefix_lens=to_device(length.astype(np.int32)),
-            block_table=block_table,
-            positions=to_device(positions),
-            mask=to_device(mask),
-            rows=None,
-            max_rows=frontier.shape[1],
-        )
+    def ran(self, num_rows: int) -> None:
+        """Count a forward pass over ``num_rows`` rows."""
         self.stats.counts["draft_rows"] += num_rows
-        self.stats.counts["draft_nodes"] += num_rows
         self.stats.counts["draft_forwards"] += 1
-        flat_slots = slots_of(block_table, request_of_row, base + slot, block_size)
-        return self.model.run_rows(self.model.tokens(token), flat_slots, tree, features)
-
-
-def starts_of(counts: np.ndarray) -> np.ndarray:
-    """Start of each request's rows, followed by the total: int32 [len(counts) + 1]."""
-    starts = np.zeros(len(counts) + 1, np.int32)
-    counts.cumsum(out=starts[1:])
-    return starts
 
 
 def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:

@@ -46,6 +46,15 @@ LOGIT_BYTES = 4
 OF_CHECKPOINT = ("revision", "code_revision", "quantization", "quantization_config")
 
 
+class NoDraft:
+    """What runners ask of a draft model, for an engine without one."""
+
+    layer_names: Sequence[str] = ()
+    reads_aux = False
+    aux_layers: tuple[int, ...] | None = None
+    shift = 0
+
+
 class DraftModel:
     """Loads the draft model, by path or hub id, and runs it over rows of the current batch.
 
@@ -245,7 +254,7 @@ class DraftModel:
             hidden states [n, hidden].
         """
         metadata = TreeRowsOnly()
-        wire.attach_tree_rows(metadata, tree)
+        wire.attach(metadata, wire.TREE_ROWS, tree)
         return self._forward(tokens, tree.positions, slots, dict.fromkeys(self.layer_names, metadata), features)
 
     @contextmanager

@@ -18,7 +18,6 @@ from vllm_gsd.planner.costs import Costs, convex, rising
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-    from vllm_gsd.engine.draft.block_drafter import BlockDrafter
     from vllm_gsd.engine.draft.drafter import Drafter
     from vllm_gsd.engine.v1.model_runner import GraphModelRunner
 
@@ -37,7 +36,7 @@ TOKEN_STRIDE = 7919
 
 
 @torch.inference_mode()
-def measure_costs(runner: GraphModelRunner, drafter: Drafter | BlockDrafter | None) -> Costs:
+def measure_costs(runner: GraphModelRunner, drafter: Drafter | None) -> Costs:
     """Time the target's forward pass, a draft level and tree attention, once the KV cache is allocated."""
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.speculation.num_nodes + 1)))
     rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
@@ -72,7 +71,7 @@ def _fit(model: ModelConfig | None) -> Callable[[np.ndarray, np.ndarray], np.nda
     return rising if model is not None and model.is_moe else convex
 
 
-def _draft_levels(drafter: Drafter | BlockDrafter, num_rows: int) -> None:
+def _draft_levels(drafter: Drafter, num_rows: int) -> None:
     for _ in range(LEVELS):
         drafter.idle_level(num_rows)
 
@@ -108,7 +107,6 @@ def _attention(runner: GraphModelRunner, num_rows: int, context: int) -> Callabl
         block_table=(torch.arange(num_blocks, dtype=torch.int32) % layer.kv_cache.shape[0])[None],
         positions=torch.full((num_rows,), context, dtype=torch.int64),
         mask=torch.ones((num_rows, -(-num_rows // 64)), dtype=torch.int64),
-        rows=None,
     )
     query = torch.zeros((num_rows, layer.num_heads, layer.head_size), dtype=layer.kv_cache.dtype)
     return partial(layer.impl._tree, layer, query, layer.kv_cache, tree, torch.empty_like(query))

@@ -34,7 +34,6 @@ def measure_costs(runner: GraphModelRunner) -> Costs:
             adapters.
     """
     width, drafting = runner.decode_query_len, runner.speculator.drafting
-    assert drafting is not None
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * width, ROWS[-1]))
     # Whole graphs of a few requests too, because full CUDA graphs hold these.
     whole = [width * count for count in ROWS]
@@ -82,7 +81,6 @@ def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
 
 def _draft(runner: GraphModelRunner, levels: int, count: int) -> None:
     drafting = runner.speculator.drafting
-    assert drafting is not None
     drafting.run_idle(min(count, runner.max_num_reqs), levels)
     _wait(runner)
 

@@ -39,19 +39,17 @@ VERSION = 1
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
 
 
-def recorder_of(vllm_config: VllmConfig, stats: GraphStats) -> Recorder | None:
-    """The recorder of an engine that allows traces. The first tensor-parallel rank alone records."""
-    config = wire.options_of(vllm_config)
+def recorder_of(vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats) -> Recorder:
+    """The recorder of an engine. The first tensor-parallel rank alone writes a file, if the config names one."""
     first = not model_parallel_is_initialized() or get_tp_group().rank_in_group == 0
-    if config is None or config.trace is None or not first:
-        return None
-    return Recorder(config, TraceFile(config.trace), vllm_config.model_config, stats)
+    file = TraceFile(config.trace) if config.trace is not None and first else None
+    return Recorder(config, file, vllm_config.model_config, stats)
 
 
 class Recorder:
-    """Follows the traced requests of an engine. The methods are called in the order of a step."""
+    """Follows the traced requests of an engine, none without a file. The methods are called in the order of a step."""
 
-    def __init__(self, config: GSDConfig, file: TraceFile, model_config: ModelConfig, stats: GraphStats):
+    def __init__(self, config: GSDConfig, file: TraceFile | None, model_config: ModelConfig, stats: GraphStats):
         self.config, self.file, self.model_config, self.stats = config, file, model_config, stats
         self.traced: dict[str, _Traced] = {}
         # The traced requests of the batch and their indices in it, and those whose graphs grow and their graphs.
@@ -83,7 +81,7 @@ class Recorder:
         """Begin to follow a new request, or a later chunk of a session of streaming input, if it asks for a trace."""
         params = request.sampling_params
         self.traced.pop(request_id, None)
-        if not wire.asks_for_trace(params):
+        if self.file is None or not wire.asks_for_trace(params):
             return
         prompt = list(request.prompt_token_ids or ())
         self.traced[request_id] = _Traced(request_id, prompt, params)
@@ -103,7 +101,7 @@ class Recorder:
     def begin(self, batch: DraftBatch) -> None:
         """Write the steps that ended with the tokens that ``batch`` has gained, and open the next ones."""
         self.batch, self.growing = [], []
-        if not self.traced:
+        if self.file is None or not self.traced:
             return
         self.began = time.perf_counter()
         self.forwards, self.rows = (self.stats.counts[name] for name in ("draft_forwards", "draft_rows"))

@@ -54,7 +54,7 @@ class GraphScheduling(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Store draft tokens as upstream does. Grammars choose among the nodes of requests with structured output."""
         super().update_draft_token_ids(draft_token_ids)
-        for request_id, tree in wire.proposed_of(draft_token_ids).items():
+        for request_id, tree in wire.attached(draft_token_ids, wire.PROPOSED, {}).items():
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
@@ -64,7 +64,7 @@ class GraphScheduling(Scheduler):
             self.nodes_invalid += tree.left_out(kept)
             structured.set_drafts(request, kept.tokens[1:])
         drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
-        for request_id, parents in wire.parents_of(draft_token_ids).items():
+        for request_id, parents in wire.attached(draft_token_ids, wire.PARENTS, {}).items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
                 structured.set_drafts(request, self._judge(request, list(drafts[request_id]), parents))
@@ -76,7 +76,7 @@ class GraphScheduling(Scheduler):
         drafts = dict(zip(draft_token_ids.req_ids, map(list, draft_token_ids.draft_token_ids), strict=True))
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        for request_id, parents in wire.parents_of(draft_token_ids).items():
+        for request_id, parents in wire.attached(draft_token_ids, wire.PARENTS, {}).items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished() and scheduled.get(request_id):
                 tokens = drafts[request_id][: len(scheduled[request_id])]
@@ -96,9 +96,9 @@ class GraphScheduling(Scheduler):
         for request_id in output.finished_req_ids:
             self.kept.pop(request_id, None)
         scheduled = output.scheduled_spec_decode_tokens
-        wire.attach_kept(output, {i: self.kept[i] for i in scheduled if i in self.kept})
+        wire.attach(output, wire.KEPT, {i: self.kept[i] for i in scheduled if i in self.kept})
         new = [request.req_id for request in output.scheduled_new_reqs]
-        wire.attach_salts(output, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
+        wire.attach(output, wire.SALTS, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -127,7 +127,7 @@ class GraphScheduling(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Process the output as upstream does, and keep the step's graph statistics for ``make_stats``."""
-        self.graph_stats = wire.stats_of(model_runner_output)
+        self.graph_stats = wire.attached(model_runner_output, wire.STATS)
         if self.graph_stats is not None and self.nodes_invalid:
             counts = self.graph_stats["counts"]
             counts["nodes_invalid"] = counts.get("nodes_invalid", 0) + self.nodes_invalid
@@ -222,7 +222,7 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Process the output as ``GraphScheduling`` does, but count no step for requests that end while it runs."""
-        output, stats = model_runner_output, wire.stats_of(model_runner_output)
+        output, stats = model_runner_output, wire.attached(model_runner_output, wire.STATS)
         ended = set(output.req_ids) - self.requests.keys() if output.sampled_token_ids else ()
         self.unneeded += sum(bool(output.sampled_token_ids[output.req_id_to_index[request]]) for request in ended)
         if stats is not None and (counted := min(self.unneeded, stats["counts"].get("target_steps", 0))):

@@ -26,7 +26,7 @@ from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v1.processors import tell_of_processors
 from vllm_gsd.engine.v1.walk import walk
 from vllm_gsd.engine.verify.draft_tree import FlatTree, Paths
-from vllm_gsd.engine.verify.step import VerifyStep, check_attached, lay_out
+from vllm_gsd.engine.verify.step import TargetLayers, VerifyStep, check_attached, lay_out
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.host import kv_moves
 from vllm_gsd.upstream import wire
@@ -53,7 +53,7 @@ class GraphModelRunner(CPUModelRunner):
         self.step: VerifyStep | None = None
         self.masks_chains = serves_chains(vllm_config, self.device, self.model_config)
         self.drafter.bind(self)
-        self.use_aux_hidden_state_outputs = self.speculation.reads_aux
+        self.use_aux_hidden_state_outputs = self.speculation.draft_model.reads_aux
         self.all_rows = torch.arange(self.max_num_tokens)
         self.idle_runs = itertools.count()
         tell_of_processors(self.input_batch.logitsprocs)
@@ -67,7 +67,7 @@ class GraphModelRunner(CPUModelRunner):
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         # Upstream reads them from the speculative config, which has no draft model here.
-        return self.speculation.aux_layers
+        return self.speculation.draft_model.aux_layers
 
     def warming_up_model(self) -> None:
         super().warming_up_model()
@@ -83,7 +83,7 @@ class GraphModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         group = self.kv_cache_config.kv_cache_groups[0]
         layers = self.compilation_config.static_forward_context
-        self.target_kv = target_kv_of(layers, group.layer_names, self.speculation.layer_names)
+        self.target_kv = target_kv_of(layers, group.layer_names, self.speculation.draft_model.layer_names)
         self.drafter.initialize_attention()
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
@@ -107,15 +107,14 @@ class GraphModelRunner(CPUModelRunner):
     # --- one step ---------------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable | None:
-        assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
         self.drafter.forget(scheduler_output.finished_req_ids)
-        self.speculation.copies.remember(wire.salts_of(scheduler_output))
+        self.speculation.copies.remember(wire.attached(scheduler_output, wire.SALTS, {}))
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
         request = super()._update_streaming_request(req_id, new_req_data)
-        self.speculation.admit_again(request)
+        self.speculation.admit(request)
         return request
 
     def _prepare_inputs(
@@ -137,7 +136,7 @@ class GraphModelRunner(CPUModelRunner):
         only its root is sampled.
         """
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        kept = wire.kept_of(scheduler_output)
+        kept = wire.attached(scheduler_output, wire.KEPT, {})
         request_ids = self.input_batch.req_ids
         sizes = np.ones(len(request_ids), np.int64)
         matched: list[FlatTree | None] = [None] * len(request_ids)
@@ -182,12 +181,12 @@ class GraphModelRunner(CPUModelRunner):
         with no_rows_left(self.step is not None and self.step.batch_starts is not None):
             attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.masked:
-            draft_layers = set(self.speculation.layer_names)
-            self.step.attach_tree_rows(self.attn_groups[0], draft_layers, attn_metadata, common)
+            layers = TargetLayers(self.attn_groups[0], self.speculation.draft_model.layer_names, attn_metadata)
+            self.step.attach_tree_rows(layers, common)
             check_attached(self.target_kv.names, attn_metadata)
         elif self.step is not None and self.step.drafted:
             for name in self.target_kv.names:
-                wire.attach_tree_rows(attn_metadata[name], None)
+                wire.attach(attn_metadata[name], wire.TREE_ROWS, None)
         return attn_metadata, common
 
     def execute_model(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput | IntermediateTensors | None:
@@ -196,7 +195,7 @@ class GraphModelRunner(CPUModelRunner):
             output = super().execute_model(*args, **kwargs)
         if isinstance(output, ModelRunnerOutput):
             output = copy.copy(output)  # vLLM shares one object among all such steps
-            wire.attach_stats(output, self.speculation.take_stats())
+            wire.attach(output, wire.STATS, self.speculation.take_stats())
         return output
 
     @torch.inference_mode()
@@ -211,7 +210,7 @@ class GraphModelRunner(CPUModelRunner):
             self.speculation.keep_features(slots, self.positions, state.hidden_states, state.aux_hidden_states)
         with self._generators_of_unfinished_prompts_set_aside():
             output = super().sample_tokens(grammar_output)
-        wire.attach_stats(output, self.speculation.take_stats())
+        wire.attach(output, wire.STATS, self.speculation.take_stats())
         return output
 
     @contextmanager
@@ -245,7 +244,7 @@ class GraphModelRunner(CPUModelRunner):
         trees = self.speculation.take_grammar_trees()
         if trees:
             drafts = drafts or DraftTokenIds([], [])
-            wire.attach_proposed(drafts, trees)
+            wire.attach(drafts, wire.PROPOSED, trees)
         return drafts
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:

@@ -8,7 +8,7 @@ speculation, so seeded output equals that of plain decoding. Only rows on accept
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -66,8 +66,9 @@ def walk(
     stateful = stateful or bool(custom)
     if not stateful and _only_argmax(metadata):
         return _walk_greedily(logits, trees)
+    ends = list(params) if custom or metadata.generators else []  # empty if no text's end matters
     original_lengths = [len(output) for output in outputs]
-    walked = _walk_by_depth(sampler, logits, metadata, trees, outputs, stateful, custom, params)
+    walked = _walk_by_depth(_RowSampler(sampler, logits, metadata, stateful, custom), trees, outputs, ends)
     for output, length in zip(outputs, original_lengths, strict=True):
         del output[length:]
     return walked
@@ -91,58 +92,75 @@ def _walk_greedily(logits: torch.Tensor, trees: WalkTrees) -> tuple[SamplerOutpu
 
 
 def _walk_by_depth(
-    sampler: Sampler,
-    logits: torch.Tensor,
-    metadata: SamplingMetadata,
-    trees: WalkTrees,
-    outputs: list[list[int]],
-    stateful: bool,
-    custom: CustomProcessors,
-    params: Iterable[SamplingParams],
+    sampler: _RowSampler, trees: WalkTrees, outputs: list[list[int]], ends: list[SamplingParams]
 ) -> tuple[SamplerOutput, Paths]:
     """Sample one token per active walk at each depth; arguments and results as in ``walk``. Extends ``outputs``."""
     num_requests = len(trees.starts) - 1
-    starts = trees.starts[:-1]
     places = np.zeros(num_requests, np.int32)
-    ends = list(params) if custom or metadata.generators else []  # empty if no text's end matters
     active = np.ones(num_requests, np.bool_)
     columns: list[np.ndarray] = []
-    logprobs: list[tuple[np.ndarray, LogprobsTensors]] = []
     while True:
-        chosen = np.flatnonzero(active)
-        sampling = np.arange(num_requests) if stateful else chosen  # requests whose rows are sampled
-        rows = (starts + places)[sampling]
-        row_logits = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows.astype(np.int64))]
-        with custom.only_for(chosen):
-            sampled = sampler(
-                logits=row_logits, sampling_metadata=_metadata_of(metadata, chosen, stateful, num_requests)
-            )
-        tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
-        column = np.full(num_requests, PLACEHOLDER, np.int64)
-        column[chosen] = tokens[chosen] if stateful else tokens
+        column = sampler.sample(trees.starts[:-1] + places, np.flatnonzero(active))
         columns.append(column)
-        if sampled.logprobs_tensors is not None:
-            logprobs.append((sampling, sampled.logprobs_tensors))
         stood = places.copy()
         step_into(trees.token, trees.parent, trees.starts, places, column, active)
-        if custom or ends:  # some walks must not take another step
+        if sampler.custom or ends:  # some walks must not take another step
             for request in np.flatnonzero(active) if ends else ():
                 active[request] = not ends_text(ends[request], outputs[request], int(column[request]))
-            if custom.in_step:
+            if sampler.custom.in_step:
                 active &= active.all()
             places = np.where(active, places, stood)
         if not active.any():
             break
         for request in np.flatnonzero(active):
             outputs[request].append(int(column[request]))
-        if metadata.thinking_budget_state_holder is not None:
-            # Requests with a thinking budget have no tree, so their walks have ended.
-            metadata = replace(metadata, thinking_budget_state_holder=None)
-        if stateful:
-            for processor in metadata.logitsprocs.all:
-                processor.update_state(None)
+        sampler.descend()
     tokens = np.stack(columns, axis=1).astype(np.int32)
-    return _records(tokens, places, _stack_logprobs(logprobs, num_requests, len(columns)))
+    return _records(tokens, places, _stack_logprobs(sampler.logprobs, num_requests, len(columns)))
+
+
+@dataclass
+class _RowSampler:
+    """Samples the rows that walks have reached; if ``stateful``, a row of every request. Fields as in ``walk``."""
+
+    sampler: Sampler
+    logits: torch.Tensor
+    metadata: SamplingMetadata
+    stateful: bool
+    custom: CustomProcessors
+    logprobs: list[tuple[np.ndarray, LogprobsTensors]] = field(default_factory=list)  # and the requests, by depth
+
+    def sample(self, rows: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Sample for the requests ``chosen``, int64, whose walks continue.
+
+        Args:
+            rows: int [num_requests], the row that each walk has reached.
+
+        Returns:
+            int64 [num_requests], the tokens; PLACEHOLDER for the other requests.
+        """
+        num_requests = len(rows)
+        sampling = np.arange(num_requests) if self.stateful else chosen
+        all_rows = len(sampling) == len(self.logits)
+        logits = self.logits if all_rows else self.logits[torch.from_numpy(rows[sampling].astype(np.int64))]
+        metadata = _metadata_of(self.metadata, chosen, self.stateful, num_requests)
+        with self.custom.only_for(chosen):
+            sampled = self.sampler(logits=logits, sampling_metadata=metadata)
+        tokens = from_first_rank(sampled.sampled_token_ids.view(-1).cpu().numpy().astype(np.int64))
+        column = np.full(num_requests, PLACEHOLDER, np.int64)
+        column[chosen] = tokens[chosen] if self.stateful else tokens
+        if sampled.logprobs_tensors is not None:
+            self.logprobs.append((sampling, sampled.logprobs_tensors))
+        return column
+
+    def descend(self) -> None:
+        """Prepare for the next depth, after the outputs of the walks that continue were extended."""
+        if self.metadata.thinking_budget_state_holder is not None:
+            # Requests with a thinking budget have no tree, so their walks have ended.
+            self.metadata = replace(self.metadata, thinking_budget_state_holder=None)
+        if self.stateful:
+            for processor in self.metadata.logitsprocs.all:
+                processor.update_state(None)
 
 
 def _only_argmax(metadata: SamplingMetadata) -> bool:

@@ -22,6 +22,7 @@ from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.copies import MIN_NGRAM_MATCH, PACKED
 from vllm_gsd.engine.draft.drafter import Drafter
+from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
 from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES
@@ -93,7 +94,7 @@ class DeviceDrafting:
     def __init__(
         self,
         config: GSDConfig,
-        drafter: Drafter | BlockDrafter | None,
+        drafter: Drafter | None,
         req_states: RequestState,
         capacity: int,
         trees: DeviceTrees,
@@ -231,7 +232,7 @@ class DeviceDrafting:
         """How the rows of a forward attend. Requests without rows read no KV, because they may have no blocks."""
         count = len(rows.prefix)
         starts = torch.arange(count + 1, dtype=torch.int32, device=self.device) * width
-        return TreeRows(starts, rows.prefix, self.block_table[:count], rows.position, rows.mask, None, max_rows=width)
+        return TreeRows(starts, rows.prefix, self.block_table[:count], rows.position, rows.mask, max_rows=width)
 
     @torch.inference_mode()
     def draft(self, count: int, levels: int) -> None:
@@ -252,7 +253,7 @@ class DeviceDrafting:
             roots = bucket.graphs.nodes[:, TOKEN, 0].long()
             tokens, probs = self.drafter.candidates(hidden[:, self.drafter.first_row :], roots)
             add_lattices(bucket.graphs, tokens, probs, self.limits)
-        elif self.drafter is not None:
+        elif isinstance(self.drafter, LevelDrafter):
             self._grow(self.drafter, bucket, levels, blocks)
         if "ngram" in self.config.sources:
             graft_ngrams(bucket.graphs, bucket.ranks, self.match_probs, texts, MIN_NGRAM_MATCH)
@@ -260,7 +261,7 @@ class DeviceDrafting:
             graft_trees(bucket.graphs, bucket.suggested, self.match_probs, texts)
         flatten_graphs(bucket.graphs, self.trees, bucket.known.factor, bucket.known.trust)
 
-    def _grow(self, drafter: Drafter, bucket: Bucket, num_levels: int, blocks: tuple[Any, ...]) -> None:
+    def _grow(self, drafter: LevelDrafter, bucket: Bucket, num_levels: int, blocks: tuple[Any, ...]) -> None:
         """Catch up on the texts and grow ``num_levels`` levels."""
         (_, rows, tree), *levels = bucket.rows[:num_levels]
         features, model = drafter.features, drafter.model

@@ -56,9 +56,8 @@ def _grow(speculator: GraphSpeculator, input_batch: InputBatch, places: np.ndarr
     for request, tree in zip(batch.requests, trees, strict=True):
         if has_grammar(request):
             speculator.parents[request.req_id] = tree.parent.tolist()
-    assert speculator.drafting is not None and speculation.draft_kv is not None
-    known = batch.token_rows, speculation.draft_kv.lengths(batch.request_ids)
-    slots, done = send(speculator.device, *(array.astype(np.int64) for array in known))
+    done = speculation.draft_kv.lengths(batch.request_ids)
+    slots, done = send(speculator.device, batch.token_rows.astype(np.int64), done)
     speculator.drafting.draft_length[slots] = done
     values = _values(speculation, batch.request_ids, trees)
     speculator.proposals.store(slots, to_device(trees, values, speculator.num_rows, speculator.device))

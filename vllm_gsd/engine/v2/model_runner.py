@@ -35,7 +35,7 @@ from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.v2.walk import GraphSampler
 from vllm_gsd.engine.v2.whole_graphs import whole_graphs
-from vllm_gsd.engine.verify.step import attach_to, check_attached
+from vllm_gsd.engine.verify.step import TargetLayers, check_attached
 from vllm_gsd.engine.verify.target_kv import target_kv_of
 from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.upstream import instances, wire
@@ -63,10 +63,11 @@ class GraphModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target; the worker then calls ``load_draft``."""
-        self.use_aux_hidden_state_outputs = self.speculation.reads_aux
+        draft = self.speculation.draft_model
+        self.use_aux_hidden_state_outputs = draft.reads_aux
         super().load_model(*args, **kwargs)
-        if (layers := self.speculation.aux_layers) is not None:  # upstream has set those of the target's model class
-            self.model.set_aux_hidden_state_layers(layers)
+        if draft.aux_layers is not None:  # upstream has set those of the target's model class
+            self.model.set_aux_hidden_state_layers(draft.aux_layers)
 
     def load_draft(self) -> None:
         """Load the draft, then install our sampler and the tree mask."""
@@ -90,7 +91,7 @@ class GraphModelRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = self.compilation_config.static_forward_context
-        self.target_kv = target_kv_of(layers, names, self.speculation.layer_names)
+        self.target_kv = target_kv_of(layers, names, self.speculation.draft_model.layer_names)
         assert self.cudagraph_manager is not None
         instances.wrap(self.cudagraph_manager, "dispatch", self._dispatch_and_count)
         pool = nullcontext() if is_profiling else self.features_pool()
@@ -162,7 +163,7 @@ class GraphModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Add new and resumed requests, also to the speculator."""
-        self.speculation.copies.remember(wire.salts_of(scheduler_output))
+        self.speculation.copies.remember(wire.attached(scheduler_output, wire.SALTS, {}))
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.speculator.admit(request, self.req_states.req_id_to_index[request.req_id])
@@ -170,7 +171,6 @@ class GraphModelRunner(GPUModelRunner):
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Update running requests and their draft KV."""
         super().update_requests(scheduler_output)
-        assert self.speculation.draft_kv is not None
         self.speculation.draft_kv.update(scheduler_output)
 
     def execute_model(
@@ -192,7 +192,7 @@ class GraphModelRunner(GPUModelRunner):
         if isinstance(output, ModelRunnerOutput) and not dummy_run:
             self.speculator.learn(wait=True)  # the next request may come much later
             output = copy.copy(output)  # vLLM returns the same object at all such steps
-            wire.attach_stats(output, self.speculator.take_stats())
+            wire.attach(output, wire.STATS, self.speculator.take_stats())
         return output
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> tuple[BatchReqState | None, int | None]:
@@ -250,7 +250,7 @@ class GraphModelRunner(GPUModelRunner):
     ) -> dict[str, Any]:
         """Add the tree mask to the metadata of ``ModelState.prepare_attn``."""
         metadata = upstream(input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs)
-        draft_layers, step = set(self.speculation.layer_names), self.step
+        step, layers = self.step, TargetLayers(attn_groups[0], self.speculation.draft_model.layer_names, metadata)
         full = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
         # vLLM's kernel attends full graphs of one row a request, unless rows must not depend on the batch.
         single = input_batch.num_tokens_after_padding == input_batch.num_reqs_after_padding
@@ -264,11 +264,10 @@ class GraphModelRunner(GPUModelRunner):
             if full:
                 num_requests, num_rows = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
             inputs = input_batch.query_start_loc, input_batch.positions, block_tables[0]
-            rows = self.row_buffers.rows(num_requests, num_rows, *inputs)
-            attach_to(rows, attn_groups[0], draft_layers, metadata)
+            layers.attach(self.row_buffers.rows(num_requests, num_rows, *inputs))
         elif graphs is not None:
             common = _common(input_batch, block_tables[0], slot_mappings[0])
-            graphs.attach_tree_rows(self.row_buffers, attn_groups[0], draft_layers, metadata, common)
+            graphs.attach_tree_rows(self.row_buffers, layers, common)
         if full or graphs is not None:
             check_attached(self.target_kv.names, metadata)
         return metadata
@@ -329,14 +328,14 @@ class GraphModelRunner(GPUModelRunner):
             grammar_output = cut_masks(grammar_output, self.scheduled, self.cut)
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            wire.attach_stats(output, self.speculator.take_stats())
+            wire.attach(output, wire.STATS, self.speculator.take_stats())
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return the draft tokens, with the parents of the nodes for requests with structured output."""
         drafts = super().take_draft_token_ids()
         if drafts is not None and self.speculator.parents:
-            wire.attach_parents(drafts, self.speculator.parents)
+            wire.attach(drafts, wire.PARENTS, self.speculator.parents)
         return drafts
 
 

@@ -62,6 +62,8 @@ class GraphSpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None  # nodes are chosen rather than sampled
+    drafting: DeviceDrafting  # set by ``prepare``, as is the plan
+    plan: Plan
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.speculation = Speculation(vllm_config)
@@ -81,7 +83,6 @@ class GraphSpeculator(BaseSpeculator):
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
         self.grammars: WorkerGrammars | None = None  # from the first request with structured output on
         self.block_tables: BlockTables | None = None
-        self.drafting: DeviceDrafting | None = None
         self.proposals = Proposals(num_slots, self.num_rows, device)
         # Ranks that learned at different times would draft different graphs.
         self.late = LateCopies(device, in_step=vllm_config.parallel_config.tensor_parallel_size > 1)
@@ -97,7 +98,6 @@ class GraphSpeculator(BaseSpeculator):
     def bind(self, block_tables: BlockTables | None) -> None:
         """Use V2's block tables; None releases them."""
         self.block_tables = block_tables
-        assert self.drafting is not None
         if block_tables is None:
             self.drafting.unbind()
         else:
@@ -112,7 +112,6 @@ class GraphSpeculator(BaseSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepare CUDA graphs of the draft phase, if possible."""
         drafting = self.drafting
-        assert drafting is not None
         self.draft_graphs = None
         if cudagraph_mode.has_full_cudagraphs():  # whole forwards can be replayed, those of attention included
             self.draft_graphs = DraftGraphs(self.vllm_config, self.device, drafting, self.speculation.stats)
@@ -134,7 +133,7 @@ class GraphSpeculator(BaseSpeculator):
         """Start or resume a request in a slot."""
         former = self.requests.get(request.req_id)
         if former is not None and former.sampling_params != request.sampling_params:
-            self.speculation.admit_again(request)
+            self.speculation.admit(request)
             if self.grammars is not None:
                 self.grammars.forget([request.req_id])
         self.requests[request.req_id] = request
@@ -257,7 +256,6 @@ class GraphSpeculator(BaseSpeculator):
             hidden: [n, hidden], the target's hidden states of the longest step.
             aux: of each layer that the draft reads, [>= n, hidden]; None if it reads none.
         """
-        assert self.drafting is not None
         count, longest = self.texts.tokens.shape
         slots, whole = np.arange(count), np.full(count, longest, np.int64)
         known = KnownBatch(
@@ -279,7 +277,6 @@ class GraphSpeculator(BaseSpeculator):
 
     def forget_warm_up(self) -> None:
         """Reset everything that was learned from vLLM's warm-up requests."""
-        assert self.drafting is not None
         self.learn(wait=True)
         self.texts.clear()
         self.drafting.reset()
@@ -296,11 +293,10 @@ class GraphSpeculator(BaseSpeculator):
 
     def _missed(self, batch: DraftBatch) -> np.ndarray | None:
         """Tokens of each request without draft KV, int64 [num_requests]; None without a draft model."""
-        drafter, tracker = self.speculation.drafter, self.speculation.draft_kv
+        drafter = self.speculation.drafter
         if drafter is None:
             return None
-        assert tracker is not None
-        return drafter.missed(tracker, batch.request_ids, batch.length)
+        return drafter.missed(self.speculation.draft_kv, batch.request_ids, batch.length)
 
     def _grow_on_device(
         self,
@@ -318,7 +314,6 @@ class GraphSpeculator(BaseSpeculator):
             kinds: int64 [n], from ``Plan.choose``.
             speculates: bool [n], whether the request uses graph speculation; missed: int64 [n], from ``_missed``.
         """
-        assert self.drafting is not None
         speculation, slots = self.speculation, input_batch.idx_mapping_np[places]
         prompts = input_batch.is_prefilling_np[places]
         draft_length = np.full(len(slots), -1)
@@ -326,15 +321,15 @@ class GraphSpeculator(BaseSpeculator):
             ends = input_batch.prefill_len_np[places]
             # Nothing is drafted for an answer's first token and its last.
             due = speculates & prompts & (batch.sampled | (self.ends[slots] > ends + 2))
-            known = np.where(due, np.minimum(batch.length, ends), 0)
-            draft_length = self._catch_up(batch, kinds, prompts, known, missed)
+            due = np.where(due, np.minimum(batch.length, ends), 0)
+            draft_length = self._catch_up(batch, kinds, prompts, due, missed)
         if self.plan.active and not kinds.any():
             self.proposals.drop(slots)
             return
         trust, words = speculation.trust.of(batch.request_ids), self.drafting.tree_words
         if self.plan.phase.alone:  # the planner learns from graphs without copies only
             leave_out_copies(trust, kinds == DRAFTED)
-        known_batch = KnownBatch(
+        known = KnownBatch(
             slots=slots,
             wanted=kinds,
             draft_length=draft_length,
@@ -344,7 +339,7 @@ class GraphSpeculator(BaseSpeculator):
             factor=speculation.planner.calibration.factor,
             suggested=speculation.copies.packed(batch, kinds != NO_GRAPH, trust, words),
         )
-        self.drafting.propose(known_batch, batch.block_table, self.plan.phase.levels)
+        self.drafting.propose(known, batch.block_table, self.plan.phase.levels)
         self.proposals.fresh[slots] = True
 
     def _catch_up(
@@ -362,11 +357,11 @@ class GraphSpeculator(BaseSpeculator):
             int64 [num_requests], leading tokens with draft KV; -1 if only the device knows.
         """
         speculation, drafted = self.speculation, kinds == DRAFTED
-        assert speculation.drafter is not None and speculation.draft_kv is not None
+        assert speculation.drafter is not None
         # The draft processes prompts together with the target, unless drafting does not pay.
         due = np.where(drafted | (~batch.sampled & speculation.planner.drafts_pay()), due, 0)
         # The device catches up on a step's tokens; it drafts from the last one, which must be left to it.
-        behind = drafted & ~prompts & (missed > 1 + self.num_rows + speculation.shift)
+        behind = drafted & ~prompts & (missed > 1 + self.num_rows + speculation.draft_model.shift)
         due = np.where(behind, batch.length - 1, due)
         (reads,) = due.nonzero()
         if len(reads):
@@ -374,8 +369,8 @@ class GraphSpeculator(BaseSpeculator):
             left_out = np.setdiff1d(reads, reads[within_reach(missed, speculation.most_missed)])
             due[left_out], behind[left_out] = 0, False
             speculation.drafter.catch_up(batch, speculation.draft_kv, due, np.zeros_like(prompts))
-        known = speculation.draft_kv.lengths(batch.request_ids)
-        return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], known, -1)
+        done = speculation.draft_kv.lengths(batch.request_ids)
+        return np.where(prompts | behind | ~self.proposals.fresh[batch.token_rows], done, -1)
 
     def batch(self, input_batch: InputBatch, places: np.ndarray) -> DraftBatch:
         """Some requests as the host knows them; ``length`` may lag behind the device for those that got tokens."""
@@ -429,9 +424,10 @@ class GraphSpeculator(BaseSpeculator):
             self.learn()
             return
         plan, fresh = self.plan, self.proposals.fresh[slots]
-        known = self.tenants[slots], step.sizes, step.batch_ends, fresh, plan.kinds[slots], plan.phase
-        label = Verified(input_batch.req_ids, slots, *known)
-        assert self.drafting is not None
+        label = Verified(
+            input_batch.req_ids, slots, self.tenants[slots], step.sizes, step.batch_ends, fresh, plan.kinds[slots],
+            plan.phase,
+        )  # fmt: skip
         tensors = {
             "ends": ends,
             "sampled": sampled,
@@ -470,7 +466,7 @@ class GraphSpeculator(BaseSpeculator):
             tracker = self.speculation.draft_kv
             for request in drafted:
                 request_id, length = label.request_ids[request], int(draft_length[request])
-                if tracker is not None and length > tracker.length.get(request_id, length):
+                if length > tracker.length.get(request_id, length):
                     tracker.advance(request_id, length)
             for request_id in set(label.request_ids) - self.requests.keys():
                 self.speculation.trust.forget(request_id)

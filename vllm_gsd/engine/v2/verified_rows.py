@@ -6,21 +6,20 @@ in device tensors. A request whose graph is a chain, or empty, is therefore trea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.verify.staging import send
-from vllm_gsd.engine.verify.step import attach_part, verified_rows
+from vllm_gsd.engine.verify.step import TargetLayers, verified_rows
 from vllm_gsd.ops.flatten.api import DeviceTrees
 from vllm_gsd.ops.lay_out.api import lay_out_rows
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.utils import AttentionGroup
 
     from vllm_gsd.engine.v2.proposals import Proposals
 
@@ -64,7 +63,6 @@ class RowBuffers:
             block_table=block_table[:num_requests],
             positions=positions[:num_rows],
             mask=self.mask[:num_rows],
-            rows=None,
             max_rows=self.rows_per_request,
         )
 
@@ -113,14 +111,7 @@ class DeviceStep:
         )  # fmt: skip
         self.trees = trees if self.has_nodes else None
 
-    def attach_tree_rows(
-        self,
-        buffers: RowBuffers,
-        groups: list[AttentionGroup],
-        draft_layers: set[str],
-        attn_metadata: dict[str, Any],
-        common: CommonAttentionMetadata,
-    ) -> None:
+    def attach_tree_rows(self, buffers: RowBuffers, layers: TargetLayers, common: CommonAttentionMetadata) -> None:
         """Add the tree mask to the target layers' attention metadata, for a batch with other rows too."""
         index, first_rows = self.tree_requests, self.batch_ends - self.sizes
         starts, rows, lines = verified_rows(index, self.sizes, first_rows, self.batch.cu_num_logits_np)
@@ -134,4 +125,4 @@ class DeviceStep:
             rows=on_device[2],
             max_rows=buffers.rows_per_request,
         )
-        attach_part(tree_rows, rows, index, groups, draft_layers, attn_metadata, common)
+        layers.attach_part(tree_rows, rows, index, common)

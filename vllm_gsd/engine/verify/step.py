@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,23 +59,16 @@ class VerifyStep:
         elif self.masked:
             self.tree_rows = self._tree_requests(positions)
 
-    def attach_tree_rows(
-        self,
-        groups: Sequence[AttentionGroup],
-        draft_layers: set[str],
-        attn_metadata: dict[str, Any],
-        common: CommonAttentionMetadata,
-    ) -> None:
-        """Add the tree mask to the attention metadata of all layers but ``draft_layers``."""
+    def attach_tree_rows(self, layers: TargetLayers, common: CommonAttentionMetadata) -> None:
+        """Add the tree mask to the attention metadata of the target's layers."""
         assert self.tree_rows is not None
         if self.batch_starts is not None:
             tree_rows = self.tree_rows(block_table=common.block_table_tensor[: len(self.has_tree)])
-            attach_to(tree_rows, groups, draft_layers, attn_metadata)
+            layers.attach(tree_rows)
             return
         tree_rows = self.tree_rows(block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)])
         assert tree_rows.rows is not None
-        rows = tree_rows.rows.numpy()
-        attach_part(tree_rows, rows, self.tree_requests, groups, draft_layers, attn_metadata, common)
+        layers.attach_part(tree_rows, tree_rows.rows.numpy(), self.tree_requests, common)
 
     def _tree_requests(self, positions: torch.Tensor) -> Callable[..., TreeRows]:
         """Describe the rows of the requests that use the mask, and set their positions by depth."""
@@ -109,7 +102,6 @@ class VerifyStep:
             prefix_lens=torch.from_numpy(prefix.astype(np.int32)),
             positions=positions[:num_rows],
             mask=torch.from_numpy(masks),
-            rows=None,
         )
 
 
@@ -134,59 +126,56 @@ def verified_rows(
     return starts, rows, lines
 
 
-def attach_part(
-    tree_rows: TreeRows,
-    rows: np.ndarray,
-    tree_requests: np.ndarray,
-    groups: Sequence[AttentionGroup],
-    draft_layers: set[str],
-    attn_metadata: dict[str, Any],
-    common: CommonAttentionMetadata,
-) -> None:
-    """Add tree rows of some requests to the target layers' attention metadata.
+class TargetLayers(NamedTuple):
+    """The target's attention layers, which find tree rows in their metadata."""
 
-    Args:
-        tree_rows: rows of the requests that use the mask.
-        rows: their rows of the batch, int64 on the host.
-        tree_requests: int64 [num_tree_requests], indices of these requests.
-        draft_layers: layers of the draft, which are skipped.
-    """
-    if len(rows) == common.num_actual_tokens:
-        attach_to(replace(tree_rows, rows=None), groups, draft_layers, attn_metadata)
-        return
-    # Upstream's kernel attends the other requests as a batch of their own.
-    plain = np.setdiff1d(np.arange(common.num_reqs), tree_requests)
-    plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
-    lengths = np.diff(common.query_start_loc_cpu.numpy())[plain]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    index, rows_index, on_device = send(common.block_table_tensor.device, plain, plain_rows, starts)
-    plain_common = replace(
-        common,
-        query_start_loc=on_device.int(),
-        query_start_loc_cpu=torch.from_numpy(starts.astype(np.int32)),
-        seq_lens=common.seq_lens[index],
-        seq_lens_cpu_upper_bound=None,
-        num_reqs=len(plain),
-        num_actual_tokens=len(plain_rows),
-        max_query_len=int(lengths.max()),
-        block_table_tensor=common.block_table_tensor[index],
-        slot_mapping=common.slot_mapping[rows_index],
-        is_prefilling=None,
-    )
-    for group in groups:
-        metadata = group.get_metadata_builder(0).build(0, plain_common)
-        group_rows = replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
-        attach_to(group_rows, [group], draft_layers, attn_metadata)
+    groups: Sequence[AttentionGroup]  # of layers that share their metadata
+    draft_layers: Sequence[str]  # layers of the groups that are the draft's
+    metadata: dict[str, Any]  # by layer
 
+    def attach(self, tree_rows: TreeRows) -> None:
+        """Add tree rows that are all rows of the batch, or whose other rows have metadata."""
+        for group in self.groups:
+            layer = next((name for name in group.layer_names if name not in self.draft_layers), None)
+            if layer is not None:
+                wire.attach(self.metadata[layer], wire.TREE_ROWS, tree_rows)
 
-def attach_to(
-    tree_rows: TreeRows, groups: Sequence[AttentionGroup], draft_layers: set[str], attn_metadata: dict[str, Any]
-) -> None:
-    """Add tree rows to the attention metadata that the target layers of each group share."""
-    for group in groups:
-        layer = next((name for name in group.layer_names if name not in draft_layers), None)
-        if layer is not None:
-            wire.attach_tree_rows(attn_metadata[layer], tree_rows)
+    def attach_part(
+        self, tree_rows: TreeRows, rows: np.ndarray, tree_requests: np.ndarray, common: CommonAttentionMetadata
+    ) -> None:
+        """Add tree rows of some requests.
+
+        Args:
+            tree_rows: rows of the requests that use the mask.
+            rows: their rows of the batch, int64 on the host.
+            tree_requests: int64 [num_tree_requests], indices of these requests.
+        """
+        if len(rows) == common.num_actual_tokens:
+            self.attach(replace(tree_rows, rows=None))
+            return
+        # Upstream's kernel attends the other requests as a batch of their own.
+        plain = np.setdiff1d(np.arange(common.num_reqs), tree_requests)
+        plain_rows = np.setdiff1d(np.arange(common.num_actual_tokens), rows)
+        lengths = np.diff(common.query_start_loc_cpu.numpy())[plain]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        index, rows_index, on_device = send(common.block_table_tensor.device, plain, plain_rows, starts)
+        plain_common = replace(
+            common,
+            query_start_loc=on_device.int(),
+            query_start_loc_cpu=torch.from_numpy(starts.astype(np.int32)),
+            seq_lens=common.seq_lens[index],
+            seq_lens_cpu_upper_bound=None,
+            num_reqs=len(plain),
+            num_actual_tokens=len(plain_rows),
+            max_query_len=int(lengths.max()),
+            block_table_tensor=common.block_table_tensor[index],
+            slot_mapping=common.slot_mapping[rows_index],
+            is_prefilling=None,
+        )
+        for group in self.groups:
+            metadata = group.get_metadata_builder(0).build(0, plain_common)
+            group_rows = replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
+            self._replace(groups=[group]).attach(group_rows)
 
 
 def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None:
@@ -196,7 +185,7 @@ def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None
         RuntimeError: a layer's metadata has no tree rows, so the layer would attend as if the tree were a chain.
     """
     for layer in layers:
-        if wire.tree_rows_of(attn_metadata.get(layer)) is None:
+        if wire.attached(attn_metadata.get(layer), wire.TREE_ROWS) is None:
             raise RuntimeError(f"gsd: {layer} got no tree rows, so it would attend the graph as if it were a chain.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +74,7 @@ class PagedTargetKV(TargetKV):
             move_paged_kv(caches, sources, destinations)
 
 
-def target_kv_of(layers: dict[str, Attention], names: list[str], draft_layers: list[str]) -> TargetKV:
+def target_kv_of(layers: dict[str, Attention], names: list[str], draft_layers: Sequence[str]) -> TargetKV:
     """The KV caches of the layers ``names`` of a KV cache group, but for those of ``draft_layers``."""
     kept = {name: layers[name] for name in names if name not in set(draft_layers)}
     if next(iter(kept.values())).attn_backend.get_name() == "CPU_ATTN":

@@ -1,9 +1,6 @@
 """Attention of tree rows over vLLM's paged KV cache on CPUs.
 
-A request's keys are its text (the *prefix*, logical indices ``[0, prefix)``) and the nodes of its tree (*slots* 0, 1...
-at logical indices ``prefix + slot``). A row attends the prefix up to its own position and the slots in its mask. A node
-attends the whole prefix, its ancestors and itself. A row of text attends no slot, since its own key is in the prefix;
-therefore prompts need no mask.
+Which keys a row attends is described in :mod:`vllm_gsd.ops.attention.rows`.
 
     s[key] = scale * q . k[key];  with softcap: s = softcap * tanh(s / softcap)
     out = sum(e^s[key] * v[key]) / (sum(e^s[key]) + e^sink)        over the keys that the row attends
@@ -12,7 +9,7 @@ therefore prompts need no mask.
 import torch
 
 from vllm_gsd.ops import use_kernel
-from vllm_gsd.ops.dispatch import check_tensor
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.kv_move.layout import KVLayout
 
 
@@ -21,11 +18,7 @@ def tree_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     layout: KVLayout,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
+    rows: AttendingRows,
     scale: float,
     sliding_window: int = -1,
     softcap: float = 0.0,
@@ -40,13 +33,7 @@ def tree_attention(
         kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, dtype of ``query``; query head h uses
             KV head ``h // (num_heads // kv_heads)``.
         layout: order of the elements in the cache's pages.
-        block_table: int32 ``[num_reqs, max_blocks]``; logical index i of request r lies in block
-            ``block_table[r, i // block_size]``, slot ``i % block_size``.
-        query_start_loc: int32 ``[num_reqs + 1]``; request r has rows ``[start[r], start[r + 1])``.
-        prefix_lens: int32 ``[num_reqs]``.
-        positions: int64 ``[num_rows]``, each row's position in its sequence.
-        tree_mask: int64 ``[num_rows, words]``; bit j of word w is set if the row attends slot ``64 * w + j``. There may
-            be no words.
+        rows: the rows and the keys that they attend.
         scale: factor of the scores.
         sliding_window: a row at position p attends the prefix's keys i <= p with ``p - i < sliding_window``; -1 or
             0 for all of them. The window does not apply to slots: the mask must leave out distant ones.
@@ -64,16 +51,13 @@ def tree_attention(
         ValueError: shapes or dtypes do not fit, or the block table lacks an attended block.
     """
     if not use_kernel(query):
-        tree_attention_reference(
-            output, query, kv_cache, layout, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-            scale, sliding_window, softcap, sinks,
-        )  # fmt: skip
+        tree_attention_reference(output, query, kv_cache, layout, rows, scale, sliding_window, softcap, sinks)
         return
     if sinks is not None:
         sinks = sinks.to(torch.float32)
     torch.ops.vllm_gsd.tree_attention(
-        output, query, kv_cache, layout.tables, block_table, query_start_loc, prefix_lens, positions,
-        tree_mask, scale, sliding_window, softcap, sinks,
+        output, query, kv_cache, layout.tables, rows.block_table, rows.query_start_loc, rows.prefix_lens,
+        rows.positions, rows.mask, scale, sliding_window, softcap, sinks,
     )  # fmt: skip
 
 
@@ -82,11 +66,7 @@ def tree_attention_reference(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     layout: KVLayout,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
+    rows: AttendingRows,
     scale: float,
     sliding_window: int = -1,
     softcap: float = 0.0,
@@ -96,29 +76,29 @@ def tree_attention_reference(
 
     A row's last bits depend on the other rows, and a slot that holds NaN spoils all rows if one attends it.
     """
-    _check(output, query, kv_cache, layout, block_table, query_start_loc, prefix_lens, positions, tree_mask)
+    _check(output, query, kv_cache, layout, rows)
     compute = torch.promote_types(query.dtype, torch.float32)
     heads_per_kv = query.shape[1] // kv_cache.shape[1]
-    start = query_start_loc.tolist()
-    for request, prefix in enumerate(prefix_lens[: len(start) - 1].tolist()):
-        rows = slice(start[request], start[request + 1])
-        attends = _attended(prefix, positions[rows], tree_mask[rows], sliding_window)
+    start = rows.query_start_loc.tolist()
+    for request, prefix in enumerate(rows.prefix_lens[: len(start) - 1].tolist()):
+        own = slice(start[request], start[request + 1])
+        attends = _attended(prefix, rows.positions[own], rows.mask[own], sliding_window)
         keys = attends.any(0).nonzero().squeeze(1)  # logical indices that some row attends
         attends = attends[:, keys]
-        if (keys >= block_table.shape[1] * layout.block_size).any():
+        if (keys >= rows.block_table.shape[1] * layout.block_size).any():
             raise ValueError(f"request {request} attends keys that its block_table has no blocks for")
-        blocks = block_table[request, keys // layout.block_size].long()
+        blocks = rows.block_table[request, keys // layout.block_size].long()
         if (blocks < 0).any() or (blocks >= kv_cache.shape[0]).any():
             raise ValueError(f"block_table of request {request} names a block that does not exist")
         key, value = layout.read(kv_cache, blocks * layout.block_size + keys % layout.block_size)
         key = key.repeat_interleave(heads_per_kv, dim=1).to(compute)
         value = value.repeat_interleave(heads_per_kv, dim=1).to(compute)
-        scores = torch.einsum("rhd,khd->hrk", query[rows].to(compute), key) * scale
+        scores = torch.einsum("rhd,khd->hrk", query[own].to(compute), key) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~attends, -torch.inf)
         weights = _softmax(scores, sinks)
-        output[rows] = torch.einsum("hrk,khd->rhd", weights, value).to(output.dtype)
+        output[own] = torch.einsum("hrk,khd->rhd", weights, value).to(output.dtype)
 
 
 def _attended(prefix: int, positions: torch.Tensor, tree_mask: torch.Tensor, sliding_window: int) -> torch.Tensor:
@@ -143,15 +123,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def _check(
-    output: torch.Tensor,
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layout: KVLayout,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
+    output: torch.Tensor, query: torch.Tensor, kv_cache: torch.Tensor, layout: KVLayout, rows: AttendingRows
 ) -> None:
     """Raise ValueError unless the arguments fit; the compiled kernel checks them itself."""
     layout.check(kv_cache)
@@ -166,12 +138,5 @@ def _check(
         )
     if query.shape[1] % kv_cache.shape[1]:
         raise ValueError(f"the {query.shape[1]} query heads cannot share {kv_cache.shape[1]} KV heads evenly")
-    device, requests = query.device, len(query_start_loc) - 1
-    check_tensor("query_start_loc", query_start_loc, device, 1, torch.int32, rows=1)
-    rows = int(query_start_loc[-1])
-    if len(query) < rows:
-        raise ValueError(f"query has {len(query)} rows, but query_start_loc ends at row {rows}")
-    check_tensor("block_table", block_table, device, 2, torch.int32, rows=requests)
-    check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=requests)
-    check_tensor("positions", positions, device, 1, torch.int64, rows=rows)
-    check_tensor("tree_mask", tree_mask, device, 2, torch.int64, rows=rows)
+    if len(query) < (count := rows.check(query.device)):
+        raise ValueError(f"query has {len(query)} rows, but query_start_loc ends at row {count}")

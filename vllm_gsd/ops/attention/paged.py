@@ -13,7 +13,7 @@ values are two tensors, as in all of vLLM's GPU backends, and may be fp8:
     key_cache, value_cache: ``[num_blocks, block_size, kv_heads, head_size]``, last stride 1; dtype of ``query``,
         float8_e5m2, or float8_e4m3fn from compute capability 8.9. vLLM's ``kv_cache`` of ``[num_blocks, kv_heads,
         block_size, 2 * head_size]`` gives them by ``kv_cache.transpose(1, 2).split(head_size, -1)``.
-    positions: only sliding windows read them. All rows attend the whole prefix otherwise.
+    rows: only sliding windows read the positions. All rows attend the whole prefix otherwise.
     k_scale, v_scale: float32 of 1 or ``kv_heads`` elements, factors of the stored keys and values.
     lse: float32 ``[num_rows, num_heads]``, receives the natural log-sum-exp of each row's scores; -inf for no key.
     include_prefix: False to attend slots only, for ``merge_attention`` with attention over the prefix.
@@ -31,6 +31,7 @@ import torch
 
 from vllm_gsd.ops.attention.merge import merge_attention
 from vllm_gsd.ops.attention.paged_checks import FP8_DTYPES, MAX_SPLITS, TreeTiles, check_inputs
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.dispatch import interpreted, registers_for, require_triton
 
 __all__ = ["FP8_DTYPES", "TreeTiles", "paged_tree_attention"]
@@ -41,11 +42,7 @@ def paged_tree_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
+    rows: AttendingRows,
     scale: float,
     *,
     sliding_window: int = -1,
@@ -64,14 +61,14 @@ def paged_tree_attention(
 
     Arithmetic is in float32; products of bfloat16 and float16 run on tensor cores. Keys that no row attends are not
     read, and slots that a row does not attend may hold NaN. The call is safe to capture: grid and memory depend on
-    shapes, ``max_rows`` and ``num_splits`` only. Nothing is read back, so the contents of block_table, prefix_lens and
-    tree_mask are not checked.
+    shapes, ``max_rows`` and ``num_splits`` only. Nothing is read back, so the contents of ``rows`` are not checked.
     """
-    inputs = (query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask)
+    inputs = (query, key_cache, value_cache, rows)
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-    check_inputs(output, *inputs, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
+    check_inputs(output, query, key_cache, value_cache, rows, **extras, lse=lse, num_splits=num_splits, tiles=tiles)
     require_triton("paged_tree_attention", query)
-    num_reqs, group, max_rows = len(query_start_loc) - 1, query.shape[1] // key_cache.shape[2], max_rows or len(query)
+    num_reqs, group = len(rows.query_start_loc) - 1, query.shape[1] // key_cache.shape[2]
+    max_rows = max_rows or len(query)
     if not (len(query) and num_reqs):
         return
     roomy = _capability(query.device) >= (9, 0) and not (softcap or sliding_window > 0 or sinks is not None)
@@ -86,7 +83,7 @@ def paged_tree_attention(
         "softcap": softcap, "include_prefix": include_prefix, "by_row": by_row, **extras,
     }  # fmt: skip
     if num_splits is None:
-        longest = block_table.shape[1] * key_cache.shape[1] if include_prefix else 0
+        longest = rows.block_table.shape[1] * key_cache.shape[1] if include_prefix else 0
         num_splits = _splits(m_tiles * key_cache.shape[2] * num_reqs, longest, query.device)
         given = tuple(tensor is not None for tensor in (lse, *extras.values()))
         strides = (tensor.stride() for tensor in (output, query, key_cache))
@@ -109,7 +106,7 @@ def _attend(output: torch.Tensor, lse: torch.Tensor | None, *, num_splits: int, 
     parts = output.new_empty((num_splits, *output.shape), dtype=torch.float32)
     lses = parts.new_empty(parts.shape[:3])
     _launch(parts, lses, num_splits=num_splits, **launch)
-    starts = launch["inputs"][4]
+    starts = launch["inputs"][3].query_start_loc
     # Without requests, row 0 is the end.
     merge_attention(output, parts, lses, lse, end_row=starts[-1:] if launch["num_reqs"] else starts[:1])
 
@@ -118,7 +115,7 @@ def _launch(
     output: torch.Tensor,
     lse: torch.Tensor | None,
     *,
-    inputs: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttendingRows],
     scale: float,
     num_reqs: int,
     m_tiles: int,
@@ -135,17 +132,18 @@ def _launch(
     """Launch the kernel. With several splits ``output`` and ``lse`` have a leading dimension of that size."""
     from vllm_gsd.ops.attention.paged_triton import tree_attention_kernel, triton
 
-    query, key_cache, value_cache, block_table, _, _, _, tree_mask = inputs
+    query, key_cache, value_cache, rows = inputs
     _, num_heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
     # ptxas spills in some variants with tensor cores to run more programs at once.
     spills = query.dtype != torch.float32
     lse_strides = (0, 0, 0) if lse is None else (0, *lse.stride())
     tree_attention_kernel[(m_tiles * num_splits, kv_heads, num_reqs)](
-        output, lse, *inputs, sinks, k_scale, v_scale, float(scale), float(softcap), sliding_window,
-        tree_mask.shape[1], *(0, *output.stride())[-4:-1], *lse_strides[-3:-1],
-        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
-        tree_mask.stride(0), _per_head(k_scale), _per_head(v_scale), m_tiles, num_splits, GROUP=num_heads // kv_heads,
+        output, lse, query, key_cache, value_cache, rows.block_table, rows.query_start_loc, rows.prefix_lens,
+        rows.positions, rows.mask, sinks, k_scale, v_scale, float(scale), float(softcap), sliding_window,
+        rows.mask.shape[1], *(0, *output.stride())[-4:-1], *lse_strides[-3:-1],
+        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], rows.block_table.stride(0),
+        rows.mask.stride(0), _per_head(k_scale), _per_head(v_scale), m_tiles, num_splits, GROUP=num_heads // kv_heads,
         BLOCK_SIZE=block_size, HEAD_SIZE=head_size, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
         BLOCK_D=max(16, triton.next_power_of_2(head_size)), PREFIX=include_prefix, WINDOW=sliding_window > 0,
         SOFTCAP=softcap != 0, SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,

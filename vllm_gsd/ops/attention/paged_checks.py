@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.dispatch import check_tensor
 
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,11 +46,7 @@ def check_inputs(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
+    rows: AttendingRows,
     *,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -60,17 +57,13 @@ def check_inputs(
     compute: torch.dtype | None = None,
 ) -> None:
     """Raise ValueError for the first argument that does not fit. ``output`` and ``lse`` may be of type ``compute``."""
-    device, num_rows, requests = query.device, query.shape[0], len(query_start_loc) - 1
+    device = query.device
     check_tensor("query", query, device, 3, *QUERY_DTYPES)
     check_tensor("output", output, device, 3, *{query.dtype: 0, compute or query.dtype: 0})
     if output.shape != query.shape:
         raise ValueError(f"output is {list(output.shape)}, but must be {list(query.shape)} as query")
     _check_caches(query, key_cache, value_cache)
-    check_tensor("query_start_loc", query_start_loc, device, 1, torch.int32, rows=1)
-    check_tensor("block_table", block_table, device, 2, torch.int32, rows=requests)
-    check_tensor("prefix_lens", prefix_lens, device, 1, torch.int32, rows=requests)
-    check_tensor("positions", positions, device, 1, torch.int64, rows=num_rows)
-    check_tensor("tree_mask", tree_mask, device, 2, torch.int64, rows=num_rows)
+    num_rows = rows.check(device, len(query))
     if sinks is not None:
         check_tensor("sinks", sinks, device, 1, *QUERY_DTYPES, rows=query.shape[1])
     _check_scale("k_scale", k_scale, key_cache)

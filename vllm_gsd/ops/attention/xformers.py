@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from vllm_gsd.ops.attention.paged_checks import check_inputs
+from vllm_gsd.ops.attention.rows import AttendingRows
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _PAGE = 64  # ``BLOCK_N`` of the split-K kernel: the number of keys of a page that it reads at once
@@ -38,11 +39,7 @@ def xformers_tree_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    positions: torch.Tensor,
-    tree_mask: torch.Tensor,
+    rows: AttendingRows,
     scale: float,
     *,
     sliding_window: int = -1,
@@ -59,22 +56,16 @@ def xformers_tree_attention(
         ImportError: xformers is missing.
         ValueError: inputs do not fit or are not supported, such as a window, a soft cap or sinks.
     """
-    check_inputs(
-        output, query, key_cache, value_cache, block_table, query_start_loc, prefix_lens, positions, tree_mask,
-        sinks=sinks,
-    )  # fmt: skip
+    check_inputs(output, query, key_cache, value_cache, rows, sinks=sinks)
     _refuse(query, key_cache, sliding_window, softcap, sinks)
     fmha = load_xformers()
-    starts, prefixes = query_start_loc.tolist(), prefix_lens.tolist()
-    rows = [end - start for start, end in itertools.pairwise(starts)]
+    starts = rows.query_start_loc.tolist()
+    counts = [end - start for start, end in itertools.pairwise(starts)]
     if not starts[-1]:
         return
     heads = query[: starts[-1]].unflatten(1, (key_cache.shape[2], -1))  # query heads grouped by KV head
-    caches, prefix_lens = (key_cache, value_cache), prefix_lens[: len(rows)]
-    parts = [
-        _attend_prefix(fmha, heads, caches, block_table[: len(rows)], rows, prefixes[: len(rows)], scale),
-        _attend_slots(fmha, heads, caches, block_table, query_start_loc, prefix_lens, rows, tree_mask, scale),
-    ]
+    inputs = heads, (key_cache, value_cache), rows, counts, scale
+    parts = [_attend_prefix(fmha, *inputs), _attend_slots(fmha, *inputs)]
     merged, _ = fmha.merge_attentions(
         [part for part, _ in parts], [lse for _, lse in parts], write_lse=False, output_dtype=output.dtype
     )
@@ -85,17 +76,19 @@ def _attend_prefix(
     fmha: ModuleType,
     heads: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
-    block_table: torch.Tensor,
-    rows: list[int],
-    prefixes: list[int],
+    rows: AttendingRows,
+    counts: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the prefixes: output ``[1, rows, kv_heads, group, head_size]`` and its log-sum-exp."""
+    """Attention over the prefixes: output ``[1, rows, kv_heads, group, head_size]`` and its log-sum-exp.
+
+    ``counts`` has the number of rows of each request.
+    """
     num_blocks, block_size, kv_heads, head_size = caches[0].shape
     # The paged mask is block-diagonal: requests lie one after the other in a batch of one.
     bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
-        q_seqlen=rows, kv_seqlen=prefixes, block_tables=block_table.contiguous(), page_size=block_size,
-        device=heads.device,
+        q_seqlen=counts, kv_seqlen=rows.prefix_lens[: len(counts)].tolist(),
+        block_tables=rows.block_table[: len(counts)].contiguous(), page_size=block_size, device=heads.device,
     )  # fmt: skip
     key, value = (
         cache.view(1, num_blocks * block_size, kv_heads, 1, head_size).expand(-1, -1, -1, heads.shape[2], -1)
@@ -110,29 +103,27 @@ def _attend_slots(
     fmha: ModuleType,
     heads: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    rows: list[int],
-    tree_mask: torch.Tensor,
+    rows: AttendingRows,
+    counts: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the trees' slots, shaped as in ``_attend_prefix``; requests are padded to equal rows and slots."""
     device, (total, kv_heads, group, head_size) = heads.device, heads.shape
-    request = torch.repeat_interleave(torch.arange(len(rows), device=device), torch.tensor(rows).to(device))
-    line = torch.arange(total, device=device) - query_start_loc.long()[request]
-    attends = (tree_mask[:total].unsqueeze(2) >> torch.arange(64, device=device) & 1).bool().flatten(1)
+    request = torch.repeat_interleave(torch.arange(len(counts), device=device), torch.tensor(counts).to(device))
+    line = torch.arange(total, device=device) - rows.query_start_loc.long()[request]
+    attends = (rows.mask[:total].unsqueeze(2) >> torch.arange(64, device=device) & 1).bool().flatten(1)
     slots = torch.arange(attends.shape[1], device=device)
-    bias = heads.new_full((len(rows), kv_heads, group, max(rows), len(slots)), -torch.inf)
+    bias = heads.new_full((len(counts), kv_heads, group, max(counts), len(slots)), -torch.inf)
     bias[request, :, :, line] = heads.new_zeros(attends.shape).masked_fill(~attends, -torch.inf)[:, None, None]
-    query = heads.new_zeros((len(rows), max(rows), kv_heads, group, head_size))
+    query = heads.new_zeros((len(counts), max(counts), kv_heads, group, head_size))
     query[request, line] = heads
-    used = torch.zeros(len(rows), len(slots), dtype=torch.bool, device=device)
+    used = torch.zeros(len(counts), len(slots), dtype=torch.bool, device=device)
     used.index_put_((request[:, None], slots[None]), attends, accumulate=True)
-    index, block_size = prefix_lens[:, None].long() + slots, caches[0].shape[1]
+    index, block_size = rows.prefix_lens[: len(counts), None].long() + slots, caches[0].shape[1]
     # No row attends the slots beyond the block table, so any block will do for them. A slot that
     # holds NaN would spoil the rows that do not attend it, too.
-    block = block_table.gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1)).long().clamp(min=0)
+    last = rows.block_table.shape[1] - 1
+    block = rows.block_table.gather(1, (index // block_size).clamp(max=last)).long().clamp(min=0)
     key, value = (
         cache[block, index % block_size]
         .nan_to_num(0.0, 0.0, 0.0)
