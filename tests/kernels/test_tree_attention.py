@@ -10,6 +10,7 @@ from tree_cases import LAYOUTS, check, plain, tree_case, tree_rows
 
 from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.ops.attention.cpu import tree_attention, tree_attention_reference
+from vllm_gsd.ops.attention.rows import AttendingRows
 from vllm_gsd.ops.kv_move.layout import KVLayout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -133,11 +134,14 @@ def test_formula(op):
     key, value = torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), torch.tensor([[[1.0, 2.0]], [[3.0, 5.0]]])
     layout.write(kv_cache, torch.arange(2), key, value)
     output = torch.empty(1, 1, 2)
-    op(
-        output, torch.tensor([[[1.0, 1.0]]]), kv_cache, layout, torch.tensor([[0]], dtype=torch.int32),
-        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), torch.tensor([1]),
-        torch.tensor([[1]]), 0.5, sinks=torch.tensor([0.25]),
-    )  # fmt: skip
+    rows = AttendingRows(
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        prefix_lens=torch.tensor([1], dtype=torch.int32),
+        block_table=torch.tensor([[0]], dtype=torch.int32),
+        positions=torch.tensor([1]),
+        mask=torch.tensor([[1]]),
+    )
+    op(output, torch.tensor([[[1.0, 1.0]]]), kv_cache, layout, rows, 0.5, sinks=torch.tensor([0.25]))
     first, second, sink = math.exp(0.5), math.exp(1.0), math.exp(0.25)
     expected = [(first * a + second * b) / (first + second + sink) for a, b in ((1, 3), (2, 5))]
     torch.testing.assert_close(output.flatten(), torch.tensor(expected))
