@@ -2,8 +2,9 @@
 
 The words of this package:
 
-- *Slot*: a request's line in vLLM's request states. It keeps it until it ends or is preempted. *Places* are those in a
-  step's batch. KV slots are called so.
+- *Slot*: a request's line in vLLM's request states, which it keeps until it ends or is preempted. A slot of the KV
+  cache is always called a KV slot.
+- *Place*: a request's index in the batch of a step.
 - *Draft phase*: what the device does between two target forwards, from catching up to flattening. Its graphs are
   *proposals*, by slot, and *fresh* if they are for the request that has the slot now.
 - *Known*: what the host knows about a batch before it learns which tokens were accepted, and sends to a draft phase.

@@ -149,7 +149,7 @@ def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
     draft, layers = read_config(Path(init)), state_layers(config["num_hidden_layers"])
     layers = layers[:EAGLE3_LAYERS] if kind == EAGLE3 else layers
     if not is_speculators(draft):
-        raise ToolError(f"--init {init!r} is not in the format of speculators, in which alone drafts are trained on.")
+        raise ToolError(f"--init {init!r} is not in the format of speculators, the only one to train on.")
     if (read := draft.get("eagle_aux_hidden_state_layer_ids") or draft.get("aux_hidden_state_layer_ids")) != layers:
         raise ToolError(f"--init {init!r} reads the target's layers {read}, but drafts are trained on {layers}.")
 
