@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
 from vllm_gsd.tools.distill import engine, generate, recorder, run, states, students
-from vllm_gsd.tools.distill.data import count_tokens, load_answers
+from vllm_gsd.tools.distill.data import Answer, count_tokens, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.lm import LanguageModel, project
 from vllm_gsd.tools.distill.options import Options
@@ -130,6 +130,13 @@ class TestStudents:
         facts = {"steps": 9, "batch": 8, "trained": 7, "vocab_size": 256}
         run._finish(Options(target=str(target)), work, tmp_path, tmp_path / "draft", data, facts)
         assert "held-out" not in (tmp_path / "draft" / "README.md").read_text()
+
+    def test_a_head_learns_from_a_text_shorter_than_it_drafts(self, target):
+        model = student("eagle3", target, depth=5)
+        packs = model.packs(ComputedStates(target, "cpu"))
+        text = Answer(np.array([5, 6, 7]), 1, "", 0)
+        assert len(text.input_ids) < model.depth and model(**packs.collate([text]))["loss"] > 0
+        assert agreement(model, [text], packs) == {}
 
     def test_the_target_agrees_with_itself(self, target, work):
         """The target, as its own draft, agrees with itself, whether texts are packed or not."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.engine.v2.texts import Texts
+from vllm_gsd.engine.v2.walk import sum_along
 from vllm_gsd.engine.verify.draft_tree import FOREIGN, NO_NODES, FlatTree
 from vllm_gsd.engine.verify.step import TargetLayers, lay_out
 from vllm_gsd.method.constants import (
@@ -23,6 +24,7 @@ from vllm_gsd.method.constants import (
     ORIGIN_SHARED,
     SHARED,
 )
+from vllm_gsd.ops.walk.api import Accepted
 from vllm_gsd.upstream import wire
 
 
@@ -120,3 +122,13 @@ def test_texts_follow_what_was_sampled():
     assert texts.tokens[2].tolist() == [5, 6, 7, 1, 2, 4] and texts.length[2] == 6
     texts.begin(2, [1, 2], prompt_length=1)  # another request
     assert texts.length[2] == 2 and texts.prompt_length[2] == 1
+
+
+def testsum_along():
+    # Two requests: rows 0 to 3, of which the path takes 0 and 2, and rows 4 and 5, of which it takes only the root.
+    accepted = Accepted.empty(2, 3, torch.device("cpu"))
+    accepted.rows.copy_(torch.tensor([[0, 2, 2], [4, 4, 4]]))
+    accepted.count.copy_(torch.tensor([2, 1]))
+    counts = torch.tensor([3, 50, 4, 50, 7, 50], dtype=torch.int32)
+    summed = sum_along(counts, accepted)
+    assert summed.tolist() == [7, 7] and summed.dtype == torch.int32

@@ -105,7 +105,7 @@ class GraphSampler:
         return SamplerOutput(
             sampled_token_ids=accepted.tokens,
             logprobs_tensors=None if scores is None else _along(scores, accepted.rows),
-            num_nans=get_num_nans(logits) if sampler.compute_nans else None,
+            num_nans=sum_along(get_num_nans(logits), accepted) if sampler.compute_nans else None,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
@@ -280,6 +280,12 @@ def _widened(scores: LogprobsTensors, num_rows: int | None = None) -> _Scores:
     if num_rows is not None:
         return _Scores(*(part.new_zeros((num_rows + 1, *part.shape[1:])) for part in parts))
     return _Scores(*(torch.cat([part, part[:1]]) for part in parts))
+
+
+def sum_along(counts: torch.Tensor, accepted: Accepted) -> torch.Tensor:
+    """The sum of the rows' ``counts`` [num_rows] along each path, [num_requests]."""
+    lost = torch.arange(accepted.rows.shape[1], device=counts.device) >= accepted.count[:, None]
+    return counts[accepted.rows].masked_fill(lost, 0).sum(1, dtype=counts.dtype)
 
 
 def _along(scores: LogprobsTensors, rows: torch.Tensor) -> LogprobsTensors:

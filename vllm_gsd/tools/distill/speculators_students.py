@@ -168,6 +168,10 @@ class Eagle3Student(SpeculatorsStudent):
     model_class = Eagle3DraftModel
     shift = True
 
+    def __init__(self, model: Any, target: Target):
+        super().__init__(model, target)
+        self.padding = self.depth  # the model shifts a batch by up to this many tokens, so it must have as many
+
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
         from transformers import LlamaConfig
