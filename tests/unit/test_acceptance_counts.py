@@ -1,12 +1,13 @@
 """vLLM's acceptance counters count by depth, whenever the worker learns which graphs were verified.
 
-Our counter of fallbacks counts a request once.
+Our counter of fallbacks counts a request once. What is kept of a request survives the chunks of its session.
 """
 
 from collections import Counter
 from types import SimpleNamespace
 
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_gsd.engine.observe.recorder import Recorder
@@ -63,3 +64,15 @@ def test_a_session_of_streaming_input_is_one_request():
         speculation.admit(chunk)
         assert not speculation.uses_graph(chunk)
     assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.admitted == {"a": (False, False, 9)}
+
+
+def test_a_session_of_streaming_input_keeps_the_grammar_of_its_first_chunk():
+    """As vLLM's scheduler does: it would look in vain for the grammar that a later chunk names."""
+    json, opting_out = {"structured_outputs": StructuredOutputsParams(json_object=True)}, {"extra_args": {"gsd": False}}
+    for chunks, grammar in (({}, json, {}), False), ((json, {}), True), (({**json, **opting_out}, {}), True):
+        speculation = Speculation.__new__(Speculation)
+        speculation.stats, speculation.admitted = GraphStats(), {}
+        speculation.recorder = Recorder(None, None, None, speculation.stats)
+        for chunk in chunks:
+            speculation.admit(SimpleNamespace(req_id="a", sampling_params=SamplingParams(max_tokens=3, **chunk)))
+            assert speculation.admitted["a"][1] == grammar

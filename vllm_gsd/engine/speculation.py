@@ -405,7 +405,8 @@ class Speculation:
     def admit(self, request: Any) -> tuple[bool, bool, int]:
         """Count a new request without a graph, record one that asks for it, and keep what is constant for a request.
 
-        A further chunk of a streaming-input session has new parameters, so its request is admitted again.
+        A further chunk of a streaming-input session has new parameters, so its request is admitted again. Its grammar
+        is that of the first chunk, because vLLM's scheduler keeps that one.
 
         Args:
             request: its runner's record.
@@ -414,12 +415,11 @@ class Speculation:
             whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
         """
         request_id, reason = request.req_id, fallback_reason(request)
-        had_graph, *_ = self.admitted.get(request_id, (True,))
+        had_graph, grammar, _ = self.admitted.get(request_id, (True, has_grammar(request), 0))
         if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1
         self.recorder.admit(request_id, request)
         most = request.sampling_params.max_tokens
-        grammar = reason is None and has_grammar(request)
         self.admitted[request_id] = admitted = reason is None, grammar, self.max_model_len if most is None else most
         return admitted
 
