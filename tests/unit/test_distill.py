@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from distill_world import PROMPT, files, write_answers, write_target
+from distill_world import CONFIG, PROMPT, files, write_answers, write_target
 from speculators.models import attention as flex_attention
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
@@ -25,6 +25,7 @@ from vllm_gsd.tools.distill.states import ComputedStates, StoredStates, state_la
 from vllm_gsd.tools.distill.target import Target
 from vllm_gsd.tools.distill.train import train
 from vllm_gsd.tools.distill.validate import agreement
+from vllm_gsd.tools.errors import ToolError
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +212,16 @@ class TestStudents:
                 shutil.copytree(weights.parent, tmp_path / "checkpoints" / "checkpoint-10")
                 (tmp_path / "checkpoints" / "checkpoint-10" / "trainer_state.json").unlink()
         assert weights.stat().st_mtime_ns == written  # nothing was left to train
+
+    def test_a_narrow_target_has_a_block_of_lower_rank(self, tmp_path):
+        LlamaForCausalLM(LlamaConfig(**{**CONFIG, "hidden_size": 32})).save_pretrained(tmp_path)
+        (tmp_path / "work").mkdir()
+        work = write_answers(tmp_path / "work", tmp_path)
+        model = student("dspark", tmp_path)
+        model.start(load_answers(files(work), 640), model.packs(StoredStates(work / "states")), new=True)
+        assert model.model.config.markov_rank == 32
+        with pytest.raises(ToolError, match="needs a target of hidden size 64 or more"):
+            run.distill(Options(target=str(tmp_path), kind="lm"), tmp_path / "out", tmp_path / "other")
 
     def test_a_block_starts_from_a_fit(self, target, work):
         """Before training, a block already agrees with the target and depends most on the last known state."""

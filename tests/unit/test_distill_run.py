@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from distill_world import CONFIG, PROMPT, files, write_answers, write_target
 from safetensors.numpy import save_file
@@ -46,6 +47,8 @@ def work(target, tmp_path_factory):
         ({"rank": 65}, "--rank is 65, but must be at most the target's hidden size, 64"),
         ({"kind": "lm", "width": 100}, "--width is 100, but must be a multiple of 32"),
         ({"depth": 9, "max_tokens": 8}, "--depth is 9, but --max-tokens allows answers of only 8 tokens"),
+        ({"depth": 16, "longest": 16}, "--depth is 16, but --longest allows answers of only 15 tokens"),
+        ({"depth": 16, "longest": 16, "data": "x"}, "--depth is 16, but --longest allows answers of only 15 tokens"),
         ({"epochs": 0.0}, "--epochs is 0, but must be above 0"),
         ({"minutes": -5.0}, "--minutes is -5, but must be above 0"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan, but must be above 0"),
@@ -118,6 +121,8 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
         run._in_own_process(os._exit, 1)
     with pytest.raises(ToolError, match=r"Tensors could not be read or written \(.*; start the command again"):
         run._in_own_process(save_file, {}, "/dev/null/x")  # as on a full disk
+    with pytest.raises(ToolError, match="Tensors could not be read or written"):
+        run._in_own_process(torch.save, {"a": torch.zeros(1 << 20)}, "/dev/full")
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
     with pytest.raises(ToolError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
         generate.start_target(str(target), max_model_len=99, batch=1, eager=True)

@@ -71,6 +71,10 @@ DAMAGE = {
     "later version": (keys(speculators_version="0.10.0"), ["0.10.0", "0.9"]),
     "no version": (keys(speculators_version=None), ["speculators_version"]),
     "no layer": (keys(transformer_layer_config=None), ["transformer_layer_config"]),
+    "no attention heads": (
+        keys(transformer_layer_config__num_attention_heads=0, transformer_layer_config__head_dim=None),
+        ["num_attention_heads is missing or malformed"],
+    ),
     "no verifier": (keys(speculators_config__verifier=None), ["verifier"]),
     "verifier's architecture": (
         keys(speculators_config__verifier__architectures=["Qwen3ForCausalLM"]),

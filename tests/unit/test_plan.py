@@ -19,6 +19,7 @@ from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.machine import Machine, curve
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.report import Report
+from vllm_gsd.tools.plan.run import _row
 from vllm_gsd.tools.plan.shapes import Shapes, read_shapes
 from vllm_gsd.tools.plan.trace import observed
 
@@ -238,6 +239,20 @@ def test_a_plan(tmp_path):
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_chain_has_no_more_nodes_than_the_graph(tmp_path):
+    path = Path(report(tmp_path))
+    chains = []
+    for depth in (2, 3):
+        given = json.loads(path.read_text())
+        keys = {"top_k": 3, "max_depth": depth, "num_speculative_tokens": 2}
+        given["settings"]["gsd"] = json.dumps(keys)
+        path.write_text(json.dumps(given))
+        form = Report(path).form
+        model = Model(machine(), GUESSES, WORK)
+        chains.append(_row(model, 1, form)["chain"])
+    assert chains[0] == chains[1]
+
+
 @pytest.mark.parametrize("extra", [["--prompt-tokens", "1000"], ["--answer-tokens", "500"]], ids=" ".join)
 def test_a_plan_for_other_texts(tmp_path, extra):
     """Ten times the prompt takes ten times as long, and its context is attended in every step."""
@@ -315,6 +330,7 @@ def test_a_plan_for_a_gpu_trims_the_draft_as_the_report_did(tmp_path):
         (["--machine", "tpu", "--target", "TARGET", "--draft", "TARGET"], '--machine is "tpu"'),
         (["--machine", "tpu"], '--machine is "tpu"'),
         (["--machine", "h100", "--target", "nowhere"], "has no config.json"),
+        (["--machine", "h100", "--target", "HEADLESS"], "headless has no config.json of a Llama-like model"),
         (["--validate", "1,2"], 'has no "plain" at batch size 2'),
         (["--validate", "x"], '--validate is "x"'),
         (["--rate", "3", "--latency", "0.001"], "one request alone takes"),
@@ -334,7 +350,11 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path, extra, sentence)
     block = tmp_path / "block"
     block.mkdir()
     (block / "config.json").write_text(json.dumps({"architectures": ["Qwen3DSparkModel"]}))
-    folders = {"TARGET": built_in_pair().target, "BLOCK": block}
+    headless = tmp_path / "headless"
+    headless.mkdir()
+    keys = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 0, "intermediate_size": 64}
+    (headless / "config.json").write_text(json.dumps({**keys, "vocab_size": 64}))
+    folders = {"TARGET": built_in_pair().target, "BLOCK": block, "HEADLESS": headless}
     extra = [str(folders.get(word, word)) for word in extra]
     out = [] if "--validate" in extra else ["--out", str(tmp_path / "out")]
     done = run(report(tmp_path), *out, *extra)

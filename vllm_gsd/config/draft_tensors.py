@@ -107,8 +107,13 @@ def layer_tensors(prefix: str, keys: dict[str, Any], width: int) -> Iterator[tup
         prefix: of their names.
         keys: its configuration; "model_type" is "llama", "qwen3" or "gemma4_text".
         width: length of the rows that its attention reads.
+
+    Raises:
+        LookupError, TypeError, ValueError: the configuration lacks a key, which the message names, or it is malformed.
     """
     hidden, inner, heads = keys["hidden_size"], keys["intermediate_size"], keys["num_attention_heads"]
+    if heads == 0:
+        raise ValueError("num_attention_heads")
     size, groups = keys.get("head_dim") or hidden // heads, keys.get("num_key_value_heads") or heads
     of_gemma, norms = keys["model_type"] == "gemma4_text", ["input_layernorm", "post_attention_layernorm"]
     if of_gemma:

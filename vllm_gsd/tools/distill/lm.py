@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab, write_draft_vocab
-from vllm_gsd.tools.distill.options import HEAD_SIZE, Options
+from vllm_gsd.tools.distill.options import HEAD_SIZE, NARROWEST, Options
 from vllm_gsd.tools.distill.students import Drafted, Student
 from vllm_gsd.tools.distill.target import Target
 
@@ -31,7 +31,7 @@ class LanguageModel(Student):
             kept = choose_draft_vocab(read_draft_vocab(Path(options.init)), model.config.vocab_size, None)
             return cls(model, np.arange(model.config.vocab_size) if kept is None else kept, target)
         hidden = target.config["hidden_size"]
-        width = options.of_kind("width") or max(64, hidden // 3 // 64 * 64)
+        width = options.of_kind("width") or max(NARROWEST, hidden // 3 // 64 * 64)
         heads = width // HEAD_SIZE
         torch.manual_seed(options.seed)
         shape = {

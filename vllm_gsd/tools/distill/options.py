@@ -21,6 +21,7 @@ ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 96}
 INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
 # Numbers in an attention head of a language model, whose width is a multiple of it.
 HEAD_SIZE = 32
+NARROWEST = 64  # numbers in the states of a language model
 # The number of layers whose states vLLM reads for EAGLE-3 heads in the speculators package's format.
 EAGLE3_LAYERS = 3
 
@@ -80,7 +81,7 @@ class Options:
     ] = None
     width: Annotated[
         int | None,
-        Option(min=64, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),
+        Option(min=NARROWEST, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),
     ] = None
     epochs: Annotated[float, Option(callback=finite, help="Passes over the answers.")] = 6.0
     learning_rate: Annotated[float, Option(callback=finite)] = 1e-3
@@ -120,10 +121,13 @@ class Options:
                 raise ToolError(f"{flag(name)} is {value:g}, but must be above 0.")
         if self.width is not None and self.width % HEAD_SIZE:
             raise ToolError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
-        if self.data is None and self.init is None and "depth" in KINDS[self.kind]:
-            depth, longest = self.of_kind("depth"), self.answering("max_tokens")
-            if depth > longest:
-                raise ToolError(f"--depth is {depth}, but --max-tokens allows answers of only {longest} tokens.")
+        if self.init is None and "depth" in KINDS[self.kind]:
+            depth, limits = self.of_kind("depth"), {"longest": self.longest - 1}  # a request has a token, too
+            if self.data is None:
+                limits["max_tokens"] = self.answering("max_tokens")
+            for name, most in limits.items():
+                if depth > most:
+                    raise ToolError(f"--depth is {depth}, but {flag(name)} allows answers of only {most} tokens.")
 
     def of_kind(self, name: str) -> Any:
         """The value of an option that only some kinds have: what was given, or this kind's default."""

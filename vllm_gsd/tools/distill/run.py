@@ -25,7 +25,7 @@ from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
-from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
+from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, NARROWEST, Options
 from vllm_gsd.tools.distill.stages import kept, logger, stage
 from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_missing
 from vllm_gsd.tools.distill.target import check_target
@@ -103,8 +103,11 @@ def _check(options: Options, out: Path, work: Path) -> None:
         raise ToolError(
             f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
         )
+    most = config["hidden_size"]
+    if options.kind == "lm" and most < NARROWEST:
+        raise ToolError(f"--kind lm needs a target of hidden size {NARROWEST} or more, but the target's is {most}.")
     for name in ("width", "rank"):
-        given, most = getattr(options, name), config["hidden_size"]
+        given = getattr(options, name)
         if given is not None and given > most:
             raise ToolError(f"{flag(name)} is {given}, but must be at most the target's hidden size, {most}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -190,7 +193,10 @@ def _in_own_process(function, *arguments):
             raise ToolError(
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
             ) from None
-        except SafetensorError as error:  # such as a full disk
+        except (SafetensorError, RuntimeError) as error:  # such as a full disk
+            # torch.save has no error of its own, but its errors name the file of PyTorch's in which they arise.
+            if not isinstance(error, SafetensorError) and "inline_container" not in str(error):
+                raise
             raise ToolError(
                 f"Tensors could not be read or written ({error}); start the command again to resume."
             ) from None

@@ -139,7 +139,7 @@ class BlockStudent(SpeculatorsStudent):
             "verifier_config": Qwen3Config(num_hidden_layers=options.of_kind("layers"), **target.layer_shape()),
             "target_layer_ids": layers,
             "block_size": options.of_kind("depth"),
-            "markov_rank": options.of_kind("rank"),
+            "markov_rank": min(options.of_kind("rank"), target.config["hidden_size"]),
             "enable_confidence_head": False,
             "confidence_head_with_markov": False,
         }

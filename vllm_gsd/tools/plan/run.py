@@ -75,7 +75,7 @@ def plan(options: Options) -> dict[str, Any]:
 
 def _row(model: Model, batch: int, limits: Form) -> dict[str, float]:
     """Tokens per second at a batch size, and the gains of graph and chain."""
-    chain = replace(limits, top_k=1, num_speculative_tokens=limits.max_depth)
+    chain = replace(limits, top_k=1)
     speeds = {
         "plain": model.tokens_per_second(batch, None),
         "off": model.tokens_per_second(batch, None, off=True),

@@ -35,7 +35,7 @@ def read_shapes(folder: Path, drafted: int | None = None) -> Shapes:
         elif (trimmed := folder / "draft_vocab.json").exists():
             config["vocab_size"] = len(json.loads(trimmed.read_text())["token_ids"])
         shapes = shapes_of(config)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ToolError(
             f"{folder} has no config.json of a Llama-like model ({error!r}); give a folder, not a hub id."
         ) from error
