@@ -15,18 +15,18 @@ QUESTIONS = [
 
 
 def main() -> None:
-    pair = built_in_pair()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default=str(pair.target))
-    parser.add_argument("--draft", default=str(pair.draft))
+    parser.add_argument("--target", help="by default the built-in pair's")
+    parser.add_argument("--draft", help="by default the built-in pair's")
     parser.add_argument("--budget", type=int, help="nodes verified per request; by default what pays on this machine")
     parser.add_argument("--eager", action="store_true", help="start faster, but answer slower")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
+    pair = built_in_pair()
     budget = {} if args.budget is None else {"budget": args.budget}
     llm = LLM(
-        args.target,
-        speculative_config={"method": "gsd", "model": args.draft, **budget},
+        args.target or str(pair.target),
+        speculative_config={"method": "gsd", "model": args.draft or str(pair.draft), **budget},
         enforce_eager=args.eager,
         max_model_len=2048,
         max_num_seqs=16,

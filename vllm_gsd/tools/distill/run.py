@@ -193,10 +193,7 @@ def _in_own_process(function, *arguments):
             raise ToolError(
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
             ) from None
-        except (SafetensorError, RuntimeError) as error:  # such as a full disk
-            # torch.save has no error of its own, but its errors name the file of PyTorch's in which they arise.
-            if not isinstance(error, SafetensorError) and "inline_container" not in str(error):
-                raise
+        except SafetensorError as error:  # such as a full disk
             raise ToolError(
                 f"Tensors could not be read or written ({error}); start the command again to resume."
             ) from None
