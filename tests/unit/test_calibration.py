@@ -49,6 +49,17 @@ class TestCalibration:
             calibration.observe(one - 1, one, np.full(1, 0.6), np.ones(1, np.bool_))
         assert calibration.value(one - 1, one, np.full(1, 0.6))[0] > 0.6
 
+    def test_copies_that_were_wrong_in_one_large_step_are_tried_again(self):
+        """Copies at the beginnings of many answers may all be wrong. Drafted nodes are left to the planner's probes."""
+        calibration, many, one = Calibration(), np.ones(16, np.int64), np.ones(1, np.int64)
+        for source in (NATIVE, NGRAM):
+            calibration.observe(source * many, many, np.full(16, 0.8), np.zeros(16, np.bool_))
+            assert calibration.value(source * one, one, np.full(1, 0.8)) < 0.1
+        for _ in range(150):
+            calibration.rest()
+        assert calibration.value(NATIVE * one, one, np.full(1, 0.8)) < 0.1
+        assert calibration.value(NGRAM * one, one, np.full(1, 0.8)) > 0.45
+
     def test_never_above_one(self):
         calibration, random = Calibration(), np.random.default_rng(1)
         calibration.factor[:] = random.uniform(0, 3, calibration.factor.shape)

@@ -9,10 +9,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm_gsd.host import chances, learn, learn_of_requests
-from vllm_gsd.method.constants import KEEP, NATIVE, NUM_BINS, NUM_DEPTHS, NUM_SOURCES, OWN_PRIOR, PRIOR
+from vllm_gsd.method.constants import KEEP, NATIVE, NGRAM, NUM_BINS, NUM_DEPTHS, NUM_SOURCES, OWN_PRIOR, PRIOR, SHARED
 
 # Steps that verify nothing let a cell's evidence fade to no less than this many promised nodes.
 LEAST_EVIDENCE = 5.0
+# In such steps, observations of copies fade over about 50 steps, factors included. The nodes of one step are not
+# independent, least of all where requests arrive together: all copies may be wrong at the beginnings of answers and right
+# in the rest. To try them again costs rows of one step, as no draft has to run.
+COPIES = [NGRAM, SHARED]
+KEEP_COPIES = 0.98
 
 
 class Calibration:
@@ -37,14 +42,16 @@ class Calibration:
         self.first_level = sum(taken) / sum(promised)
 
     def rest(self) -> None:
-        """Let the evidence fade in a step that verified nothing, but not the factors.
+        """Let the evidence fade in a step that verified nothing, but not the factors of drafted nodes.
 
         While speculation does not pay, a probe verifies a few nodes every few hundred steps. Against the evidence of
         many full steps, they would not show the planner that nodes have become better.
         """
         keep = np.where(self.promised > LEAST_EVIDENCE, KEEP, 1.0)
-        self.promised *= keep
-        self.accepted *= keep
+        for sums in (self.promised, self.accepted):
+            sums *= keep
+            sums[COPIES] += (KEEP_COPIES - 1) * (sums[COPIES] - PRIOR)
+        self.factor[COPIES] = self.accepted[COPIES] / self.promised[COPIES]
 
     def value(self, source: np.ndarray, depth: np.ndarray, survival: np.ndarray) -> np.ndarray:
         """Probabilities that nodes are accepted, float32 [n]; arguments as for ``observe``."""
