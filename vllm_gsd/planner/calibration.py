@@ -14,8 +14,8 @@ from vllm_gsd.method.constants import KEEP, NATIVE, NGRAM, NUM_BINS, NUM_DEPTHS,
 # Steps that verify nothing let a cell's evidence fade to no less than this many promised nodes.
 LEAST_EVIDENCE = 5.0
 # In such steps, observations of copies fade over about 50 steps, factors included. The nodes of one step are not
-# independent, least of all where requests arrive together: all copies may be wrong at the beginnings of answers and right
-# in the rest. To try them again costs rows of one step, as no draft has to run.
+# independent, least of all where requests arrive together: all copies may be wrong at the beginnings of answers and
+# right in the rest. To try them again costs rows of one step, as no draft has to run.
 COPIES = [NGRAM, SHARED]
 KEEP_COPIES = 0.98
 
