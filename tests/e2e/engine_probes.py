@@ -128,6 +128,38 @@ def hidden_states_kept(llm, prompt: list[int], max_tokens: int) -> tuple[list[in
     return tokens, states
 
 
+def draft_pages(llm, prompt: list[int], whole_layer: bool) -> tuple[list, int]:
+    """The draft's keys and values in the full KV blocks of a prompt.
+
+    Args:
+        whole_layer: run the draft's whole layer over all text, also where keys and values suffice.
+
+    Returns:
+        an array for each half of the draft's KV cache, float32, and the number of rows that ran through the layer.
+    """
+    from unittest.mock import patch
+
+    from vllm_gsd.engine.attention.layers import attention_layers
+    from vllm_gsd.ops.kv_move.layout import pages_of
+
+    forget_prefixes(llm)
+    runner, engine = model_runner(llm), llm.llm_engine
+    drafter = runner.speculation.drafter
+    params = Params({"temperature": 0, "max_tokens": 4, "ignore_eos": True}).build()
+    engine.add_request("pages", {"prompt_token_ids": prompt}, params)
+    text_kv = None if whole_layer else drafter.text_kv
+    with patch.object(drafter, "text_kv", text_kv), patch.object(drafter, "ran", wraps=drafter.ran) as ran:
+        while not any(output.outputs[0].token_ids for output in engine.step()):
+            pass
+    table = runner.input_batch.block_table[0]
+    blocks = table.block_table.np[0][: len(prompt) // table.block_size]
+    layers = attention_layers(runner.vllm_config)
+    caches = [layers[name].kv_cache for name in drafter.model.layer_names]
+    pages = [page[blocks].float().numpy() for cache in caches for page in pages_of(cache)]
+    engine.abort_request(["pages"])
+    return pages, sum(call.args[0] for call in ran.call_args_list)
+
+
 def choose_the_block_size_late() -> None:
     """Make vLLM choose the KV block size after it has loaded the models, as vLLM 0.33 does on CPUs.
 

@@ -1,8 +1,9 @@
 """EAGLE and EAGLE-3 heads: output equals plain vLLM's, and graphs grow from the target's hidden states."""
 
+import numpy as np
 import pytest
 import torch
-from engine_probes import forget_prefixes, hidden_states_kept
+from engine_probes import draft_pages, forget_prefixes, hidden_states_kept
 from engine_process import model_runner, run
 from tiny_eagle import chain_steps, load_exact
 
@@ -122,3 +123,15 @@ def test_hidden_states_lie_where_plain_decoding_would_have_them(start_engine, ti
         states = model.model(input_ids=torch.tensor([prompts[0] + tokens]))[0][0]
     torch.testing.assert_close(torch.tensor(kept), states[: len(kept)], rtol=1e-3, atol=1e-3)
     assert len(kept) >= len(prompts[0]) + len(tokens) - 8
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_keys_and_values_of_prompts_need_no_forward_pass(start_engine, tiny_eagle, tiny_eagle3, prompts, kind):
+    draft = tiny_eagle if kind == "eagle" else tiny_eagle3 / "llama"
+    engine = start_engine({"model": str(draft), **CONFIGS["chain"]}, **ENGINE)
+    prompt = max(prompts, key=len)
+    (expected, rows), (pages, few) = (engine.call(draft_pages, prompt, whole) for whole in (True, False))
+    assert rows > len(prompt) > 100 and few < 40
+    assert len(pages) == 2 and np.abs(expected[0]).max() > 0.1
+    for ours, theirs in zip(pages, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)

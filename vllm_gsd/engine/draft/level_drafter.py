@@ -17,6 +17,7 @@ from vllm_gsd.engine.draft.drafter import Drafter, slots_of
 from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import TOO_LONG, draft_kv_slots
+from vllm_gsd.engine.draft.text_kv import FEW_ROWS, TextKV, has_text_kv
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.host import (
     add_candidates,
@@ -57,6 +58,7 @@ class LevelDrafter(Drafter):
     """Grows graphs of at most ``capacity`` nodes. EAGLE drafts read the target's hidden states, ``features``."""
 
     features: Features | None = None
+    text_kv: TextKV | None = None
 
     def __init__(
         self,
@@ -84,6 +86,8 @@ class LevelDrafter(Drafter):
             slots = num_blocks * block_size
             with pool:
                 self.features = Features(slots, model.hidden_size, model.model_config.dtype, model.device)
+            if has_text_kv(model.model):
+                self.text_kv = TextKV(model.model)
 
     def keep(
         self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None
@@ -115,13 +119,12 @@ class LevelDrafter(Drafter):
         drafted = wanted & (needed <= room) & (needed > done)
         due = np.minimum(needed, room)
         counts = np.empty_like(done)
+        self._write_text(batch, tracker, done, due - drafted)
         (chosen,) = drafted.nonzero()
         last_hidden = None
         while num_rows := next_rows(done, due, self.max_rows, counts):
             hidden = self._run_text(batch, done, counts, num_rows)
-            done += counts
-            for request in counts.nonzero()[0].tolist():
-                tracker.advance(batch.request_ids[request], int(done[request]))
+            _advance(batch, tracker, done, counts)
             if len(chosen) == 0:
                 continue
             last_rows = counts.cumsum()[chosen] - 1
@@ -134,21 +137,42 @@ class LevelDrafter(Drafter):
             last_hidden[self.model.to_device(run)] = hidden[self.model.to_device(last_rows[run])]
         return drafted, last_hidden
 
-    def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
-        """Run the draft over each request's next ``counts`` tokens after ``done``; returns [num_rows, hidden]."""
+    def _write_text(self, batch: DraftBatch, tracker: DraftKVTracker, done: np.ndarray, due: np.ndarray) -> None:
+        """Write draft KV of the tokens from ``done`` to ``due``, from which nothing is drafted, if this is cheaper.
+
+        ``done`` is updated.
+        """
+        if self.text_kv is None or not self.model.has_kv_cache or np.maximum(due - done, 0).sum() <= FEW_ROWS:
+            return
+        counts = np.empty_like(done)
+        while num_rows := next_rows(done, due, self.max_rows, counts):
+            tokens, positions, slots, features = self._text(batch, done, counts, num_rows)
+            assert features is not None
+            self.stats.counts["draft_rows"] += num_rows
+            self.text_kv.write(self.model.tokens(tokens), self.model.to_device(positions), slots, features)
+            _advance(batch, tracker, done, counts)
+
+    def _text(
+        self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int
+    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor | None]:
+        """Tokens, positions, KV slots and features of each request's next ``counts`` tokens after ``done``."""
         tokens, positions, requests = np.empty((3, num_rows), np.int64)
         text_rows(done, counts, batch.token_ids, batch.token_rows, tokens, positions, requests)
         if self.model.head is not None:
             self.model.head.see(tokens)
         self.planner.caught_up(num_rows)
+        slots = slots_of(batch.block_table, requests, positions, batch.block_size)
+        if self.features is None:
+            return tokens, positions, slots, None
+        places = positions - 1 + self.model.shift  # of the target's hidden states of the preceding tokens
+        before = slots_of(batch.block_table, requests, places, batch.block_size)
+        return tokens, positions, slots, self.features.read(before, self.model.to_device(places < 0))
+
+    def _run_text(self, batch: DraftBatch, done: np.ndarray, counts: np.ndarray, num_rows: int) -> torch.Tensor:
+        """Run the draft over each request's next ``counts`` tokens after ``done``; returns [num_rows, hidden]."""
+        tokens, positions, slots, features = self._text(batch, done, counts, num_rows)
         self.ran(num_rows)
         to_device = self.model.to_device
-        slots = slots_of(batch.block_table, requests, positions, batch.block_size)
-        features = None
-        if self.features is not None:  # the target's hidden states of the preceding tokens
-            places = positions - 1 + self.model.shift
-            before = slots_of(batch.block_table, requests, places, batch.block_size)
-            features = self.features.read(before, to_device(places < 0))
         (running,) = counts.nonzero()
         starts = starts_of(counts[running])
         block_table = batch.block_table
@@ -241,3 +265,10 @@ def starts_of(counts: np.ndarray) -> np.ndarray:
     starts = np.zeros(len(counts) + 1, np.int32)
     counts.cumsum(out=starts[1:])
     return starts
+
+
+def _advance(batch: DraftBatch, tracker: DraftKVTracker, done: np.ndarray, counts: np.ndarray) -> None:
+    """Record that each request's next ``counts`` tokens after ``done``, which is updated, have draft KV."""
+    done += counts
+    for request in counts.nonzero()[0].tolist():
+        tracker.advance(batch.request_ids[request], int(done[request]))
