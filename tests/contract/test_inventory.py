@@ -24,6 +24,8 @@ from vllm.model_executor.models.ernie_mtp import ErnieMTP
 from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkAttention, Gemma4DSparkForCausalLM, Gemma4DSparkModel
 from vllm.model_executor.models.glm4_moe_mtp import Glm4MoeMTP
 from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
+from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention, DFlashQwen3ForCausalLM
@@ -236,6 +238,22 @@ def test_block_drafts():
     assert "block_size=1 + speculative_config.num_speculative_tokens" in inspect.getsource(DFlash2Qwen3DecoderLayer)
     config = SimpleNamespace(dflash_config={"mask_token_id": 7})
     assert get_parallel_drafting_token_id(config) == 7
+
+
+def test_heads_of_one_layer():
+    """What the attention of an EAGLE head reads, and how it computes keys and values, as in ``TextKV``."""
+    attention = inspect.getsource(LlamaAttention.forward)
+    for line in (
+        "qkv, _ = self.qkv_proj(hidden_states)",
+        "q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)",
+        "q, k = self.rotary_emb(positions, q, k)\n        attn_output = self.attn(q, k, v)",
+    ):
+        assert line in attention
+    eagle, eagle3 = (inspect.getsource(inspect.getmodule(m)) for m in (EagleLlamaForCausalLM, Eagle3LlamaForCausalLM))
+    assert "self.fc(torch.cat((input_embeds, hidden_states), dim=-1))" in eagle
+    assert "hidden_states = torch.cat([embeds, hidden_states], dim=-1)" in eagle3
+    assert "embeds = self.input_layernorm(embeds)" in eagle3
+    assert eagle3.count("hidden_states = self.hidden_norm(hidden_states)") == 2  # for both orders of norm and residual
 
 
 def test_gemma4_dspark():

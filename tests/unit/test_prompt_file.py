@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,8 @@ import pytest
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.prompt_file import read_requests, thinned, token_ids_of
 
-CHECK_LOSSLESS = Path(__file__).parents[2] / "scripts/check_lossless"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CHECK_LOSSLESS = SCRIPTS / "check_lossless"
 
 
 @pytest.fixture
@@ -102,3 +105,18 @@ def test_check_lossless_starts_its_engines_anew_and_compares_all_prompts(file, t
         assert json.loads(capsys.readouterr().out)["batch 1"]["different"] == list(range(12))
     assert started == ["plain", "gsd"] * 2
     assert compared == [[(str(number), [run]) for number in range(12)] for run in (2, 4)]
+
+
+@pytest.mark.parametrize("kind", ["code", "retrieval"])
+def test_prompts_are_made_again_from_their_seed(file, kind):
+    """They all differ, since a request would copy from another one with the same prompt."""
+
+    def made(*args: str) -> str:
+        command = [sys.executable, SCRIPTS / "make_prompts", kind, *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    file.write_text(made("100"))
+    prompts = [request.chat[0]["content"] for request in read_requests(file)]
+    assert len(set(prompts)) == 100
+    assert made("100") == file.read_text() != made("100", "--seed", "1")
+    assert min(map(len, prompts)) > 300

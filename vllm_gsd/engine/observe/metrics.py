@@ -12,7 +12,7 @@ from vllm_gsd.upstream import wire
 
 COUNTERS = {
     "target_steps": "Steps of the target, counted once per request that emitted tokens, with or without drafts.",
-    "draft_rows": "Rows in the draft model's forward passes: graph nodes, committed tokens and, with V2, padding.",
+    "draft_rows": "Rows that the draft model computes: graph nodes, committed tokens and, with V2, padding.",
     "draft_nodes": "Graph nodes that the draft model ran.",
     "draft_rows_invalid": "Draft rows without a valid softmax (NaN or infinite logits); nothing is drafted from them.",
     "draft_forwards": "Forward passes of the draft model.",
