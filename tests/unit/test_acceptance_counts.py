@@ -5,7 +5,9 @@ Our counter of fallbacks counts a request once. What is kept of a request surviv
 
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
+import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import ModelRunnerOutput
@@ -14,6 +16,7 @@ from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.schedule.scheduler import GraphAsyncScheduler, GraphScheduling
 from vllm_gsd.engine.speculation import Speculation
+from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.upstream import wire
 
 
@@ -50,15 +53,27 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
     assert reported == [{}, {"target_steps": 0, "nodes_verified": 9}, {"target_steps": 2}] and scheduler.unneeded == 0
 
 
-def test_a_session_of_streaming_input_is_one_request():
-    """Its first chunk uses graphs; all others opt out, and the last one requests more tokens."""
+JSON = {"structured_outputs": StructuredOutputsParams(json_object=True)}
+OPTING_OUT = {"extra_args": {"gsd": False}}
+
+
+@pytest.fixture
+def speculation():
     speculation = Speculation.__new__(Speculation)
-    speculation.stats, speculation.admitted = GraphStats(), {}
+    speculation.config, speculation.trees, speculation.grammar_trees = SimpleNamespace(trace=None), {}, {}
+    speculation.stats, speculation.admitted, speculation.max_model_len = GraphStats(), {}, 512
     speculation.recorder = Recorder(None, None, None, speculation.stats)
-    chunks = [SimpleNamespace(req_id="a", sampling_params=SamplingParams(max_tokens=3))]
-    for most in (3, 3, 9):
-        params = SamplingParams(max_tokens=most, extra_args={"gsd": False})
-        chunks.append(SimpleNamespace(req_id="a", sampling_params=params))
+    return speculation
+
+
+def chunk_of_session(**params) -> SimpleNamespace:
+    params = SamplingParams(**{"max_tokens": 3, **params})
+    return SimpleNamespace(req_id="a", sampling_params=params, prompt_len=1, prefill_token_ids=[7])
+
+
+def test_a_session_of_streaming_input_is_one_request(speculation):
+    """Its first chunk uses graphs; all others opt out, and the last one requests more tokens."""
+    chunks = [chunk_of_session(), *(chunk_of_session(max_tokens=most, **OPTING_OUT) for most in (3, 3, 9))]
     assert speculation.uses_graph(chunks[0])
     for chunk in chunks[1:]:
         speculation.admit(chunk)
@@ -66,13 +81,29 @@ def test_a_session_of_streaming_input_is_one_request():
     assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.admitted == {"a": (False, False, 9)}
 
 
-def test_a_session_of_streaming_input_keeps_the_grammar_of_its_first_chunk():
+SESSIONS = [(({}, JSON, {}), False), ((JSON, {"seed": 1}), True), (({**JSON, **OPTING_OUT}, {}), True)]
+
+
+@pytest.mark.parametrize(("chunks", "grammar"), SESSIONS)
+def test_a_session_of_streaming_input_keeps_the_grammar_of_its_first_chunk(speculation, chunks, grammar):
     """As vLLM's scheduler does: it would look in vain for the grammar that a later chunk names."""
-    json, opting_out = {"structured_outputs": StructuredOutputsParams(json_object=True)}, {"extra_args": {"gsd": False}}
-    for chunks, grammar in (({}, json, {}), False), ((json, {}), True), (({**json, **opting_out}, {}), True):
-        speculation = Speculation.__new__(Speculation)
-        speculation.stats, speculation.admitted = GraphStats(), {}
-        speculation.recorder = Recorder(None, None, None, speculation.stats)
+    for chunk in chunks:
+        speculation.admit(chunk_of_session(**chunk))
+        assert speculation.admitted["a"][1] == grammar
+
+
+@pytest.mark.parametrize(("chunks", "grammar"), SESSIONS)
+def test_v2_keeps_that_grammar_too(speculation, chunks, grammar):
+    """The worker's own copy of it follows the first chunk only, since the text of the others begins anew."""
+    speculator = GraphSpeculator.__new__(GraphSpeculator)
+    vars(speculator).update({name: MagicMock() for name in ("vllm_config", "proposals", "plan", "texts", "tenants")})
+    speculator.speculation, speculator.requests, speculator.slots, speculator.grammars = speculation, {}, {}, None
+    speculator.plain, speculator.ends = [True], [0]
+    with patch("vllm_gsd.engine.v2.speculator.WorkerGrammars") as grammars:
         for chunk in chunks:
-            speculation.admit(SimpleNamespace(req_id="a", sampling_params=SamplingParams(max_tokens=3, **chunk)))
-            assert speculation.admitted["a"][1] == grammar
+            request = chunk_of_session(**chunk)
+            speculator.admit(request, 0)
+            assert speculator._grows_on_host(request) == grammar
+            grammars.return_value.admit.side_effect = AssertionError
+    assert grammars.return_value.admit.called == (chunks[0] == JSON)
+    assert grammars.return_value.forget.called == grammar

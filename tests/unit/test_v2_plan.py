@@ -226,8 +226,9 @@ def test_graphs_that_grow_on_the_host_tell_of_nan(monkeypatch):
     speculator.plan = SimpleNamespace(active=True, phase=Phase(1, 3), shares=np.array([NODES]), captured=[])
     speculator.batch.return_value = SimpleNamespace(request_ids=["a"], requests=[None], token_rows=np.array([0]))
     speculator.speculation.stats.counts = counts
+    speculator.speculation.follows_grammar.return_value = False
     speculator.speculation.take_grammar_trees.return_value = {}
-    for name in ("has_grammar", "to_device", "_values"):
+    for name in ("to_device", "_values"):
         monkeypatch.setattr(host_growth, name, lambda *_: None)
     for found in (0, 1):
         speculator.speculation.propose = lambda batch, found=found: [

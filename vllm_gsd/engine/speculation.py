@@ -384,6 +384,10 @@ class Speculation:
         """Whether a request, given as its runner's record, uses graph speculation. Counts a new one that does not."""
         return (self.admitted.get(request.req_id) or self.admit(request))[0]
 
+    def follows_grammar(self, request: Any) -> bool:
+        """Whether a request, given as its runner's record, has structured output, as ``admit`` says."""
+        return (self.admitted.get(request.req_id) or self.admit(request))[1]
+
     def _request_limits(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The limits of each request's graph.
 
@@ -415,7 +419,8 @@ class Speculation:
             whether it uses graphs, whether it has a grammar, and its maximum number of output tokens.
         """
         request_id, reason = request.req_id, fallback_reason(request)
-        had_graph, grammar, _ = self.admitted.get(request_id, (True, has_grammar(request), 0))
+        structured = request.sampling_params.structured_outputs is not None
+        had_graph, grammar, _ = self.admitted.get(request_id, (True, structured, 0))
         if reason is not None and had_graph:
             self.stats.fallbacks[reason] += 1
         self.recorder.admit(request_id, request)
@@ -432,8 +437,3 @@ def fallback_reason(request: Any) -> str | None:
     if wire.opts_out(request.sampling_params):
         return "opt_out"
     return None if request.sampling_params.thinking_token_budget is None else "thinking_token_budget"
-
-
-def has_grammar(request: Any) -> bool:
-    """Whether a request, given as its runner's record, has structured output."""
-    return request.sampling_params.structured_outputs is not None

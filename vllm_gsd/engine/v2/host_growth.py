@@ -9,7 +9,7 @@ import numpy as np
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_gsd.engine.schedule.grammar import ProposedTree
-from vllm_gsd.engine.speculation import Speculation, has_grammar
+from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.plan import DRAFTED
 from vllm_gsd.engine.v2.proposals import to_device
 from vllm_gsd.engine.verify.draft_tree import SOURCE_OF, FlatTree
@@ -54,7 +54,7 @@ def _grow(speculator: GraphSpeculator, input_batch: InputBatch, places: np.ndarr
     least = speculator.plan.shares[batch.token_rows] if speculator.plan.captured else 0
     speculator.plan.shares[batch.token_rows] = np.maximum(least, [tree.num_nodes for tree in trees])
     for request, tree in zip(batch.requests, trees, strict=True):
-        if has_grammar(request):
+        if speculation.follows_grammar(request):
             speculator.parents[request.req_id] = tree.parent.tolist()
     done = speculation.draft_kv.lengths(batch.request_ids)
     slots, done = send(speculator.device, batch.token_rows.astype(np.int64), done)

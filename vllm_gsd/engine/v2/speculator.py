@@ -20,7 +20,7 @@ from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.copies import leave_out_copies
 from vllm_gsd.engine.draft.limits import within_reach
 from vllm_gsd.engine.observe.step_clock import StepClock
-from vllm_gsd.engine.speculation import Speculation, fallback_reason, has_grammar
+from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2.device_drafting import DeviceDrafting, KnownBatch
 from vllm_gsd.engine.v2.draft_graphs import DraftGraphs
 from vllm_gsd.engine.v2.grammars import WorkerGrammars
@@ -132,9 +132,10 @@ class GraphSpeculator(BaseSpeculator):
     def admit(self, request: NewRequestData, slot: int) -> None:
         """Start or resume a request in a slot."""
         former = self.requests.get(request.req_id)
-        if former is not None and former.sampling_params != request.sampling_params:
+        later_chunk = former is not None and former.sampling_params != request.sampling_params
+        if later_chunk:
             self.speculation.admit(request)
-            if self.grammars is not None:
+            if self.grammars is not None:  # only the scheduler knows how far the grammar of the first chunk is
                 self.grammars.forget([request.req_id])
         self.requests[request.req_id] = request
         self.slots[request.req_id] = slot
@@ -146,9 +147,10 @@ class GraphSpeculator(BaseSpeculator):
         self.ends[slot] = self.texts.tokens.shape[1] if limit is None else request.prompt_len + limit
         self.speculation.drop([request.req_id])
         self.texts.begin(slot, request.prefill_token_ids, request.prompt_len)
-        if has_grammar(request) and fallback_reason(request) is None:
+        if self.speculation.follows_grammar(request):
             self.grammars = self.grammars or WorkerGrammars(self.vllm_config)
-            self.grammars.admit(request)
+            if not later_chunk and self.speculation.uses_graph(request):
+                self.grammars.admit(request)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Remove finished requests, before their slots are reused."""
@@ -289,7 +291,7 @@ class GraphSpeculator(BaseSpeculator):
 
     def _grows_on_host(self, request: NewRequestData) -> bool:
         """Whether the host grows the request's graphs. It does so for as long as the request lives, or never."""
-        return has_grammar(request) or self.speculation.traces(request)
+        return self.speculation.follows_grammar(request) or self.speculation.traces(request)
 
     def _missed(self, batch: DraftBatch) -> np.ndarray | None:
         """Tokens of each request without draft KV, int64 [num_requests]; None without a draft model."""
