@@ -109,8 +109,6 @@ def test_check_lossless_starts_its_engines_anew_and_compares_all_prompts(file, t
 
 @pytest.mark.parametrize("kind", ["code", "retrieval"])
 def test_prompts_are_made_again_from_their_seed(file, kind):
-    """They all differ, since a request would copy from another one with the same prompt."""
-
     def made(*args: str) -> str:
         command = [sys.executable, SCRIPTS / "make_prompts", kind, *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
