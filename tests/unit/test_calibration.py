@@ -79,7 +79,7 @@ class TestSourceTrust:
 
     def test_each_request_and_source_for_itself(self):
         trust = SourceTrust()
-        for step in range(40):
+        for step in range(80):
             source, even = np.array([NGRAM, NATIVE, NGRAM, NATIVE]), step % 2 == 0
             accepted = np.array([True, even, False, even])
             trust.observe(["copies", "free"], np.array([0, 0, 1, 1]), source, np.full(4, 0.5), accepted)
@@ -91,19 +91,19 @@ class TestSourceTrust:
 
     def test_what_is_off_is_tried_again(self):
         trust = SourceTrust()
-        for _ in range(40):
+        for _ in range(80):
             trust.observe(["a"], np.zeros(1, int), np.array([NGRAM]), np.array([0.6]), np.array([False]))
         assert trust.of(["a"])[0, NGRAM] < OFF_BELOW
-        for _ in range(60):
+        for _ in range(120):
             trust.observe(["a"], np.zeros(1, int), np.array([NATIVE]), np.array([0.6]), np.array([True]))
         assert trust.of(["a"])[0, NGRAM] > OFF_BELOW
 
     def test_an_only_source_that_is_off_is_tried_again(self):
         trust = SourceTrust()
-        for _ in range(40):
+        for _ in range(80):
             trust.observe(["a", "b"], np.arange(2), np.full(2, NGRAM), np.full(2, 0.6), np.zeros(2, np.bool_))
         off = trust.of(["b"])
-        for _ in range(60):
+        for _ in range(120):
             trust.fade(["never seen", "a"])
         assert trust.of(["a"])[0, NGRAM] > OFF_BELOW > off[0, NGRAM]
         assert (trust.of(["b"]) == off).all() and set(trust.seen) == {"a", "b"}

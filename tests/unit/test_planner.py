@@ -212,6 +212,17 @@ def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
         assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
 
 
+def test_so_does_one_while_only_copies_pay():
+    planner, plain = new_planner(), []
+    planner.next_probe = 1000
+    for number in range(1, 331):
+        planner.begin(2, 100)
+        if not choose(planner, [[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]]).any():
+            plain.append(number)
+            assert planner.plan == "rests"
+    assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
+
+
 def test_graphs_that_cost_more_than_the_table_says_are_soon_given_up():
     planner, drafted = new_planner(GPU), 0
     for _ in range(100):

@@ -31,9 +31,9 @@ PROBE_REQUESTS = 2
 # Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more. Estimates
 # are noisy, and a draft model that resumes must first run the text that it has missed.
 TAKE_UP_ABOVE = 1.03
-# Steps to the first plain step while drafting pays, to learn what a plain step takes. Each further one waits twice as
-# long, up to the maximum. Batches are counted by powers of two of their size, since what graphs cost beyond the
-# table is unknown at first and differs with the batch.
+# Steps to the first plain step while drafting or copies pay, to learn what a plain step takes. Each further one waits
+# twice as long, up to the maximum. Batches are counted by powers of two of their size, since what graphs cost beyond
+# the table is unknown at first and differs with the batch.
 PLAIN_AFTER, PLAIN_EVERY = 4, 100
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6
@@ -162,7 +162,7 @@ class Planner:
         return self.probing
 
     def _plain_step_is_due(self) -> bool:
-        """Count a step in which drafting pays; return whether to draft nothing in it, to time a plain step."""
+        """Count a step in which graphs pay; return whether to verify nothing in it, to time a plain step."""
         size = self.num_requests.bit_length()
         left, pause = self.plain_steps.get(size, (PLAIN_AFTER, PLAIN_AFTER))
         due = left <= 1
@@ -290,7 +290,14 @@ class Planner:
         if self.costs is None or self.given_levels is not None:
             return size
         self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.alone)
-        return self.sizes(values, size, context)
+        return self.or_rest(self.sizes(values, size, context))
+
+    def or_rest(self, chosen: np.ndarray) -> np.ndarray:
+        """The numbers of nodes to verify, int32 [num_graphs], or none in a plain step that is due while copies pay."""
+        if self.num_drafted or self.due or not chosen.any() or not self._plain_step_is_due():
+            return chosen
+        self.resting = True
+        return np.zeros_like(chosen)
 
     def learn_graphs(
         self, values: np.ndarray, size: np.ndarray, pure: np.ndarray, rows: Sequence[int], num_drafted: int, tried: bool
