@@ -212,6 +212,14 @@ def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
         assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
 
 
+@pytest.mark.parametrize(("speed_up", "pause"), [(1.0, 8), (1.02, 10), (1.1, 50), (1.5, PLAIN_EVERY)])
+def test_small_gains_are_compared_with_plain_steps_more_often(speed_up, pause):
+    planner = new_planner()
+    for known in (1.5, speed_up):  # what graphs promise may change
+        due = [planner._plain_step_is_due(known) for _ in range(400)]
+    assert np.diff(np.flatnonzero(due))[-2:] == pytest.approx([pause, pause], abs=1)
+
+
 def test_so_does_one_while_only_copies_pay():
     planner, plain = new_planner(), []
     planner.next_probe = 1000

@@ -33,8 +33,9 @@ PROBE_REQUESTS = 2
 TAKE_UP_ABOVE = 1.03
 # Steps to the first plain step while drafting or copies pay, to learn what a plain step takes. Each further one waits
 # twice as long, up to the maximum. Batches are counted by powers of two of their size, since what graphs cost beyond
-# the table is unknown at first and differs with the batch.
-PLAIN_AFTER, PLAIN_EVERY = 4, 100
+# the table is unknown at first and differs with the batch. Graphs that promise less than LARGE_GAIN are compared more
+# often: a plain step then loses less, and a small error in what graphs cost decides whether they pay.
+PLAIN_AFTER, PLAIN_EVERY, LARGE_GAIN = 4, 100, 0.2
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6
 
@@ -155,19 +156,20 @@ class Planner:
         self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
         if self.drafting:
             self._probe_after(PROBE_EVERY)
-            self.resting = self._plain_step_is_due()
+            self.resting = self._plain_step_is_due(rate / without)
             self.alone = not self.resting and self._graphs_without_copies_are_due()
             return not self.resting
         self.probing = self.alone = self.due and num_drafted > 0
         return self.probing
 
-    def _plain_step_is_due(self) -> bool:
-        """Count a step in which graphs pay; return whether to verify nothing in it, to time a plain step."""
+    def _plain_step_is_due(self, speed_up: float) -> bool:
+        """Count a step in which graphs promise ``speed_up``; return whether to verify nothing, to time a plain step."""
         size = self.num_requests.bit_length()
         left, pause = self.plain_steps.get(size, (PLAIN_AFTER, PLAIN_AFTER))
-        due = left <= 1
-        pause = min(2 * pause, PLAIN_EVERY) if due else pause
-        self.plain_steps[size] = (pause if due else left - 1), pause
+        most = max(2 * PLAIN_AFTER, int(PLAIN_EVERY * min(1.0, (speed_up - 1.0) / LARGE_GAIN)))
+        due = min(left, most) <= 1
+        pause = min(2 * pause if due else pause, most)
+        self.plain_steps[size] = (pause if due else min(left, most) - 1), pause
         return due
 
     def _graphs_without_copies_are_due(self) -> bool:
@@ -290,11 +292,20 @@ class Planner:
         if self.costs is None or self.given_levels is not None:
             return size
         self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.alone)
-        return self.or_rest(self.sizes(values, size, context))
+        return self.or_rest(self.sizes(values, size, context), values)
 
-    def or_rest(self, chosen: np.ndarray) -> np.ndarray:
-        """The numbers of nodes to verify, int32 [num_graphs], or none in a plain step that is due while copies pay."""
-        if self.num_drafted or self.due or not chosen.any() or not self._plain_step_is_due():
+    def or_rest(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """The numbers of nodes to verify, or none in a plain step that is due while only copies pay.
+
+        Args:
+            chosen: int32 [num_graphs], from ``sizes``; values: as for ``choose``.
+        """
+        if self.num_drafted or self.due or not chosen.any():
+            return chosen
+        rows, target_ms = self.planned
+        spent = self.plain_ms + self.overhead.graph_ms + (rows - self.num_requests) * self.overhead.node_ms
+        tokens = self.num_requests + float(values[np.arange(values.shape[1]) < chosen[:, None]].sum())
+        if not self._plain_step_is_due(tokens / (spent + target_ms) / self._plain_rate()):
             return chosen
         self.resting = True
         return np.zeros_like(chosen)

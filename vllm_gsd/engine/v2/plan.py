@@ -107,7 +107,7 @@ class Plan:
                 self.phase = Phase(count, levels, planner.alone)
         self.kinds[slots] = kinds
         values, size = self._expected(slots, kinds)
-        chosen = self.speculation.planner.or_rest(self._sizes(values, size, batch.length, kinds))
+        chosen = self.speculation.planner.or_rest(self._sizes(values, size, batch.length, kinds), values)
         self.speculation.stats.counts["nodes_cut"] += int(np.maximum(size - chosen, 0).sum())
         self.shares[slots] = chosen
         return kinds
