@@ -71,7 +71,7 @@ def test_n_grams_that_misled_are_tried_again():
     passage = np.random.default_rng(0).permutation(np.arange(1000, 1200))
     text = np.concatenate([passage, [1], passage, np.full(NODES, 2)]).astype(np.int32)
     speculation, nothing = new_speculation(), np.zeros(1, np.int64)
-    for _ in range(20):  # text before, in which n-grams were always wrong
+    for _ in range(50):  # text before, in which n-grams were always wrong
         speculation.trust.observe(["a"], nothing, nothing + NGRAM, np.full(1, 0.9), np.zeros(1, np.bool_))
     assert speculation.trust.of(["a"])[0, NGRAM] < OFF_BELOW
     length, steps = len(passage) + 3, 0
