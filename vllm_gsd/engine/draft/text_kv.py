@@ -1,7 +1,7 @@
 """Draft KV of committed text for heads of one layer, whose keys and values depend on no other row.
 
 The hidden state of such a head matters only where it drafts from it, at the end of a text. For all other rows, keys and
-values suffice: about a quarter of the layer's products, and no attention.
+values suffice: less than a third of the head's products, and no attention.
 """
 
 from typing import Any
