@@ -156,7 +156,7 @@ class Planner:
         self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
         if self.drafting:
             self._probe_after(PROBE_EVERY)
-            self.resting = self._plain_step_is_due(rate / without)
+            self.resting = self._plain_step_is_due(rate / self._plain_rate())
             self.alone = not self.resting and self._graphs_without_copies_are_due()
             return not self.resting
         self.probing = self.alone = self.due and num_drafted > 0
