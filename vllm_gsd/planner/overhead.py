@@ -4,6 +4,10 @@ import numpy as np
 
 from vllm_gsd.host import follow_clock
 
+# Nearly all steps of an engine may verify graphs. What noise then takes from the cost of graphs, it adds to that of plain
+# steps, so the clock is not believed that graphs cost less than this.
+LEAST_GRAPH_MS = 0.5
+
 
 class Overhead:
     """Milliseconds beyond the forwards, for a step and for its drafting.
@@ -24,13 +28,13 @@ class Overhead:
 
     @property
     def graph_ms(self) -> float:
-        """Additional overhead of a step that verifies graphs."""
-        return float(self.step.weights[3])
+        """Additional overhead of a step that verifies graphs, not less than LEAST_GRAPH_MS."""
+        return max(LEAST_GRAPH_MS, float(self.step.weights[3]))
 
     @property
     def node_ms(self) -> float:
-        """Additional overhead per verified node."""
-        return float(self.step.weights[4])
+        """Additional overhead per verified node; at least what the table says."""
+        return max(0.0, float(self.step.weights[4]))
 
     @property
     def draft_ms(self) -> float:

@@ -28,8 +28,9 @@ PROMISING = 1.1
 # Requests that a probe drafts or verifies for. It is few because the draft model has missed much of every text by then,
 # and because every row costs time in a full batch.
 PROBE_REQUESTS = 2
-# Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more. Estimates
-# are noisy, and a draft model that resumes must first run the text that it has missed.
+# Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more, and copies
+# alone are verified only if they do. Estimates are noisy, and a draft model that resumes must first run the text that it
+# has missed.
 TAKE_UP_ABOVE = 1.03
 # Steps to the first plain step while drafting or copies pay, to learn what a plain step takes. Each further one waits
 # twice as long, up to the maximum. Batches are counted by powers of two of their size, since what graphs cost beyond
@@ -295,7 +296,7 @@ class Planner:
         return self.or_rest(self.sizes(values, size, context), values)
 
     def or_rest(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """The numbers of nodes to verify, or none in a plain step that is due while only copies pay.
+        """The numbers of nodes to verify; if there are only copies, none where they hardly pay or a plain step is due.
 
         Args:
             chosen: int32 [num_graphs], from ``sizes``; values: as for ``choose``.
@@ -305,9 +306,12 @@ class Planner:
         rows, target_ms = self.planned
         spent = self.plain_ms + self.overhead.graph_ms + (rows - self.num_requests) * self.overhead.node_ms
         tokens = self.num_requests + float(values[np.arange(values.shape[1]) < chosen[:, None]].sum())
-        if not self._plain_step_is_due(tokens / (spent + target_ms) / self._plain_rate()):
-            return chosen
-        self.resting = True
+        speed_up = tokens / (spent + target_ms) / self._plain_rate()
+        if speed_up > TAKE_UP_ABOVE:
+            self.resting = self._plain_step_is_due(speed_up)
+            if not self.resting:
+                return chosen
+        self.planned = self.num_requests, self.costs.target_ms(self.num_requests, self.context)
         return np.zeros_like(chosen)
 
     def learn_graphs(
