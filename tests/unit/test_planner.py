@@ -78,7 +78,7 @@ def test_the_choice_is_the_best_of_all(rows, others):
     for place, row in enumerate(rows):
         values[place, : len(row)] = row
     planner = planned(COSTS, len(rows) + others)
-    planner.rows = [1]
+    planner.rows, planner.num_drafted = [1], 1
     chosen = planner.choose(values, size, np.full(len(rows), 100), np.zeros(len(rows), np.bool_))
     assert (chosen >= 0).all() and (chosen <= size).all()
 
@@ -199,7 +199,7 @@ def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays
     planner = new_planner()
     planner.worth, planner.drafting = worth_for_speedup(ratio), was
     planner.begin(1, 100)
-    assert planner.drafts_pay() == stays
+    assert planner.drafts_pay() == (was and stays)  # while drafting is off, the draft reads no prompts
     planner.wants_drafts(1, NOTHING_FOUND)
     assert planner.drafting == stays
 
@@ -210,6 +210,16 @@ def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
         steps = [step(planner, num_requests, np.array([0.7, 0.5, 0.35])) for _ in range(330)]
         plain = [number for number, (drafted, _) in enumerate(steps, 1) if not drafted]
         assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
+
+
+@pytest.mark.parametrize(("speed_up", "nodes"), [(0.99, 0), (1.02, 0), (1.05, 1)])
+def test_copies_that_hardly_pay_are_left_out(speed_up, nodes):
+    planner = new_planner()
+    planner.begin(1, 100)
+    plain_ms = COSTS.target_ms(1, 100) + planner.plain_ms
+    with_copy_ms = COSTS.target_ms(2, 200) + planner.plain_ms + planner.overhead.graph_ms
+    chance = speed_up * with_copy_ms / plain_ms - 1
+    assert choose(planner, [[chance]]) == [nodes]
 
 
 @pytest.mark.parametrize(("speed_up", "pause"), [(1.0, 8), (1.02, 10), (1.1, 50), (1.5, PLAIN_EVERY)])
@@ -227,7 +237,7 @@ def test_so_does_one_while_only_copies_pay():
         planner.begin(2, 100)
         if not choose(planner, [[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]]).any():
             plain.append(number)
-            assert planner.plan == "rests"
+            assert planner.plan == "rests" and planner.planned[0] == 2  # so that the clock counts the step
     assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
 
 

@@ -28,9 +28,9 @@ PROMISING = 1.1
 # Requests that a probe drafts or verifies for. It is few because the draft model has missed much of every text by then,
 # and because every row costs time in a full batch.
 PROBE_REQUESTS = 2
-# Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more, and copies
-# alone are verified only if they do. Estimates are noisy, and a draft model that resumes must first run the text that it
-# has missed.
+# Drafting stops as soon as it promises less than plain steps, but resumes only if it promises this much more, and
+# copies alone are verified only if they do. Estimates are noisy, and a draft model that resumes must first run the text
+# that it has missed.
 TAKE_UP_ABOVE = 1.03
 # Steps to the first plain step while drafting or copies pay, to learn what a plain step takes. Each further one waits
 # twice as long, up to the maximum. Batches are counted by powers of two of their size, since what graphs cost beyond
@@ -116,10 +116,13 @@ class Planner:
     # --- before drafting --------------------------------------------------------------------------
 
     def drafts_pay(self) -> bool:
-        """Whether drafting for all requests of the batch would pay or be tried; asked while prompts are processed."""
+        """Whether the draft should read prompts: drafting for all requests of the batch would pay, or be tried.
+
+        While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for.
+        """
         if self.costs is None or self.due:
             return True
-        return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle
+        return self.drafting and self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate()
 
     def put_off(self) -> None:
         """If this step was to probe, probe in the next one instead, because there is no request to draft for."""
