@@ -304,7 +304,7 @@ class Planner:
         Args:
             chosen: int32 [num_graphs], from ``sizes``; values: as for ``choose``.
         """
-        if self.num_drafted or self.due or not chosen.any():
+        if self.num_drafted or self.due or self.costs is None or not chosen.any():
             return chosen
         rows, target_ms = self.planned
         spent = self.plain_ms + self.overhead.graph_ms + (rows - self.num_requests) * self.overhead.node_ms
