@@ -4,8 +4,8 @@ import numpy as np
 
 from vllm_gsd.host import follow_clock
 
-# Nearly all steps of an engine may verify graphs. What noise then takes from the cost of graphs, it adds to that of
-# plain steps, so the clock is not believed that graphs cost less than this.
+# If nearly all steps of an engine verify graphs, noise can shift cost from graphs to plain steps. The planner therefore
+# never takes graphs to cost less than this.
 LEAST_GRAPH_MS = 0.5
 
 

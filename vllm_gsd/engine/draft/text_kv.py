@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-# So few rows cost no more in the forward pass of the row to draft from.
+# Up to this many rows are as fast in the forward pass of the row to draft from.
 FEW_ROWS = 32
 
 
