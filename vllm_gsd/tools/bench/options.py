@@ -7,6 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.tools.bench.methods import METHODS
 
 # The keys that --gsd may have; the method and the draft have options of their own.
 KEYS = [key for key in GSDConfig.model_fields if key not in ("method", "model")]
@@ -39,9 +40,11 @@ class Options:
     methods: Annotated[
         str,
         Option(
-            help="Comma-separated. Ratios are over plain, and for graphs also over gsd-off, our engine without one."
+            show_default=False,  # it would be cut off
+            help=f"Comma-separated, by default all: {', '.join(METHODS)}. Ratios are over plain, and for graphs also "
+            "over gsd-off, our engine without one.",
         ),
-    ] = "plain,draft_model,eagle,ngram,suffix,gsd-off,gsd,gsd-tree,gsd-chain"
+    ] = ",".join(METHODS)
     modes: Annotated[str, Option(help="eager, compiled, or both. With both, the faster one counts.")] = "eager,compiled"
     chain_lengths: Annotated[str, Option(help="Draft lengths to try for vLLM's chains.")] = "1,2,3,4,5,6"
     gsd: Annotated[str, Option(help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(KEYS)}.")] = "{}"
