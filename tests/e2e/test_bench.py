@@ -67,7 +67,7 @@ def test_all_methods(command, tmp_path):
     command += ["--contexts", "20,60", "--forms"]
     done = subprocess.run([*command, "--gsd", '{"budget": 8, "cpu_kernels": "off"}'], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    files = json.loads(done.stdout.splitlines()[-1])
+    files = json.loads(done.stdout)
     report = json.loads(Path(files["report"]).read_text())
     ran = [method for method in methods.split(",") if method not in report["skipped"]]
     assert set(report["skipped"]) <= {"suffix"}

@@ -81,7 +81,7 @@ def head(command, target, tmp_path_factory):
     for states in (folder / "with answers", work / "states"):
         for stored, expected in zip(StoredStates(states)(data), StoredStates(folder / "again")(data), strict=True):
             torch.testing.assert_close(stored[:-1], expected[:-1], rtol=0.1, atol=0.1)
-    return folder / "draft", json.loads(done.stdout.splitlines()[-1])
+    return folder / "draft", json.loads(done.stdout)
 
 
 def test_an_eagle3_head(head, target):
@@ -111,7 +111,7 @@ def of_same_answers(command, head):
         data = str(head[0].with_name("draft.work"))
         done = subprocess.run([*own, "--data", data, "--no-engine", "--out", str(out), *options], capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout)
 
     return make
 

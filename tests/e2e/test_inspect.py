@@ -26,7 +26,7 @@ def test_a_prompt(text_pair, preforked, tmp_path):
     arguments = [str(part) for option in options.items() for part in option]
     done = subprocess.run([preforked, VLLM_GSD, "inspect", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = json.loads(done.stdout)
     ((name, request),) = read_traces(trace).items()
     assert summary == {"page": str(page), "request": name, "steps": len(request.steps)}
     assert 1 < sum(len(step["tokens"]["token"]) for step in request.steps) <= 24

@@ -1,6 +1,8 @@
 """Output of the commands: results go to stdout for scripts, everything else to stderr."""
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -19,6 +21,20 @@ def fail(sentence: str) -> NoReturn:
     """End the command with one sentence on stderr and exit code 1."""
     err.print(sentence, style="red", soft_wrap=True, highlight=False, markup=False)
     raise typer.Exit(1)
+
+
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Send what libraries and the processes they start print to stderr. vLLM logs to stdout."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence
+from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence, prints_to_stderr
 
 # Where an option belongs that was given with the other kind of input.
 WITH = {True: "with --prompt, but is for traces", False: "with a trace, but is for --prompt"}
@@ -48,7 +48,7 @@ def inspect(
     _refuse_others(context, prompt is not None)
     if out.resolve() in (file.resolve() for file in (trace, trace_to) if file is not None):
         fail(f'--out is "{out}", which is the trace; give another file.')
-    with one_sentence("The inspector needs the package {}, which comes with vLLM."):
+    with prints_to_stderr(), one_sentence("The inspector needs the package {}, which comes with vLLM."):
         try_file(out, "--out")
         from vllm_gsd.tools.inspect.page import inspect_page
         from vllm_gsd.tools.inspect.run import record

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from vllm_gsd.tools.cli.bench import bench
 from vllm_gsd.tools.cli.check import check
-from vllm_gsd.tools.cli.console import one_sentence
+from vllm_gsd.tools.cli.console import one_sentence, prints_to_stderr
 from vllm_gsd.tools.cli.console import out as console
 from vllm_gsd.tools.cli.inspect import inspect
 from vllm_gsd.tools.cli.options import takes
@@ -64,7 +64,7 @@ def distill(
     **given: Any,
 ) -> None:
     """Distil a draft from a target. Run it again with the same options to resume."""
-    with one_sentence(f"Distilling needs the package {{}}; run: {INSTALL}"):
+    with prints_to_stderr(), one_sentence(f"Distilling needs the package {{}}; run: {INSTALL}"):
         from vllm_gsd.tools.distill.run import distill as run
 
         folder = out.absolute()  # "." has no name
