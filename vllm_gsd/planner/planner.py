@@ -87,7 +87,7 @@ class Planner:
         self.due = self.steps >= self.next_probe  # whether to probe in this step if speculation does not pay
         if self.due:
             self._probe_after(2 * self.pause)
-        self.probing = self.resting = self.alone = False
+        self.probing = self.resting = self.alone = self.waiting = False
         self.rates: tuple[float, ...] = ()  # expected tokens per millisecond with drafts and without, if compared
         # Rows of the coming target forward, and its milliseconds by the table.
         self.planned = self.num_requests, 0.0
@@ -120,14 +120,18 @@ class Planner:
 
         While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for.
         """
-        if self.costs is None or self.due:
+        if self.costs is None or self.due or self.waiting:
             return True
         return self.drafting and self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate()
 
     def put_off(self) -> None:
-        """If this step was to probe, probe in the next one instead, because there is no request to draft for."""
+        """If this step was to probe, probe in the next one instead, because there is no request to draft for.
+
+        Only the draft waits. Copies do not: they would be tried in every step until then.
+        """
         if self.due:
             self.pause, self.next_probe = max(PROBE_EVERY, self.pause // 2), self.steps + 1
+            self.due, self.probing, self.alone, self.waiting = False, False, False, True
 
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as for ``wants_drafts``."""
