@@ -241,6 +241,13 @@ def test_so_does_one_while_only_copies_pay():
     assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
 
 
+def test_a_plain_step_for_small_gains_is_not_made_where_graphs_gain_much():
+    """What copies promise differs from step to step."""
+    planner, gains = new_planner(), [1.05, 3.0] * 200
+    due = [gain for gain in gains if planner._plain_step_is_due(gain)]
+    assert len(due) > 15 and due.count(3.0) <= 4
+
+
 def test_graphs_that_cost_more_than_the_table_says_are_soon_given_up():
     planner, drafted = new_planner(GPU), 0
     for _ in range(100):

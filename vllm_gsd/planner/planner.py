@@ -68,7 +68,7 @@ class Planner:
         self.drafting = True  # whether drafting pays at present
         self.given_levels: int | None = None  # levels to draft where a plan is given
         self.steps = 0
-        self.plain_steps: dict[int, tuple[int, int]] = {}  # by size of the batch: steps to the next one, and between
+        self.plain_steps: dict[int, tuple[int, int]] = {}  # by size of the batch: steps since the last one, and between
         self._probe_after(PROBE_EVERY)
         # The step in which drafted graphs get no copies if none has taught anything until then, and steps to the next.
         self.next_alone = self.alone_every = PLAIN_AFTER
@@ -173,11 +173,10 @@ class Planner:
     def _plain_step_is_due(self, speed_up: float) -> bool:
         """Count a step in which graphs promise ``speed_up``; return whether to verify nothing, to time a plain step."""
         size = self.num_requests.bit_length()
-        left, pause = self.plain_steps.get(size, (PLAIN_AFTER, PLAIN_AFTER))
+        since, pause = self.plain_steps.get(size, (1, PLAIN_AFTER))
         most = max(2 * PLAIN_AFTER, int(PLAIN_EVERY * min(1.0, (speed_up - 1.0) / LARGE_GAIN)))
-        due = min(left, most) <= 1
-        pause = min(2 * pause if due else pause, most)
-        self.plain_steps[size] = (pause if due else min(left, most) - 1), pause
+        due = since >= min(pause, most)
+        self.plain_steps[size] = (1, min(2 * pause, PLAIN_EVERY)) if due else (since + 1, pause)
         return due
 
     def _graphs_without_copies_are_due(self) -> bool:
