@@ -248,6 +248,17 @@ def test_a_plain_step_for_small_gains_is_not_made_where_graphs_gain_much():
     assert len(due) > 15 and due.count(3.0) <= 4
 
 
+def test_plain_steps_are_counted_once_where_the_draft_can_reach_no_text():
+    """Drafts would pay, but the draft has missed too much of the text, so only copies are verified."""
+    planner, plain = new_planner(), []
+    for number in range(1, 331):
+        planner.begin(2, 100)
+        planner.wants_drafts(2, NOTHING_FOUND)
+        if not choose(planner, [[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]]).any():
+            plain.append(number)
+    assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
+
+
 def test_graphs_that_cost_more_than_the_table_says_are_soon_given_up():
     planner, drafted = new_planner(GPU), 0
     for _ in range(100):

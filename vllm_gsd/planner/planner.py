@@ -314,7 +314,8 @@ class Planner:
         tokens = self.num_requests + float(values[np.arange(values.shape[1]) < chosen[:, None]].sum())
         speed_up = tokens / (spent + target_ms) / self._plain_rate()
         if speed_up > TAKE_UP_ABOVE:
-            self.resting = self._plain_step_is_due(speed_up)
+            counted = self.drafting and bool(self.rates)  # by ``wants_drafts``, and then nothing could be drafted
+            self.resting = not counted and self._plain_step_is_due(speed_up)
             if not self.resting:
                 return chosen
         self.planned = self.num_requests, self.costs.target_ms(self.num_requests, self.context)
