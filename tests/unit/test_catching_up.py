@@ -155,3 +155,20 @@ def test_a_probe_that_waits_for_a_text_does_not_try_copies_in_every_step(runner)
     assert tried == []
     planner.begin(2, 200)
     assert speculation.choose_drafting(np.arange(2), np.zeros(0), 1.0, np.array([5000, 9])).tolist() == [False, True]
+
+
+def test_a_long_prompt_is_read_although_copies_were_better_for_the_text_before():
+    """Otherwise the draft would have missed too much of it at the first token, and the answer would get no draft."""
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.most_missed = GraphStats(), 4097
+    costs = Costs(np.array([1, 64]), np.array([10.0, 11.0]), np.array([0.1, 0.1]), 0.0)
+    planner = speculation.planner = Planner(4, 6, 4, costs)
+    planner.begin(2, 4000)  # an answer, and a prompt beside it
+    speculation.choose_drafting(np.arange(1), np.full(16, 0.99), 0.01, np.array([1, 2000]))
+    assert not planner.drafting and not planner.drafts_pay()
+    for read in (4096, 8192, 9000):  # the next prompt, alone
+        planner.begin(1, read)
+        assert not speculation.choose_drafting(np.arange(0), np.zeros(0), 1.0, np.array([4096])).any()
+        assert planner.drafts_pay()
+    planner.begin(1, 9000)
+    assert speculation.choose_drafting(np.arange(1), np.zeros(0), 1.0, np.array([1])).all()

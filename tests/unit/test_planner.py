@@ -199,9 +199,11 @@ def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays
     planner = new_planner()
     planner.worth, planner.drafting = worth_for_speedup(ratio), was
     planner.begin(1, 100)
-    assert planner.drafts_pay() == (was and stays)  # while drafting is off, the draft reads no prompts
+    assert planner.drafts_pay() == stays  # there are prompts only
     planner.wants_drafts(1, NOTHING_FOUND)
-    assert planner.drafting == stays
+    assert planner.drafts_pay() == planner.drafting == stays
+    planner.wants_drafts(1, np.full(16, 0.99), 0.01)
+    assert not planner.drafts_pay()  # while drafting is off, the draft reads no prompts beside answers
 
 
 def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():

@@ -118,11 +118,14 @@ class Planner:
     def drafts_pay(self) -> bool:
         """Whether the draft should read prompts: drafting for all requests of the batch would pay, or be tried.
 
-        While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for.
+        While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for. This was not
+        decided for the requests of the batch if none of them can be drafted for yet.
         """
         if self.costs is None or self.due or self.waiting:
             return True
-        return self.drafting and self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate()
+        if self.rates and not self.drafting:
+            return False
+        return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle
 
     def put_off(self) -> None:
         """If this step was to probe, probe in the next one instead, because there is no request to draft for.
