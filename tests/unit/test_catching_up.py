@@ -172,3 +172,14 @@ def test_a_long_prompt_is_read_although_copies_were_better_for_the_text_before()
         assert planner.drafts_pay()
     planner.begin(1, 9000)
     assert speculation.choose_drafting(np.arange(1), np.zeros(0), 1.0, np.array([1])).all()
+
+
+def test_a_prompt_is_read_beside_an_answer_that_is_too_long_for_the_draft():
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.most_missed = GraphStats(), 4097
+    costs = Costs(np.array([1, 64]), np.array([10.0, 11.0]), np.array([0.1, 0.1]), 0.0)
+    planner = speculation.planner = Planner(4, 6, 4, costs)
+    for _ in range(3):
+        planner.begin(2, 20000)
+        assert not speculation.choose_drafting(np.arange(1), np.zeros(0), 1.0, np.array([TOO_LONG, 4096])).any()
+        assert planner.drafts_pay()

@@ -164,7 +164,7 @@ class Planner:
         copied = host.best_rate(self.tables, self.num_requests, self.context, spent, found)
         without = max(self._plain_rate(), copied)
         rate = self._drafts_rate(found, left, num_drafted)
-        self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
+        self.drafting, self.rates = rate > without * self._hurdle, (rate, without) if num_drafted else ()
         if self.drafting:
             self._probe_after(PROBE_EVERY)
             self.resting = self._plain_step_is_due(rate / self._plain_rate())
