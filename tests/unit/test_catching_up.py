@@ -16,7 +16,7 @@ from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 from vllm_gsd.method.constants import NGRAM, NUM_SOURCES
 from vllm_gsd.planner.costs import Costs
-from vllm_gsd.planner.planner import Planner
+from vllm_gsd.planner.planner import PROBE_EVERY, Planner
 
 
 def test_least_missed_first_and_none_beyond():
@@ -130,3 +130,56 @@ def test_v2_reads_no_more_of_prompts():
     speculator.plan.phase, kinds = Phase(alone=True), np.array([DRAFTED, COPIES_ONLY, NO_GRAPH, NO_GRAPH, DRAFTED])
     speculator._grow_on_device(batch, np.arange(5), requests, kinds, speculates, missed)
     assert sent[-1].trust[:, NGRAM].tolist() == [0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_a_probe_that_waits_for_a_text_does_not_try_copies_in_every_step(runner):
+    """The draft has missed too much of both texts, and the copies that are found in every step do not pay."""
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.most_missed, speculation.num_nodes = GraphStats(), 4097, 4
+    costs = Costs(np.array([1, 64]), np.array([10.0, 640.0]), np.array([9.0, 9.0]), 0.0)
+    speculation.planner, speculation.copies = Planner(4, 6, 4, costs), [None]
+    planner, plan = speculation.planner, Plan(speculation, num_slots=2, num_nodes=4, num_levels=6)
+    plan.seen[:], plan.size[:], plan.value[:, 0], plan.copied[:, 0] = COPIES_ONLY, 1, 0.2, True
+    missed, tried = np.array([5000, 6000]), []
+    for number in range(1, 101):
+        planner.begin(2, 200)
+        if runner == 1:
+            speculation.choose_drafting(np.arange(2), np.full(2, 0.2), 0.8, missed)
+            chosen = planner.choose(plan.value, plan.size, np.full(2, 100), np.zeros(2, np.bool_))
+        else:
+            plan.choose(SimpleNamespace(token_rows=np.arange(2), length=np.full(2, 100)), np.ones(2, np.bool_), missed)
+            chosen = plan.shares
+        assert planner.drafts_pay() == (number >= PROBE_EVERY - 1)  # until there is a text that the draft has read
+        tried += [number] * bool(chosen.any())
+    assert tried == []
+    planner.begin(2, 200)
+    assert speculation.choose_drafting(np.arange(2), np.zeros(0), 1.0, np.array([5000, 9])).tolist() == [False, True]
+
+
+def test_a_long_prompt_is_read_although_copies_were_better_for_the_text_before():
+    """Otherwise the draft would have missed too much of it at the first token, and the answer would get no draft."""
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.most_missed = GraphStats(), 4097
+    costs = Costs(np.array([1, 64]), np.array([10.0, 11.0]), np.array([0.1, 0.1]), 0.0)
+    planner = speculation.planner = Planner(4, 6, 4, costs)
+    planner.begin(2, 4000)  # an answer, and a prompt beside it
+    speculation.choose_drafting(np.arange(1), np.full(16, 0.99), 0.01, np.array([1, 2000]))
+    assert not planner.drafting and not planner.drafts_pay()
+    for read in (4096, 8192, 9000):  # the next prompt, alone
+        planner.begin(1, read)
+        assert not speculation.choose_drafting(np.arange(0), np.zeros(0), 1.0, np.array([4096])).any()
+        assert planner.drafts_pay()
+    planner.begin(1, 9000)
+    assert speculation.choose_drafting(np.arange(1), np.zeros(0), 1.0, np.array([1])).all()
+
+
+def test_a_prompt_is_read_beside_an_answer_that_is_too_long_for_the_draft():
+    speculation = Speculation.__new__(Speculation)
+    speculation.stats, speculation.most_missed = GraphStats(), 4097
+    costs = Costs(np.array([1, 64]), np.array([10.0, 11.0]), np.array([0.1, 0.1]), 0.0)
+    planner = speculation.planner = Planner(4, 6, 4, costs)
+    for _ in range(3):
+        planner.begin(2, 20000)
+        assert not speculation.choose_drafting(np.arange(1), np.zeros(0), 1.0, np.array([TOO_LONG, 4096])).any()
+        assert planner.drafts_pay()

@@ -199,9 +199,11 @@ def test_drafting_is_given_up_at_a_loss_and_taken_up_at_a_gain(ratio, was, stays
     planner = new_planner()
     planner.worth, planner.drafting = worth_for_speedup(ratio), was
     planner.begin(1, 100)
-    assert planner.drafts_pay() == (was and stays)  # while drafting is off, the draft reads no prompts
+    assert planner.drafts_pay() == stays  # there are prompts only
     planner.wants_drafts(1, NOTHING_FOUND)
-    assert planner.drafting == stays
+    assert planner.drafts_pay() == planner.drafting == stays
+    planner.wants_drafts(1, np.full(16, 0.99), 0.01)
+    assert not planner.drafts_pay()  # while drafting is off, the draft reads no prompts beside answers
 
 
 def test_while_drafts_pay_a_plain_step_now_and_then_tells_what_that_takes():
@@ -238,6 +240,24 @@ def test_so_does_one_while_only_copies_pay():
         if not choose(planner, [[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]]).any():
             plain.append(number)
             assert planner.plan == "rests" and planner.planned[0] == 2  # so that the clock counts the step
+    assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
+
+
+def test_a_plain_step_for_small_gains_is_not_made_where_graphs_gain_much():
+    """What copies promise differs from step to step."""
+    planner, gains = new_planner(), [1.05, 3.0] * 200
+    due = [gain for gain in gains if planner._plain_step_is_due(gain)]
+    assert len(due) > 15 and due.count(3.0) <= 4
+
+
+def test_plain_steps_are_counted_once_where_the_draft_can_reach_no_text():
+    """Drafts would pay, but the draft has missed too much of the text, so only copies are verified."""
+    planner, plain = new_planner(), []
+    for number in range(1, 331):
+        planner.begin(2, 100)
+        planner.wants_drafts(2, NOTHING_FOUND)
+        if not choose(planner, [[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]]).any():
+            plain.append(number)
     assert np.diff(plain, prepend=0).tolist() == [4, 8, 16, 32, 64, PLAIN_EVERY, PLAIN_EVERY]
 
 

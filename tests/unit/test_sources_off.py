@@ -93,6 +93,20 @@ def test_nodes_that_were_bad_for_a_long_time_are_soon_found_to_be_good():
     assert calibration.first_level > 0.6
 
 
+@pytest.mark.parametrize("emitted", [0, 1])
+def test_steps_that_only_read_prompts_tell_nothing_of_copies(emitted):
+    """In steps without nodes that emit tokens, what was observed of copies fades, so that they are tried again."""
+    speculation, one = new_speculation(), np.ones(1, np.int64)
+    calibration = speculation.planner.calibration
+    for _ in range(20):
+        calibration.observe(np.full(4, NGRAM), np.ones(4, int), np.full(4, 0.6), np.zeros(4, np.bool_))
+    before = calibration.factor[NGRAM].min()
+    for _ in range(64):
+        paths = Paths(np.full((1, 1), -1, np.int32), emitted * one, np.zeros(1, np.int32))
+        speculation.observe(["a"], lay_out([None], one, one), paths)
+    assert (calibration.factor[NGRAM].min() > 2 * before) == (emitted > 0)
+
+
 class KnowingDraft:
     """A draft that finds the next tokens of a text."""
 

@@ -194,7 +194,7 @@ class Speculation:
             chance = self.planner.calibration.value(source, depth, survival)
             self.trust.observe(with_tree, tree, source, chance, accepted)
             self.planner.calibration.observe(source, depth, survival, accepted)
-        else:
+        elif emitting.any():
             self.planner.calibration.rest()
         self.trust.fade(request_ids[request] for request in (emitting & ~has_tree).nonzero()[0])
 

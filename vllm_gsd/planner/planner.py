@@ -68,7 +68,7 @@ class Planner:
         self.drafting = True  # whether drafting pays at present
         self.given_levels: int | None = None  # levels to draft where a plan is given
         self.steps = 0
-        self.plain_steps: dict[int, tuple[int, int]] = {}  # by size of the batch: steps to the next one, and between
+        self.plain_steps: dict[int, tuple[int, int]] = {}  # by size of the batch: steps since the last one, and between
         self._probe_after(PROBE_EVERY)
         # The step in which drafted graphs get no copies if none has taught anything until then, and steps to the next.
         self.next_alone = self.alone_every = PLAIN_AFTER
@@ -87,7 +87,7 @@ class Planner:
         self.due = self.steps >= self.next_probe  # whether to probe in this step if speculation does not pay
         if self.due:
             self._probe_after(2 * self.pause)
-        self.probing = self.resting = self.alone = False
+        self.probing = self.resting = self.alone = self.waiting = False
         self.rates: tuple[float, ...] = ()  # expected tokens per millisecond with drafts and without, if compared
         # Rows of the coming target forward, and its milliseconds by the table.
         self.planned = self.num_requests, 0.0
@@ -118,16 +118,23 @@ class Planner:
     def drafts_pay(self) -> bool:
         """Whether the draft should read prompts: drafting for all requests of the batch would pay, or be tried.
 
-        While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for.
+        While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for. This was not
+        decided for the requests of the batch if none of them can be drafted for yet.
         """
-        if self.costs is None or self.due:
+        if self.costs is None or self.due or self.waiting:
             return True
-        return self.drafting and self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate()
+        if self.rates and not self.drafting:
+            return False
+        return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle
 
     def put_off(self) -> None:
-        """If this step was to probe, probe in the next one instead, because there is no request to draft for."""
+        """If this step was to probe, probe in the next one instead, because there is no request to draft for.
+
+        Only the draft waits. Copies do not: they would be tried in every step until then.
+        """
         if self.due:
             self.pause, self.next_probe = max(PROBE_EVERY, self.pause // 2), self.steps + 1
+            self.due, self.probing, self.alone, self.waiting = False, False, False, True
 
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as for ``wants_drafts``."""
@@ -157,7 +164,7 @@ class Planner:
         copied = host.best_rate(self.tables, self.num_requests, self.context, spent, found)
         without = max(self._plain_rate(), copied)
         rate = self._drafts_rate(found, left, num_drafted)
-        self.drafting, self.rates = rate > without * self._hurdle, (rate, without)
+        self.drafting, self.rates = rate > without * self._hurdle, (rate, without) if num_drafted else ()
         if self.drafting:
             self._probe_after(PROBE_EVERY)
             self.resting = self._plain_step_is_due(rate / self._plain_rate())
@@ -169,11 +176,10 @@ class Planner:
     def _plain_step_is_due(self, speed_up: float) -> bool:
         """Count a step in which graphs promise ``speed_up``; return whether to verify nothing, to time a plain step."""
         size = self.num_requests.bit_length()
-        left, pause = self.plain_steps.get(size, (PLAIN_AFTER, PLAIN_AFTER))
+        since, pause = self.plain_steps.get(size, (1, PLAIN_AFTER))
         most = max(2 * PLAIN_AFTER, int(PLAIN_EVERY * min(1.0, (speed_up - 1.0) / LARGE_GAIN)))
-        due = min(left, most) <= 1
-        pause = min(2 * pause if due else pause, most)
-        self.plain_steps[size] = (pause if due else min(left, most) - 1), pause
+        due = since >= min(pause, most)
+        self.plain_steps[size] = (1, min(2 * pause, PLAIN_EVERY)) if due else (since + 1, pause)
         return due
 
     def _graphs_without_copies_are_due(self) -> bool:
@@ -311,7 +317,8 @@ class Planner:
         tokens = self.num_requests + float(values[np.arange(values.shape[1]) < chosen[:, None]].sum())
         speed_up = tokens / (spent + target_ms) / self._plain_rate()
         if speed_up > TAKE_UP_ABOVE:
-            self.resting = self._plain_step_is_due(speed_up)
+            counted = self.drafting and bool(self.rates)  # by ``wants_drafts``, and then nothing could be drafted
+            self.resting = not counted and self._plain_step_is_due(speed_up)
             if not self.resting:
                 return chosen
         self.planned = self.num_requests, self.costs.target_ms(self.num_requests, self.context)
