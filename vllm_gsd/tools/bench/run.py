@@ -58,8 +58,9 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
     choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
     ticks = choices + (work.repeats + 1) * len(work.batch_sizes) * len(candidates)
     ticks += work.repeats * (len(plan.contexts) * len(candidates) + plan.forms)
-    if plan.analyses and plan.drafts.own is not None:
-        ticks += num_runs(plan.drafts.own)
+    own = plan.drafts.own
+    if plan.analyses and own is not None:
+        ticks += num_runs(own)
     with _progress(ticks) as tick, Engines(work) as engines:
         chosen = choose(candidates, work, tick)
         runs = take_turns(chosen, engines, tick)
@@ -72,9 +73,8 @@ def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[s
         if plan.forms:
             report["forms_in_turns"] = forms.measure(best["gsd"], engines, tick)
             _write(report, out)
-        if plan.analyses:
-            assert plan.drafts.own is not None
-            report["analyses"] = analyse(plan.drafts.own, plan.gsd, "compiled" in plan.modes, work, tick)
+        if plan.analyses and own is not None:
+            report["analyses"] = analyse(own, plan.gsd, "compiled" in plan.modes, work, tick)
             _write(report, out)
     return report
 
