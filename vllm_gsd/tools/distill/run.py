@@ -12,6 +12,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import EAGLE3, LANGUAGE_MODEL, kind_of, read_config
 from vllm_gsd.config.speculators_folder import is_speculators
 from vllm_gsd.tools.cli.options import flag
-from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, NARROWEST, Options
@@ -31,7 +31,7 @@ from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_miss
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder
-from vllm_gsd.tools.prompt_file import thinned
+from vllm_gsd.tools.prompt_file import read_requests, thinned
 
 if TYPE_CHECKING:
     from vllm_gsd.tools.distill.data import Answer
@@ -116,7 +116,7 @@ def _check(options: Options, out: Path, work: Path) -> None:
     if options.init is not None:
         _check_init(options.init, options, config)
     if options.prompts is not None:
-        prompts.from_file(Path(options.prompts))
+        read_requests(Path(options.prompts))
     if options.data is not None:
         _check_data(Path(options.data), Path(options.target), config)
     folders = out.resolve(), work.resolve()
@@ -186,7 +186,8 @@ def _files_of_answers(folder: Path) -> list[Path]:
 def _in_own_process(function, *arguments):
     """Call the function in its own process, whose end frees the GPU memory that it takes. Engines need nearly all."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, _log, (logger.getEffectiveLevel(),)) as pool:
+    log = partial(logging.basicConfig, level=logger.getEffectiveLevel(), format="%(message)s")  # as the command does
+    with ProcessPoolExecutor(1, spawn, log) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:
@@ -197,11 +198,6 @@ def _in_own_process(function, *arguments):
             raise ToolError(
                 f"Tensors could not be read or written ({error}); start the command again to resume."
             ) from None
-
-
-def _log(level: int) -> None:
-    """Log in a new process as the command does."""
-    logging.basicConfig(level=level, format="%(message)s")
 
 
 def _train(
@@ -226,7 +222,8 @@ def _train(
     with stage("loading the target and making the student"):
         target = Target(folder, device, dtype)
         counts = count_tokens(training, target.config["vocab_size"])
-        counts[target.eos_ids] = counts.max() + 1
+        if (ends := target.config.get("eos_token_id")) is not None:
+            counts[ends] = counts.max() + 1
         kinds: dict[str, Any] = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}
         model = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
         packs = model.packs(StoredStates(states) if device == "cpu" else ComputedStates(folder, device, dtype=dtype))

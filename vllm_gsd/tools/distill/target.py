@@ -54,11 +54,6 @@ class Target:
         self.head = weights.get(names[1], weights[names[0]]).to(dtype)
         self.norm = weights[names[2]].float()
 
-    @property
-    def eos_ids(self) -> list[int]:
-        ends = self.config.get("eos_token_id")
-        return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
     def logits(self, states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""
         states = states.float()
