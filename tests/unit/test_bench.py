@@ -304,7 +304,9 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
     assert str(tmp_path) not in page and "draft: draft" in page and "<title>vllm-gsd bench: target</title>" in page
 
 
-@pytest.mark.parametrize(("positions", "length"), [(1024, 1024), (32768, 2048), (None, 2048)])
+@pytest.mark.parametrize(
+    ("positions", "length"), [(1024, 1024), (32768, 2048), (None, 2048), ("1024", 2048), (-1, 2048)]
+)
 def test_engines_have_no_more_positions_than_the_target(command, monkeypatch, tmp_path, positions, length):
     seen = {}
 
@@ -325,7 +327,7 @@ def test_a_killed_command_leaves_whole_files(tmp_path, monkeypatch):
     file = tmp_path / "bench.json"
     write_whole(file, "old")
 
-    def killed(path, text, encoding):
+    def killed(path, text, *_):
         with path.open("w") as stream:
             stream.write(text[:2])
         raise KeyboardInterrupt
@@ -336,10 +338,20 @@ def test_a_killed_command_leaves_whole_files(tmp_path, monkeypatch):
     assert file.read_text() == "old"
 
 
+def test_names_that_are_not_unicode_lose_no_result(tmp_path):
+    """Names of folders may be, and the categories of a prompt file: JSON can hold half of a surrogate pair."""
+    report = made_up_report()
+    report["settings"]["target"] = "caf\udce9"
+    run._write(report, tmp_path)
+    assert "target: caf?" in (tmp_path / "index.html").read_text("utf-8")
+
+
 def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
     """An engine may also die between two jobs. Errors of an earlier run in its log are not quoted."""
     answers = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{}', flush=True); sys.stdin.readline()"
-    die = "print('{}', flush=True); sys.stderr.write('MyError: now')"
+    die = (
+        "print('{}', flush=True); sys.stderr.buffer.write(b'\\xff\\nMyError: now')"  # in its log some text is not UTF-8
+    )
     start = subprocess.Popen
     monkeypatch.setattr(turns.subprocess, "Popen", lambda _, **to: start([sys.executable, "-c", code], **to))
     (tmp_path / "plain-eager.log").write_text("OldError: of yesterday\n")
