@@ -99,11 +99,16 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
 def _check(options: Options, out: Path, work: Path) -> None:
     """Refuse what cannot work. The options are stored last, so that a mistake in them can be corrected."""
     config = check_target(Path(options.target))
+    most, heads = config["hidden_size"], config["num_attention_heads"]
     if options.kind == "eagle3" and config["num_hidden_layers"] < EAGLE3_LAYERS:
         raise ToolError(
             f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
         )
-    most = config["hidden_size"]
+    if options.kind == "eagle3" and most % heads:
+        raise ToolError(
+            "--kind eagle3 makes a layer of Llama's, where the hidden size must be a multiple of its attention heads, "
+            f"but the target has {most} and {heads}."
+        )
     if options.kind == "lm" and most < NARROWEST:
         raise ToolError(f"--kind lm needs a target of hidden size {NARROWEST} or more, but the target's is {most}.")
     for name in ("width", "rank"):
@@ -194,9 +199,12 @@ def _in_own_process(function, *arguments):
             raise ToolError(
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
             ) from None
-        except SafetensorError as error:  # such as a full disk
+        except (SafetensorError, RuntimeError) as error:  # such as a full disk
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # where torch.save writes
+                raise
+            reason = str(error).split("\n")[0]
             raise ToolError(
-                f"Tensors could not be read or written ({error}); start the command again to resume."
+                f"Tensors could not be read or written ({reason}); start the command again to resume."
             ) from None
 
 

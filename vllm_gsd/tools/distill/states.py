@@ -43,7 +43,7 @@ def stored_shape(file: Path) -> tuple[int, int]:
     try:
         with safe_open(file, "pt") as opened:
             _, layers, hidden = opened.get_slice("states").get_shape()
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and the states are made again.") from error
     return layers, hidden
 
