@@ -21,6 +21,7 @@ from vllm_gsd.tools.bench.categories import forms as forms_by_category
 from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.engine import run as answer_job
 from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
+from vllm_gsd.tools.bench.options import Options
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import _decode, tokens_per_step
 from vllm_gsd.tools.cli.main import app
@@ -149,8 +150,8 @@ def test_forms_share_one_engine_and_analyses_are_compiled_if_anything_is(tmp_pat
     monkeypatch.setattr(run, "bench_page", lambda report: "")
     monkeypatch.setattr(run, "analyse", lambda draft, gsd, compiled, work, tick: compiled)
     work = turns.Work(requests(2), [1], 1, 9, {"model": "target"}, tmp_path, apart)
-    plan = run.Plan(["gsd"], ["compiled", "eager"], [1], Drafts.of("draft"), {}, [], forms=True, analyses=True)
-    assert run.bench(plan, work, {}, tmp_path)["analyses"] is True
+    both = Options(Path("p"), tmp_path, methods="gsd", modes="compiled,eager", forms=True, analyses=True)
+    assert run.bench(both, Drafts.of("draft"), {}, work, {})["analyses"] is True
     assert started == [GRAPH]
 
 
@@ -282,8 +283,8 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
     """The report also has the models' paths, which the page shortens to names."""
     seen = {}
 
-    def bench(plan, work, settings, out):
-        seen.update(settings=settings, args=work.engine_args, gsd=plan.gsd)
+    def bench(options, drafts, gsd, work, settings):
+        seen.update(settings=settings, args=work.engine_args, gsd=gsd)
         return {"batches": {}}
 
     monkeypatch.setattr(run, "bench", bench)
@@ -310,7 +311,7 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
 def test_engines_have_no_more_positions_than_the_target(command, monkeypatch, tmp_path, positions, length):
     seen = {}
 
-    def bench(plan, work, settings, out):
+    def bench(options, drafts, gsd, work, settings):
         seen.update(work.engine_args)
         return {"batches": {}}
 
