@@ -65,7 +65,7 @@ def support() -> str:
             elsewhere.append(name)
         elif name not in named:
             cells = {column: "n/a" for column, place in COLUMNS.items() if place not in where}
-            rows.append(_row({"name": _capital(name), "cells": cells, "tests": [REFUSAL_TEST]}, where))
+            rows.append(_row({"name": name[0].upper() + name[1:], "cells": cells, "tests": [REFUSAL_TEST]}, where))
     return (
         table(["Feature", "V1, CPU", "V2, CPU", "V2, GPU", "Test"], rows)
         + f"\n\nAlso refused (`{REFUSAL_TEST}`): {', '.join(elsewhere)}."
@@ -132,10 +132,6 @@ def experiments() -> str:
         title, first = path.read_text().split("\n\n")[:2]
         lines.append(f"- {path.name[:10]} [{title.removeprefix('# ')}]({path.name}): {' '.join(first.split())}")
     return "\n".join(lines)
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 PAGES = {

@@ -23,11 +23,13 @@ def make_report(
 ) -> dict[str, Any]:
     """The report, ready for JSON."""
     failed = [one for one in outcomes if one.faults]
+    kinds = sorted({one.load.kind for one in outcomes})
+    by_kind = {kind: _summary([one for one in outcomes if one.load.kind == kind]) for kind in kinds}
     return {
         "passed": all(verdict.held is not False for verdict in verdicts),
         "checks": [vars(verdict) for verdict in verdicts],
         "settings": settings,
-        "requests": {"all": _summary(outcomes), **_by_kind(outcomes)},
+        "requests": {"all": _summary(outcomes), **by_kind},
         "preemptions": metrics.get("vllm:num_preemptions_total", 0),
         "prefix_cache_hits": metrics.get("vllm:prefix_cache_hits_total", 0),
         "acceptance": _acceptance(metrics),
@@ -56,11 +58,6 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(checks)
     for failure in report["failures"][:5]:
         console.print(f"{failure['kind']}: {failure['faults'][0]}", markup=False)
-
-
-def _by_kind(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    kinds = sorted({one.load.kind for one in outcomes})
-    return {kind: _summary([one for one in outcomes if one.load.kind == kind]) for kind in kinds}
 
 
 def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

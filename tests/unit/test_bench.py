@@ -21,6 +21,7 @@ from vllm_gsd.tools.bench.categories import forms as forms_by_category
 from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.engine import run as answer_job
 from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
+from vllm_gsd.tools.bench.options import Options
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import _decode, tokens_per_step
 from vllm_gsd.tools.cli.main import app
@@ -149,8 +150,8 @@ def test_forms_share_one_engine_and_analyses_are_compiled_if_anything_is(tmp_pat
     monkeypatch.setattr(run, "bench_page", lambda report: "")
     monkeypatch.setattr(run, "analyse", lambda draft, gsd, compiled, work, tick: compiled)
     work = turns.Work(requests(2), [1], 1, 9, {"model": "target"}, tmp_path, apart)
-    plan = run.Plan(["gsd"], ["compiled", "eager"], [1], Drafts.of("draft"), {}, [], forms=True, analyses=True)
-    assert run.bench(plan, work, {}, tmp_path)["analyses"] is True
+    both = Options(Path("p"), tmp_path, methods="gsd", modes="compiled,eager", forms=True, analyses=True)
+    assert run.bench(both, Drafts.of("draft"), {}, work, {})["analyses"] is True
     assert started == [GRAPH]
 
 
@@ -282,8 +283,8 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
     """The report also has the models' paths, which the page shortens to names."""
     seen = {}
 
-    def bench(plan, work, settings, out):
-        seen.update(settings=settings, args=work.engine_args, gsd=plan.gsd)
+    def bench(options, drafts, gsd, work, settings):
+        seen.update(settings=settings, args=work.engine_args, gsd=gsd)
         return {"batches": {}}
 
     monkeypatch.setattr(run, "bench", bench)
@@ -304,11 +305,13 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
     assert str(tmp_path) not in page and "draft: draft" in page and "<title>vllm-gsd bench: target</title>" in page
 
 
-@pytest.mark.parametrize(("positions", "length"), [(1024, 1024), (32768, 2048), (None, 2048)])
+@pytest.mark.parametrize(
+    ("positions", "length"), [(1024, 1024), (32768, 2048), (None, 2048), ("1024", 2048), (-1, 2048)]
+)
 def test_engines_have_no_more_positions_than_the_target(command, monkeypatch, tmp_path, positions, length):
     seen = {}
 
-    def bench(plan, work, settings, out):
+    def bench(options, drafts, gsd, work, settings):
         seen.update(work.engine_args)
         return {"batches": {}}
 
@@ -325,7 +328,7 @@ def test_a_killed_command_leaves_whole_files(tmp_path, monkeypatch):
     file = tmp_path / "bench.json"
     write_whole(file, "old")
 
-    def killed(path, text, encoding):
+    def killed(path, text, *_):
         with path.open("w") as stream:
             stream.write(text[:2])
         raise KeyboardInterrupt
@@ -336,10 +339,20 @@ def test_a_killed_command_leaves_whole_files(tmp_path, monkeypatch):
     assert file.read_text() == "old"
 
 
+def test_names_that_are_not_unicode_lose_no_result(tmp_path):
+    """Names of folders may be, and the categories of a prompt file: JSON can hold half of a surrogate pair."""
+    report = made_up_report()
+    report["settings"]["target"] = "caf\udce9"
+    run._write(report, tmp_path)
+    assert "target: caf?" in (tmp_path / "index.html").read_text("utf-8")
+
+
 def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
     """An engine may also die between two jobs. Errors of an earlier run in its log are not quoted."""
     answers = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{}', flush=True); sys.stdin.readline()"
-    die = "print('{}', flush=True); sys.stderr.write('MyError: now')"
+    die = (
+        "print('{}', flush=True); sys.stderr.buffer.write(b'\\xff\\nMyError: now')"  # in its log some text is not UTF-8
+    )
     start = subprocess.Popen
     monkeypatch.setattr(turns.subprocess, "Popen", lambda _, **to: start([sys.executable, "-c", code], **to))
     (tmp_path / "plain-eager.log").write_text("OldError: of yesterday\n")

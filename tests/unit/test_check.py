@@ -86,6 +86,21 @@ def test_the_mtp_modules_of_the_target(model, modules):
     assert memory["feature_bytes_per_token"] == 2 * LLAMA["hidden_size"]
 
 
+def test_a_target_without_the_number_of_its_layers(model):
+    folder = model("target", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1, num_hidden_layers=None)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"model.mtp_layers.0.input_proj.weight": np.zeros(1, np.float32)}, folder / "model.safetensors")
+    findings, _ = pair(folder, folder)
+    assert findings[-1].status == "failed" and findings[-1].detail.endswith("does not say num_hidden_layers.")
+
+
+def test_a_text_config_that_is_no_object(model):
+    """The other keys are read, and vLLM has its say about this one."""
+    assert statuses(pair(model("target", text_config=[1]), model("draft"))[0])["draft"] == "ok"
+
+
 def test_draft_that_reads_hidden_states(model):
     findings, memory = pair(model("target"), model("draft", architectures=["EagleLlamaForCausalLM"]), "float32")
     assert statuses(findings)["features of the draft"] == "ok"
@@ -264,6 +279,15 @@ def test_modules_of_the_folder_in_which_it_runs_are_not_taken(tmp_path, monkeypa
 def test_process_that_fails():
     (finding,) = ask("no such topic", {}, 60)
     assert finding.status == "failed" and "KeyError" in finding.detail
+
+
+def test_process_whose_output_is_no_text(monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nprintf 'caf\\351: no such file\\n' >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    (finding,) = ask("kernels", {}, 60)
+    assert finding.status == "failed" and finding.detail.endswith("no such file")
 
 
 # --- the command --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from vllm_gsd.tools.distill import answers, generate, prompts
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.prompt_file import read_requests
 
 
 def test_the_first_round_is_varied_and_the_same_for_a_seed():
@@ -37,7 +38,7 @@ def test_from_file(tmp_path):
     rows = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"messages": chat}]
     file.write_text("\n\n".join(map(json.dumps, rows)))
     user = [[{"role": "user", "content": text}] for text in "ab"]
-    assert prompts.from_file(file) == [*user, chat]
+    assert [request.chat for request in read_requests(file)] == [*user, chat]
 
 
 @pytest.mark.parametrize(
@@ -47,12 +48,12 @@ def test_bad_files(tmp_path, text):
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
     with pytest.raises(ToolError, match=r"prompts\.jsonl"):
-        prompts.from_file(file)
+        read_requests(file)
 
 
 def test_missing_file(tmp_path):
     with pytest.raises(ToolError, match="cannot be read"):
-        prompts.from_file(tmp_path / "none")
+        read_requests(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """A run of ``vllm-gsd distill``: what it refuses, where it resumes, and what it writes at the end."""
 
+import asyncio
 import json
 import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from distill_world import CONFIG, PROMPT, files, write_answers, write_target
 from safetensors.numpy import save_file
@@ -14,6 +17,7 @@ from typer.testing import CliRunner
 
 from vllm_gsd.tools.cli.main import app
 from vllm_gsd.tools.distill import generate, run, states
+from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.data import load_answers
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.target import check_target
@@ -120,9 +124,21 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
         run._in_own_process(os._exit, 1)
     with pytest.raises(ToolError, match=r"Tensors could not be read or written \(.*; start the command again"):
         run._in_own_process(save_file, {}, "/dev/null/x")  # as on a full disk
+    with pytest.raises(ToolError, match=r"Tensors could not be read or written \(.*\); start the command again"):
+        run._in_own_process(torch.save, torch.zeros(1 << 20), "/dev/full")
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        run._in_own_process(asyncio.get_running_loop)
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
     with pytest.raises(ToolError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
         generate.start_target(str(target), max_model_len=99, batch=1, eager=True)
+
+
+def test_a_command_that_is_not_unicode_loses_no_draft(tmp_path):
+    """A file of requests may have such a name."""
+    numbers = dict.fromkeys(("answers", "tokens", "steps", "batch", "trained", "vocab_size"), 1)
+    said = {"target": "t", "name": "d", "kind": "lm", "prompts": "to caf\udce9", "command": "vllm-gsd"}
+    write_card(tmp_path, said, numbers)
+    assert "to caf? |" in (tmp_path / "README.md").read_text("utf-8")
 
 
 def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
@@ -230,6 +246,28 @@ def test_damaged_data_is_named(target, work, tmp_path, monkeypatch, kind, size):
         run.distill(options, tmp_path / "out", tmp_path / "work")
 
 
+@pytest.mark.parametrize("rows", [{"input_ids": [1, 2]}, {"input_ids": [None, [1, 2]]}, {"input_ids": []}])
+def test_files_of_something_else_are_no_answers(tmp_path, rows):
+    file = tmp_path / "first-00000.parquet"
+    Dataset.from_dict({**rows, "prompt_len": [1] * len(rows["input_ids"])}).to_parquet(str(file))
+    with pytest.raises(ToolError, match=r"first-00000\.parquet' cannot be read as a file of answers"):
+        load_answers([file], 640)
+
+
+def test_states_of_another_shape_are_damaged(tmp_path):
+    save_file({"states": np.zeros((2, 2), np.float32)}, tmp_path / "first-00000.safetensors")
+    with pytest.raises(ToolError, match="is damaged"):
+        states.stored_shape(tmp_path / "first-00000.safetensors")
+
+
+def test_a_result_that_was_cut_off_is_named(target, tmp_path):
+    """Without power a file may lose its content although it was written before it got its name."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "options.json").touch()
+    with pytest.raises(ToolError, match=r"options\.json' is damaged \(.*\); delete it"):
+        run._check(Options(target=str(target)), tmp_path / "out", tmp_path / "work")
+
+
 def test_answers_that_appear_later_are_found(target, work, tmp_path):
     """A later run finds answers that were added. If all are too long, it fails before it makes a student."""
     data, options = tmp_path / "data", {"target": str(target), "longest": 16}
@@ -251,6 +289,28 @@ def test_a_file_in_the_way_is_named_before_the_work(target, tmp_path, name):
     with pytest.raises(ToolError, match=r'--work is ".*file", but must be a folder'):
         run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_hidden_layers": None}, '"num_hidden_layers" is null'),
+        ({"hidden_size": "64"}, '"hidden_size" is "64"'),
+        ({"vocab_size": 0}, '"vocab_size" is 0'),
+        ({"num_attention_heads": 0}, '"num_attention_heads" is 0'),
+        # Qwen3 has such heads, but transformers makes no such Llama.
+        (
+            {"num_attention_heads": 7},
+            "the hidden size must be a multiple of its attention heads, but the target has 64 and 7",
+        ),
+    ],
+)
+def test_targets_of_sizes_that_training_cannot_use(target, tmp_path, keys, message):
+    config = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"} | keys))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ToolError, match=message):
+        run._check(Options(target=str(tmp_path), kind="eagle3"), tmp_path / "out", tmp_path / "work")
 
 
 def test_targets(target, tmp_path):

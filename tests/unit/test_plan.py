@@ -396,6 +396,16 @@ def test_a_missing_matplotlib_is_noticed_before_anything_is_written(tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("key", ["decode", "answers", "tokens_per_step"])
+def test_a_report_that_is_not_whole_is_refused(tmp_path, key):
+    path = Path(report(tmp_path))
+    path.write_text(path.read_text().replace(f'"{key}"', '"something_else"'))
+    done = run(str(path), "--out", str(tmp_path / "out"))
+    assert (
+        done.exit_code == 1 and f"cannot be read as the bench.json of vllm-gsd bench (KeyError('{key}'))" in done.stderr
+    )
+
+
 def test_other_files_are_no_reports(tmp_path):
     (tmp_path / "other.json").write_text("[]")
     assert "cannot be read" in run(str(tmp_path / "other.json")).stderr

@@ -19,6 +19,7 @@ from vllm_gsd.config.draft_kind import (
     kind_of,
     kind_of_config,
     read_config,
+    read_text_config,
 )
 from vllm_gsd.config.draft_tensors import mtp_tensors_problem
 from vllm_gsd.config.draft_vocab import FILE, choose_draft_vocab, read_draft_vocab
@@ -75,7 +76,7 @@ def check_draft(
     size = _vocab_size(model, config)
     if size != target_vocab_size:
         _refuse(model, f"has {size} tokens in its vocabulary, but must have the target's {target_vocab_size}")
-    text_config = target_config.get("text_config") or target_config
+    text_config = read_text_config(target_folder)
     if kind in AUX_KINDS and (problem := _aux_problem(kind, draft, config, text_config, draft_vocab_size)):
         _refuse(model, problem)
     own, wanted = config.get("hidden_size"), text_config.get("hidden_size")

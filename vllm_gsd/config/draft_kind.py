@@ -70,9 +70,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_text_config(folder: Path | None) -> dict[str, Any]:
     """The part of a model's config.json about its text model; empty without a folder, or if it cannot be read."""
     config = {} if folder is None else read_config(folder)
-    return config.get("text_config") or config
+    text = config.get("text_config")
+    return text if text and isinstance(text, dict) else config
 
 
 def positions_of(folder: Path | None, most: int) -> int:
     """As many positions as the model in a folder has, at most ``most``, which is also the answer if it is unknown."""
-    return min(most, read_text_config(folder).get("max_position_embeddings") or most)
+    found = read_text_config(folder).get("max_position_embeddings")
+    return min(most, found) if isinstance(found, int) and found > 0 else most

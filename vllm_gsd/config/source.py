@@ -98,8 +98,9 @@ def with_underscores(keys: dict[Any, Any], origin: str) -> dict[str, Any]:
 
 def _read_file(file: Path, origin: str) -> str:
     try:
-        problem = _why_not_a_file(file)
-        data = b"" if problem else _head(file)
+        if not (problem := _why_not_a_file(file)):
+            with file.open("rb") as stream:
+                data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = error.strerror if isinstance(error, OSError) else error
         problem = f"cannot be read as a file ({reason}); give a path of a JSON file or a JSON object"
@@ -121,11 +122,6 @@ def _why_not_a_file(file: Path) -> str:
     if not file.is_file():  # a pipe could block, and a device might never end
         return "is not a regular file, but must be a JSON file"
     return ""
-
-
-def _head(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(MAX_BYTES + 1)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -35,9 +35,12 @@ def try_file(file: Path, option: str) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file at once. A process that is killed meanwhile leaves the file as it was."""
+    """Write a file at once. A process that is killed meanwhile leaves the file as it was.
+
+    What is not Unicode becomes a question mark, as in the name of a folder.
+    """
     partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, "utf-8")
+    partial.write_text(text, "utf-8", "replace")
     partial.replace(file)
 
 

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.tools.bench.methods import METHODS
+from vllm_gsd.tools.errors import ToolError
 
 # The keys that --gsd may have; the method and the draft have options of their own.
 KEYS = [key for key in GSDConfig.model_fields if key not in ("method", "model")]
@@ -79,3 +80,18 @@ class Options:
     analyses: Annotated[
         bool, Option("--analyses", help="Repeat the paper's ablations and its count of re-occurring n-grams.")
     ] = False
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """The whole numbers of an option, ascending.
+
+    Raises:
+        ToolError: it has others.
+    """
+    try:
+        numbers = sorted({int(number) for number in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise ToolError(f'{option} is "{text}", but must be whole numbers above 0 separated by commas.')
+    return numbers

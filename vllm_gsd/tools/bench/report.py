@@ -8,7 +8,6 @@ from vllm_gsd.tools.bench.methods import FORMS, OFF
 from vllm_gsd.tools.bench.parts import PARTS
 from vllm_gsd.tools.bench.turns import Runs, Work, tokens_per_second
 
-DRAFTS = "vllm:spec_decode_num_drafts"
 BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -90,7 +89,7 @@ def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
     for result in results:
         decode, counters = result["decode"], result["counters"]
         steps = max(1, decode["steps"])
-        drafts = counters.get(DRAFTS, 0.0)
+        drafts = counters.get(categories.DRAFTS, 0.0)
         # Every request's first step is a prefill, which verifies nothing.
         drafted = drafts / max(1, sum(request["steps"] - 1 for request in result["requests"]))
         nodes = counters.get("vllm:gsd_nodes_verified", 0.0) / max(1.0, drafts)
@@ -146,7 +145,7 @@ def _tpot_ms(result: dict[str, Any]) -> float:
 def _by_depth(results: list[dict[str, Any]]) -> list[float]:
     """Share of drafts with an accepted token at depth 1, 2, ... Empty without drafts."""
     counters = results[-1]["counters"]
-    drafts = counters.get(DRAFTS, 0.0)
+    drafts = counters.get(categories.DRAFTS, 0.0)
     if not drafts:
         return []
     shares: list[float] = []

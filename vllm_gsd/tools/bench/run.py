@@ -2,7 +2,6 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.analyses import analyse, num_runs
 from vllm_gsd.tools.bench.methods import FORMS, OFF, Drafts, checked, missing_for, settings_of
+from vllm_gsd.tools.bench.options import Options, numbers
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import make_report
 from vllm_gsd.tools.bench.turns import Engines, Work, choose, take_turns
@@ -23,77 +23,69 @@ from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder, write_whole
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is compared. The command's help explains the fields."""
+def bench(
+    options: Options, drafts: Drafts, gsd: dict[str, Any], work: Work, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Run the comparison and write ``bench.json`` and ``index.html`` into the folder. Returns the report.
 
-    methods: list[str]
-    modes: list[str]
-    lengths: list[int]
-    drafts: Drafts
-    gsd: dict[str, Any]
-    contexts: list[int]  # tokens, ascending
-    forms: bool  # whether to compare graph, tree and chain in one engine
-    analyses: bool
-
-
-def bench(plan: Plan, work: Work, settings: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Run the comparison and write ``bench.json`` and ``index.html`` into ``out``. Returns the report.
-
-    The report begins with ``settings``, the options.
+    Args:
+        gsd: the keys of ``options.gsd``.
+        settings: what the report says about the options.
 
     Raises:
         ToolError, GSDConfigError: the comparison cannot run as asked, nothing can be written, or an engine died.
     """
-    skipped = {method: reason for method in plan.methods if (reason := missing_for(method, plan.drafts))}
+    methods, modes, own = options.methods.split(","), options.modes.split(","), drafts.own
+    lengths = numbers(options.chain_lengths, "--chain-lengths")
+    longer = numbers(options.contexts, "--contexts") if options.contexts else []
+    skipped = {method: reason for method in methods if (reason := missing_for(method, drafts))}
     candidates = {
-        method: settings_of(method, drafts=plan.drafts, gsd=plan.gsd, lengths=plan.lengths, modes=plan.modes)
-        for method in plan.methods
+        method: settings_of(method, drafts=drafts, gsd=gsd, lengths=lengths, modes=modes)
+        for method in methods
         if method not in skipped
     }
     if not candidates:
-        raise ToolError(f"None of {', '.join(plan.methods)} can run: {'; '.join(skipped.values())}.")
-    _check(plan, work, list(candidates))
-    make_folder(out, "--out")
+        raise ToolError(f"None of {', '.join(methods)} can run: {'; '.join(skipped.values())}.")
+    _check(options, own, gsd, work, list(candidates))
+    if longer:
+        contexts.check(work, longer)
+    make_folder(options.out, "--out")
     choices = sum(len(settings) for settings in candidates.values() if len(settings) > 1)
     ticks = choices + (work.repeats + 1) * len(work.batch_sizes) * len(candidates)
-    ticks += work.repeats * (len(plan.contexts) * len(candidates) + plan.forms)
-    if plan.analyses and plan.drafts.own is not None:
-        ticks += num_runs(plan.drafts.own)
+    ticks += work.repeats * (len(longer) * len(candidates) + options.forms)
+    if options.analyses and own is not None:
+        ticks += num_runs(own)
     with _progress(ticks) as tick, Engines(work) as engines:
         chosen = choose(candidates, work, tick)
         runs = take_turns(chosen, engines, tick)
         report = {"settings": settings, **make_report(chosen, runs, work, skipped)}
-        _write(report, out)
+        _write(report, options.out)
         best = {method: by_batch[min(work.batch_sizes)]["setting"] for method, by_batch in chosen.items()}
-        if plan.contexts:
-            report["contexts"] = contexts.measure(best, engines, plan.contexts, tick)
-            _write(report, out)
-        if plan.forms:
+        if longer:
+            report["contexts"] = contexts.measure(best, engines, longer, tick)
+            _write(report, options.out)
+        if options.forms:
             report["forms_in_turns"] = forms.measure(best["gsd"], engines, tick)
-            _write(report, out)
-        if plan.analyses:
-            assert plan.drafts.own is not None
-            report["analyses"] = analyse(plan.drafts.own, plan.gsd, "compiled" in plan.modes, work, tick)
-            _write(report, out)
+            _write(report, options.out)
+        if options.analyses and own is not None:
+            report["analyses"] = analyse(own, gsd, "compiled" in modes, work, tick)
+            _write(report, options.out)
     return report
 
 
-def _check(plan: Plan, work: Work, methods: list[str]) -> None:
+def _check(options: Options, own: str | None, gsd: dict[str, Any], work: Work, methods: list[str]) -> None:
     """Refuse what would fail only after the comparison."""
-    checked(plan.drafts.own, plan.gsd)  # even if no method reads it
-    if plan.drafts.own is not None and (plan.analyses or {OFF, *FORMS} & set(methods)):
-        _check_draft(str(work.engine_args["model"]), plan.drafts.own, plan.gsd)
-    if plan.analyses and plan.drafts.own is None:
+    checked(own, gsd)  # even if no method reads it
+    if own is not None and (options.analyses or {OFF, *FORMS} & set(methods)):
+        _check_draft(str(work.engine_args["model"]), own, gsd)
+    if options.analyses and own is None:
         raise ToolError("--analyses needs a draft model.")
-    if plan.analyses and (fixed := [key for key in ("sources", "budget") if key in plan.gsd]):
+    if options.analyses and (fixed := [key for key in ("sources", "budget") if key in gsd]):
         raise ToolError(f'--gsd has "{fixed[0]}", which --analyses sets itself; leave it out.')
-    if plan.forms and "gsd" not in methods:
+    if options.forms and "gsd" not in methods:
         raise ToolError('--forms needs "gsd" among --methods.')
-    if plan.forms and (torch.cuda.is_available() or work.engine_args.get("tensor_parallel_size", 1) != 1):
+    if options.forms and (torch.cuda.is_available() or work.engine_args.get("tensor_parallel_size", 1) != 1):
         raise ToolError("--forms needs Model Runner V1 and one rank, so no GPU and no tensor_parallel_size.")
-    if plan.contexts:
-        contexts.check(work, plan.contexts)
 
 
 def _check_draft(target: str, draft: str, gsd: dict[str, Any]) -> None:

@@ -100,7 +100,9 @@ class Engine:
             line = ""
         if not line:
             self.process.wait()
-            last = next((text for text in reversed(self.log.read_text().splitlines()) if "Error" in text), "")
+            last = next(
+                (text for text in reversed(self.log.read_text(errors="replace").splitlines()) if "Error" in text), ""
+            )
             raise ToolError(f"The engine of {self.setting.name!r} died: {last.strip() or 'see its log'} ({self.log}).")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -70,13 +70,16 @@ def draft_memory(draft: Path, dtype: str, kv_dtype: str, kind: str) -> dict[str,
     """
     config = read_shape(draft)
     modules = {"num_hidden_layers": config.get("num_nextn_predict_layers", 1)} if kind == MTP else {}
-    return {
-        "dtype": dtype,
-        "kv_dtype": kv_dtype,
-        "weight_bytes": weight_bytes(draft, behind=config["num_hidden_layers"] if kind == MTP else None),
-        "kv_bytes_per_token": kv_bytes_per_token({**config, **modules}, kv_dtype),
-        "feature_bytes_per_token": config["hidden_size"] * DTYPE_BYTES[dtype] if kind in EAGLE_KINDS else 0,
-    }
+    try:
+        return {
+            "dtype": dtype,
+            "kv_dtype": kv_dtype,
+            "weight_bytes": weight_bytes(draft, behind=config["num_hidden_layers"] if kind == MTP else None),
+            "kv_bytes_per_token": kv_bytes_per_token({**config, **modules}, kv_dtype),
+            "feature_bytes_per_token": config["hidden_size"] * DTYPE_BYTES[dtype] if kind in EAGLE_KINDS else 0,
+        }
+    except LookupError as error:
+        raise ToolError(f"{draft / 'config.json'} does not say {error.args[0]}.") from None
 
 
 def _without_headers(model: str, draft: Path) -> str:

@@ -27,7 +27,7 @@ def ask(topic: str, question: dict[str, Any], timeout: float) -> list[Finding]:
     # The command may run in a folder with other modules of these names, such as a clone of vLLM.
     safe = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=safe)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=safe)
     except subprocess.TimeoutExpired:
         return [Finding(topic, "failed", f"no answer within {timeout:g} seconds; try --timeout {2 * timeout:g}")]
     for line in done.stdout.splitlines():

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from vllm_gsd.tools.bench.options import LONGEST, NOT_ENGINE_ARGS, Options
+from vllm_gsd.config.source import with_underscores
+from vllm_gsd.tools.bench.methods import Drafts
+from vllm_gsd.tools.bench.options import LONGEST, NOT_ENGINE_ARGS, Options, numbers
 from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence
 from vllm_gsd.tools.cli.options import takes
 
 if TYPE_CHECKING:
-    from vllm_gsd.tools.bench.run import Plan
     from vllm_gsd.tools.bench.turns import Work
-
-# Paths of the target, its draft, and a draft that is a language model.
-Pair = tuple[str, str | None, str | None]
 
 
 @takes(Options)
@@ -28,9 +26,11 @@ def bench(**given: Any) -> None:
         from vllm_gsd.tools.bench import run
 
         options = Options(**given)
-        pair = _pair(options)
-        plan, work = _plan(options, pair), _work(options, pair)
-        report = run.bench(plan, work, _settings(options, pair, work), options.out)
+        target, draft, other = _pair(options)
+        keys = json_object(options.gsd, "--gsd", {"method": "--methods gives", "model": "--draft gives"})
+        work = _work(options, target)
+        settings = _settings(options, target, draft, work)
+        report = run.bench(options, Drafts.of(draft, other), with_underscores(keys, "--gsd"), work, settings)
     table = Table("batch", "method, best setting", "tokens/s", "over plain", "over gsd-off", "tokens/step")
     for row in run.summary(report):
         table.add_row(*row)
@@ -38,25 +38,7 @@ def bench(**given: Any) -> None:
     typer.echo(json.dumps({"report": str(options.out / "bench.json"), "page": str(options.out / "index.html")}))
 
 
-def _plan(options: Options, pair: Pair) -> Plan:
-    from vllm_gsd.config.source import with_underscores
-    from vllm_gsd.tools.bench.methods import Drafts
-    from vllm_gsd.tools.bench.run import Plan
-
-    others = {"method": "--methods gives", "model": "--draft gives"}
-    return Plan(
-        methods=options.methods.split(","),
-        modes=options.modes.split(","),
-        lengths=numbers(options.chain_lengths, "--chain-lengths"),
-        drafts=Drafts.of(pair[1], pair[2]),
-        gsd=with_underscores(json_object(options.gsd, "--gsd", others), "--gsd"),
-        contexts=numbers(options.contexts, "--contexts") if options.contexts else [],
-        forms=options.forms,
-        analyses=options.analyses,
-    )
-
-
-def _work(options: Options, pair: Pair) -> Work:
+def _work(options: Options, target: str) -> Work:
     from vllm_gsd.config.draft_check import local_folder
     from vllm_gsd.config.draft_kind import positions_of
     from vllm_gsd.tools.bench.turns import Work
@@ -68,9 +50,9 @@ def _work(options: Options, pair: Pair) -> Work:
         repeats=options.repeats,
         max_tokens=options.max_tokens,
         engine_args={
-            "model": pair[0],
+            "model": target,
             "dtype": options.dtype,
-            "max_model_len": options.max_model_len or positions_of(local_folder(pair[0]), LONGEST),
+            "max_model_len": options.max_model_len or positions_of(local_folder(target), LONGEST),
             "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": False,
             **json_object(options.engine_args, "--engine-args", NOT_ENGINE_ARGS),
@@ -81,20 +63,20 @@ def _work(options: Options, pair: Pair) -> Work:
     )
 
 
-def _settings(options: Options, pair: Pair, work: Work) -> dict[str, Any]:
+def _settings(options: Options, target: str, draft: str | None, work: Work) -> dict[str, Any]:
     """The head of the report."""
+    models = {"target": target, "draft": draft}
     kept = ("limit", "max_tokens", "repeats", "modes", "chain_lengths", "gsd")
-    target, draft = (name and (os.path.abspath(name) if os.path.exists(name) else name) for name in pair[:2])
     return {
-        "target": target,
-        "draft": draft,
+        **{role: os.path.abspath(name) if name and os.path.exists(name) else name for role, name in models.items()},
         "prompts": options.prompts.name,
         **{name: getattr(options, name) for name in kept},
         **{name: value for name, value in work.engine_args.items() if name != "model"},
     }
 
 
-def _pair(options: Options) -> Pair:
+def _pair(options: Options) -> tuple[str, str | None, str | None]:
+    """Paths of the target, its draft, and a draft that is a language model."""
     from vllm_gsd.config.draft_check import kind_of_model
     from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
 
@@ -109,14 +91,3 @@ def _pair(options: Options) -> Pair:
 
     pair = built_in_pair()
     return str(pair.target), draft or str(pair.draft), other or str(pair.draft_model)
-
-
-def numbers(text: str, option: str) -> list[int]:
-    """The whole numbers of an option, ascending. The command fails if it has others."""
-    try:
-        numbers = sorted({int(number) for number in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or numbers[0] < 1:
-        fail(f'{option} is "{text}", but must be whole numbers above 0 separated by commas.')
-    return numbers

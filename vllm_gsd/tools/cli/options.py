@@ -1,11 +1,9 @@
 """Commands that take their options from a dataclass."""
 
-import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from itertools import chain
 
 import typer
 
@@ -29,29 +27,13 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(options, include_extras=True)
-        fields: list[Any] = list(dataclasses.fields(options))
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [
-            *(one.replace(kind=one.KEYWORD_ONLY) for one in own if one.kind is not one.VAR_KEYWORD),
-            *(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    annotation=hints[field.name],
-                    default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-                )
-                for field in fields
-            ),
-        ]
-
-        @functools.wraps(command)
-        def with_options(**given: Any) -> None:
-            command(**given)
-
+        both = chain.from_iterable(
+            inspect.signature(one, eval_str=True).parameters.values() for one in (command, options)
+        )
+        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in both if one.kind is not one.VAR_KEYWORD]
         # Typer reads both.
-        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        with_options.__annotations__ = {one.name: one.annotation for one in parameters}
-        return with_options
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
 
     return decorate

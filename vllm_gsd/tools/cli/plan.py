@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import typer
 from rich.table import Table
 
-from vllm_gsd.tools.cli.bench import numbers
+from vllm_gsd.tools.bench.options import numbers
 from vllm_gsd.tools.cli.console import err, one_sentence
 from vllm_gsd.tools.cli.options import takes
 from vllm_gsd.tools.plan.options import Options

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_gsd.tools.distill import generate, prompts
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.stages import kept, logger
+from vllm_gsd.tools.prompt_file import Chat, read_requests
 
 # The average time of a later shard relative to the first one. Later requests are made up by the target or quote long
 # passages; those of a file are alike.
@@ -34,14 +35,14 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         longest = options.longest + max_tokens
         return generate.start_target(options.target, max_model_len=longest, batch=batch, eager=options.eager)
 
-    def answer(chats: list[prompts.Chat], name: str, seed: int) -> list[str]:
+    def answer(chats: list[Chat], name: str, seed: int) -> list[str]:
         return generate.answer(llm, chats, work, name, max_tokens=max_tokens, seed=seed, batch=batch)
 
-    def planned(asked: list[prompts.Chat], name: str) -> int:
+    def planned(asked: list[Chat], name: str) -> int:
         return planned_answers(options, work, minutes, asked, llm, lambda chats: answer(chats, name, options.seed))
 
     if options.prompts is not None:
-        given = prompts.from_file(Path(options.prompts))
+        given = [request.chat for request in read_requests(Path(options.prompts))]
         asked = generate.fitting(options.target, given, options.longest)
         if len(asked) < len(given):
             logger.warning(
@@ -81,9 +82,9 @@ def planned_answers(
     options: Options,
     work: Path,
     minutes: float | None,
-    asked: list[prompts.Chat],
+    asked: list[Chat],
     llm: Callable[[], Any],
-    answer: Callable[[list[prompts.Chat]], Any],
+    answer: Callable[[list[Chat]], Any],
 ) -> int:
     """The number of answers that the time allows, decided once.
 

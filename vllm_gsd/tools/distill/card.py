@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.tools.output import write_whole
+
 CARD = """---
 library_name: vllm
 pipeline_tag: text-generation
@@ -52,4 +54,4 @@ def write_card(folder: Path, facts: dict[str, Any], results: dict[str, Any]) -> 
         agreement += "| token | the target's best is the draft's best | is among its best four |\n|---|---|---|\n"
     agreement += "".join(f"| {depth} | {best:.1%} | {four:.1%} |\n" for depth, (best, four) in enumerate(depths, 1))
     fields = {**facts, **results, "numbers": numbers, "agreement": agreement}
-    (folder / "README.md").write_text(CARD.format(**fields), "utf-8")
+    write_whole(folder / "README.md", CARD.format(**fields))

@@ -35,13 +35,13 @@ def read_answers(file: Path) -> list[Answer]:
     try:
         table = parquet.read_table(file, columns=["input_ids", "prompt_len"])
         ids = table["input_ids"].combine_chunks()
-    except (lib.ArrowException, KeyError) as error:
+        ends = np.cumsum(ids.value_lengths().to_numpy())
+        # PyTorch shares the memory of writable arrays only.
+        texts = np.split(ids.flatten().to_numpy(zero_copy_only=False, writable=True), ends[:-1])
+        rows = zip(texts, table["prompt_len"].to_pylist(), (ends - [len(text) for text in texts]).tolist(), strict=True)
+        return [Answer(text, prompt_len, file.stem, first) for text, prompt_len, first in rows]
+    except (lib.ArrowException, KeyError, AttributeError, ValueError) as error:
         raise ToolError(f"{str(file)!r} cannot be read as a file of answers ({error}).") from error
-    ends = np.cumsum(ids.value_lengths().to_numpy())
-    # PyTorch shares the memory of writable arrays only.
-    texts = np.split(ids.flatten().to_numpy(zero_copy_only=False, writable=True), ends[:-1])
-    rows = zip(texts, table["prompt_len"].to_pylist(), (ends - [len(text) for text in texts]).tolist(), strict=True)
-    return [Answer(text, prompt_len, file.stem, first) for text, prompt_len, first in rows]
 
 
 def load_answers(files: Sequence[Path], longest: int) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""Varied requests for distillation, from the templates in ``templates.json`` or from a file.
+"""Varied requests for distillation, from the templates in ``templates.json``.
 
 Requests come in two rounds. The templates of the second round have a ``{passage}`` to summarise, translate, rewrite or
 answer questions about. It is filled with what the target wrote in the first round, so the package ships no texts.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_gsd.tools.prompt_file import Chat, read_requests
+from vllm_gsd.tools.prompt_file import Chat
 
 TEMPLATES = Path(__file__).parent / "templates.json"
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -43,11 +43,6 @@ def second_round(count: int, seed: int, answered: list[tuple[Chat, str]]) -> lis
                 yield next(templates)
 
     return _distinct(count, requests())
-
-
-def from_file(path: Path) -> list[Chat]:
-    """Requests of a prompt file. Raises ``ToolError`` like ``read_requests``."""
-    return [request.chat for request in read_requests(path)]
 
 
 def _distinct(count: int, requests: Iterator[Chat]) -> list[Chat]:

@@ -12,6 +12,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import EAGLE3, LANGUAGE_MODEL, kind_of, read_config
 from vllm_gsd.config.speculators_folder import is_speculators
 from vllm_gsd.tools.cli.options import flag
-from vllm_gsd.tools.distill import prompts
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, NARROWEST, Options
@@ -31,7 +31,7 @@ from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_miss
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder
-from vllm_gsd.tools.prompt_file import thinned
+from vllm_gsd.tools.prompt_file import read_requests, thinned
 
 if TYPE_CHECKING:
     from vllm_gsd.tools.distill.data import Answer
@@ -99,11 +99,16 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
 def _check(options: Options, out: Path, work: Path) -> None:
     """Refuse what cannot work. The options are stored last, so that a mistake in them can be corrected."""
     config = check_target(Path(options.target))
+    most, heads = config["hidden_size"], config["num_attention_heads"]
     if options.kind == "eagle3" and config["num_hidden_layers"] < EAGLE3_LAYERS:
         raise ToolError(
             f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
         )
-    most = config["hidden_size"]
+    if options.kind == "eagle3" and most % heads:
+        raise ToolError(
+            "--kind eagle3 makes a layer of Llama's, where the hidden size must be a multiple of its attention heads, "
+            f"but the target has {most} and {heads}."
+        )
     if options.kind == "lm" and most < NARROWEST:
         raise ToolError(f"--kind lm needs a target of hidden size {NARROWEST} or more, but the target's is {most}.")
     for name in ("width", "rank"):
@@ -116,7 +121,7 @@ def _check(options: Options, out: Path, work: Path) -> None:
     if options.init is not None:
         _check_init(options.init, options, config)
     if options.prompts is not None:
-        prompts.from_file(Path(options.prompts))
+        read_requests(Path(options.prompts))
     if options.data is not None:
         _check_data(Path(options.data), Path(options.target), config)
     folders = out.resolve(), work.resolve()
@@ -186,22 +191,21 @@ def _files_of_answers(folder: Path) -> list[Path]:
 def _in_own_process(function, *arguments):
     """Call the function in its own process, whose end frees the GPU memory that it takes. Engines need nearly all."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, _log, (logger.getEffectiveLevel(),)) as pool:
+    log = partial(logging.basicConfig, level=logger.getEffectiveLevel(), format="%(message)s")  # as the command does
+    with ProcessPoolExecutor(1, spawn, log) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise ToolError(
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
             ) from None
-        except SafetensorError as error:  # such as a full disk
+        except (SafetensorError, RuntimeError) as error:  # such as a full disk
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # where torch.save writes
+                raise
+            reason = str(error).split("\n")[0]
             raise ToolError(
-                f"Tensors could not be read or written ({error}); start the command again to resume."
+                f"Tensors could not be read or written ({reason}); start the command again to resume."
             ) from None
-
-
-def _log(level: int) -> None:
-    """Log in a new process as the command does."""
-    logging.basicConfig(level=level, format="%(message)s")
 
 
 def _train(
@@ -226,7 +230,8 @@ def _train(
     with stage("loading the target and making the student"):
         target = Target(folder, device, dtype)
         counts = count_tokens(training, target.config["vocab_size"])
-        counts[target.eos_ids] = counts.max() + 1
+        if (ends := target.config.get("eos_token_id")) is not None:
+            counts[ends] = counts.max() + 1
         kinds: dict[str, Any] = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}
         model = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
         packs = model.packs(StoredStates(states) if device == "cpu" else ComputedStates(folder, device, dtype=dtype))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import write_whole
 
 logger = logging.getLogger("vllm_gsd.tools.distill")
@@ -22,7 +23,14 @@ def stage(name: str) -> Iterator[None]:
 
 
 def kept(file: Path, make: Callable[[], Any]) -> Any:
-    """The content of a JSON file. If the file is missing, it is written from what ``make`` returns, or not at all."""
+    """The content of a JSON file. If the file is missing, it is written from what ``make`` returns, or not at all.
+
+    Raises:
+        ToolError: the file is damaged.
+    """
     if not file.is_file():
         write_whole(file, json.dumps(make(), indent=1))
-    return json.loads(file.read_text("utf-8"))
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and it is made again.") from None

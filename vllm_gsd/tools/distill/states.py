@@ -10,6 +10,7 @@ cost once. Storing 9M tokens of a small target took 39 GB and more time than its
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def stored_shape(file: Path) -> tuple[int, int]:
     try:
         with safe_open(file, "pt") as opened:
             _, layers, hidden = opened.get_slice("states").get_shape()
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and the states are made again.") from error
     return layers, hidden
 
@@ -55,18 +56,12 @@ class StoredStates:
     """Reads states from the files in ``folder``."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.files: dict[str, Any] = {}
-
-    def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
-        return [self._file(answer.file)[answer.first : answer.first + len(answer.input_ids)] for answer in answers]
-
-    def _file(self, name: str) -> Any:
         from safetensors import safe_open
 
-        if name not in self.files:
-            self.files[name] = safe_open(self.folder / f"{name}.safetensors", "pt").get_slice("states")
-        return self.files[name]
+        self.file = cache(lambda name: safe_open(folder / f"{name}.safetensors", "pt").get_slice("states"))
+
+    def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
+        return [self.file(answer.file)[answer.first : answer.first + len(answer.input_ids)] for answer in answers]
 
 
 class ComputedStates:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_gsd.config.draft_kind import read_config
+from vllm_gsd.config.source import shown
 from vllm_gsd.tools.errors import ToolError
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
@@ -16,7 +17,8 @@ def check_target(folder: Path) -> dict[str, Any]:
     """The target's config.json.
 
     Raises:
-        ToolError: the model is not Llama-like, or has no readable config.json or safetensors files of the usual names.
+        ToolError: the model is not Llama-like, or has no readable config.json with its sizes or no
+            safetensors files of the usual names.
     """
     if not (config := read_config(folder)):
         raise ToolError(
@@ -27,6 +29,10 @@ def check_target(folder: Path) -> dict[str, Any]:
         raise ToolError(
             f"The target {str(folder)!r} is a {config.get('model_type')!r} model, but must be Llama-like ({allowed})."
         )
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    for name in sizes:
+        if not isinstance(size := config.get(name), int) or size < 1:
+            raise ToolError(f'In the target {str(folder)!r}, "{name}" is {shown(size)}, but must be above 0.')
     # Other names are known to vLLM only, and not to transformers.
     files = ("model.safetensors", "model.safetensors.index.json")
     if not any((folder / name).is_file() for name in files):
@@ -53,11 +59,6 @@ class Target:
         self.embedding = weights[names[0]].float()
         self.head = weights.get(names[1], weights[names[0]]).to(dtype)
         self.norm = weights[names[2]].float()
-
-    @property
-    def eos_ids(self) -> list[int]:
-        ends = self.config.get("eos_token_id")
-        return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     def logits(self, states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""

@@ -52,7 +52,7 @@ class Report:
         self.first = self.all[self.batches[0]]["gsd"]
         if not self.first["planner"]:
             raise ToolError(f'In {path}, gsd measured no costs; run vllm-gsd bench with "budget": "auto" on CPUs.')
-        if not self.first["acceptance_by_depth"]:
+        if not self.first.get("acceptance_by_depth"):
             first = self.batches[0]
             raise ToolError(f"In {path}, gsd did not draft at batch size {first}, so its gain cannot be estimated.")
         limits = ("top_k", "max_depth", "num_speculative_tokens")
@@ -64,6 +64,11 @@ class Report:
         except (ValueError, KeyError) as error:
             raise ToolError(f"The report's settings have no usable keys of gsd ({error}).") from None
         self.form = Form(*(getattr(config, name) for name in limits))
+
+        try:  # all that plans need
+            self.acceptance(), self.machine(self.workload())
+        except (LookupError, TypeError, ValueError) as error:
+            raise ToolError(f"{path} cannot be read as the bench.json of vllm-gsd bench ({error!r}).") from error
 
     def acceptance(self, observed: Observed | None = None) -> Acceptance:
         """From what was observed; by default at the smallest batch size, where the planner cuts the least."""
