@@ -1,9 +1,11 @@
 """Commands that take their options from a dataclass."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import typer
 
@@ -31,9 +33,14 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
             inspect.signature(one, eval_str=True).parameters.values() for one in (command, options)
         )
         parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in both if one.kind is not one.VAR_KEYWORD]
+
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            command(**given)
+
         # Typer reads both.
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
-        return command
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+        return with_options
 
     return decorate
