@@ -336,6 +336,18 @@ def test_what_requests_context_and_nodes_take_beyond_the_table_is_learned():
     assert overhead.graph_ms == pytest.approx(2, abs=0.8)
 
 
+def test_noise_of_long_steps_is_not_taken_for_the_cost_of_graphs():
+    """One step in 16 is plain. All of them vary by 4 ms, and load slows them down by up to as much for a while."""
+    overhead, random, load, costs = Overhead(), np.random.default_rng(0), 0.0, []
+    for number in range(2000):
+        load += 0.01 * (random.normal(0, 28) - load)
+        nodes = int(random.integers(3, 14)) * (number % 16 > 0)
+        overhead.observe_step(83 + 1.5 * (nodes > 0) + load + random.normal(0, 4), 75, 50, 15000, nodes)
+        costs.append(overhead.graph_ms)
+    assert np.mean(costs[300:]) == pytest.approx(1.2, abs=0.3)
+    assert np.std(costs[300:]) < 0.4  # 0.9 if steps of all lengths counted alike
+
+
 def test_always_as_many_nodes_are_no_reason_to_think_plain_steps_slow():
     overhead = Overhead()
     observe_steps(overhead, [(1, 100, 8)] * 600, lambda *_: 6.0)

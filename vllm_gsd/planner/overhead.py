@@ -7,6 +7,9 @@ from vllm_gsd.host import follow_clock
 # If nearly all steps of an engine verify graphs, noise can shift cost from graphs to plain steps. The planner therefore
 # never takes graphs to cost less than this.
 LEAST_GRAPH_MS = 0.5
+# Standard deviation of a step's time, as a share of its forward's; at least a millisecond. Times of long steps are
+# noisier, and if each counted as much as that of a short step, noise would outweigh the priors.
+NOISE = 0.05
 
 
 class Overhead:
@@ -48,7 +51,8 @@ class Overhead:
 
     def observe_step(self, took: float, forward: float, num_requests: int, context: float, nodes: int) -> None:
         """Learn from a step: its milliseconds without drafting, those of its forward by the table, and its size."""
-        self.step.observe(_step_parts(num_requests, context, nodes), took - forward, 0.3 * forward + 1.0)
+        noise, most = max(1.0, NOISE * forward), 0.3 * forward + 1.0
+        self.step.observe(_step_parts(num_requests, context, nodes) / noise, (took - forward) / noise, most / noise)
 
     def observe_drafts(self, took: float, forwards: float, levels: int) -> None:
         """Learn from drafting: its milliseconds, those of its forwards by the table, and its levels."""
