@@ -118,8 +118,9 @@ class Planner:
     def drafts_pay(self) -> bool:
         """Whether the draft should read prompts: drafting for all requests of the batch would pay, or be tried.
 
-        While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for. This was not
-        decided for the requests of the batch if none of them can be drafted for yet.
+        While drafting is off, it is cheaper to read the texts of the few requests that a probe drafts for. In a step
+        that could draft for no request, as in one that only reads prompts, whether drafting was on before tells nothing
+        of these requests.
         """
         if self.costs is None or self.due or self.waiting:
             return True

@@ -100,9 +100,8 @@ class Engine:
             line = ""
         if not line:
             self.process.wait()
-            last = next(
-                (text for text in reversed(self.log.read_text(errors="replace").splitlines()) if "Error" in text), ""
-            )
+            lines = self.log.read_text(errors="replace").splitlines()
+            last = next((text for text in reversed(lines) if "Error" in text), "")
             raise ToolError(f"The engine of {self.setting.name!r} died: {last.strip() or 'see its log'} ({self.log}).")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -67,8 +67,9 @@ class Model:
 
     def request_ms(self, requests: float, form: Form | None, off: bool = False) -> float:
         """Milliseconds of the engine for a whole request, prompt included, with ``requests`` running."""
-        method = "off" if off or (form and not self.pays(requests, form)) else "gsd" if form else "plain"
-        rate = self.decoding(requests, form) if method != "off" else requests / self.machine.off(requests)
+        off = off or (form is not None and not self.pays(requests, form))
+        rate = requests / self.machine.off(requests) if off else self.decoding(requests, form)
+        method = "off" if off else "plain" if form is None else "gsd"
         return self.machine.prompt_ms[method](requests) + self.workload.answer / rate
 
     def tokens_per_second(self, requests: float, form: Form | None, off: bool = False) -> float:
