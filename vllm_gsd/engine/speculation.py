@@ -237,7 +237,9 @@ class Speculation:
             prompts = speculates & ~batch.sampled & (max_depth > 1) & (missed <= self.most_missed)
             if prompts.any() and self.planner.drafts_pay():
                 due = np.where(prompts, length, due)
-            drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
+            hidden = None
+            if due.any():
+                drafted, hidden = self.drafter.catch_up(batch, self.draft_kv, due, drafting)
             if hidden is not None:
                 grown = drafted[requests.index]
                 if self.planner.alone:  # the planner learns from graphs without copies only
@@ -323,15 +325,14 @@ class Speculation:
         copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) <= most[:, None])
         sizes = self.planner.choose(trees.value[:, 1:], most, requests.length, drafted & ~copied.any(axis=1))
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
-        for row, index in enumerate(requests.index.tolist()):
-            grammar = requests.grammar[row]
-            tree = flat_tree(trees, row, int(trees.size[row] if grammar else sizes[row]))
+        for row in np.flatnonzero(requests.grammar | (sizes > 0)).tolist():
+            index = int(requests.index[row])
             request_id = requests.batch.request_ids[index]
-            if grammar:
+            if requests.grammar[row]:
+                tree = flat_tree(trees, row, int(trees.size[row]))
                 self._offer_to_grammar(request_id, tree, int(sizes[row]), int(requests.max_depth[row]))
-            elif sizes[row] > 0:
-                self.trees[request_id] = tree
-                proposals[index] = tree
+            else:
+                self.trees[request_id] = proposals[index] = flat_tree(trees, row, int(sizes[row]))
 
     def _offer_to_grammar(self, request_id: str, tree: FlatTree, budget: int, max_depth: int) -> None:
         """Store a tree for the scheduler, where the grammar chooses nodes. vLLM would check a list as a chain."""
