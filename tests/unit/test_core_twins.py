@@ -347,8 +347,8 @@ def plan(core, random):
     core.follow_graphs(*known, value, size, chosen, run, int(random.integers(1, 9)), 0.04)
     results.append(copies(known))
     results.append(core.best_nodes(*batch, value, size, length, spent, float(random.random())))
-    parts, doubt = random.random((20, 4)) * 9, np.diag(random.uniform(0.1, 5, 4))
-    learned = np.zeros((4, 4)), np.zeros(4), doubt, random.random(4), random.random(4)
+    parts, variance = random.random((20, 4)) * 9, random.uniform(0.1, 5, 4)
+    learned = random.random(4), np.diag(variance), random.random(4), variance, random.random(4)
     for each in parts:
         core.follow_clock(*learned, each, float(random.uniform(1, 60)), float(random.uniform(1, 20)))
         results.append(copies(learned))

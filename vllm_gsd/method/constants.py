@@ -5,7 +5,7 @@ extension exports the values it was built with; ``host`` refuses it if they diff
 """
 
 # Increment this when the extension's operations, or what they take or return, change.
-INTERFACE = 7
+INTERFACE = 8
 
 # --- token graphs -----------------------------------------------------------------------------------
 
@@ -53,10 +53,7 @@ OWN_KEEP = 0.985
 # A source is switched off for a request if its nodes are accepted less often than this share of the calibrated rate.
 OFF_BELOW = 0.35
 
-# --- outcome and overhead ---------------------------------------------------------------------------
+# --- outcome ----------------------------------------------------------------------------------------
 
 # Indices of ``tally``'s counts; accepted nodes of source s are at ACCEPTED + s.
 VERIFIED, MOVED, GRAMMAR, ACCEPTED = 0, 1, 2, 3
-
-# Factor by which the weight of a step-time observation falls at each new one: about the last 100 count.
-KEPT = 0.99

@@ -1,33 +1,45 @@
 """The time of steps beyond their forwards in the table, learned from the clock while the engine runs."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_gsd.host import follow_clock
 
 # If nearly all steps of an engine verify graphs, noise can shift cost from graphs to plain steps. The planner therefore
 # never takes graphs to cost less than this.
-LEAST_GRAPH_MS = 0.5
+LEAST_GRAPH_MS = 0.3
 # Standard deviation of a step's time, as a share of its forward's; at least a millisecond. Times of long steps are
 # noisier, and if each counted as much as that of a short step, noise would outweigh the priors.
 NOISE = 0.05
+# Observations in which a cost becomes another one, as with other texts, and in which the speed of the machine does.
+MEMORY, SPEED_MEMORY, DRAFT_MEMORY = 500, 5, 100
 
 
 class Overhead:
     """Milliseconds beyond the forwards, for a step and for its drafting.
 
     A step's overhead is a constant plus terms for each request, for the context (keys and values are read once per
-    request), for verifying graphs at all, and for each node.
+    request), for verifying graphs at all, and for each node. Its time is also some per cent longer or shorter at
+    present, as the speed of the machine varies. This slows down all plans alike, so it decides nothing, but if it were
+    not known, it would count as a cost of graphs or of plain steps, whichever happened to run.
     """
 
     def __init__(self) -> None:
-        # Priors and their uncertainty. Steps without graphs may be rare, so the prior of what graphs add is firmer than
-        # the others, on which every step gives evidence.
-        self.step = Learned(prior=(2.0, 0.1, 0.5, 1.0, 0.0), doubt=(5.0, 0.3, 2.0, 1.0, 0.5))
-        self.draft = Learned(prior=(0.5, 0.2), doubt=(2.0, 0.3))
+        # Priors and their doubt. Steps without graphs may be rare, so those of what graphs and nodes add are firmer than
+        # the others, on which every step gives evidence. The last weight is of the forward: the machine's speed.
+        self.step = Learned(
+            prior=(2.0, 0.1, 0.5, 1.0, 0.0, 0.0),
+            doubt=(4.0, 0.3, 2.0, 1.0, 0.15, 0.1),
+            memory=(*[MEMORY] * 5, SPEED_MEMORY),
+        )
+        # On a new machine graphs may cost much more than that, so the first plain steps count fully.
+        self.step.covariance[3, 3] = 4.0**2
+        self.draft = Learned(prior=(0.5, 0.2), doubt=(2.0, 0.3), memory=(DRAFT_MEMORY, DRAFT_MEMORY))
 
     def plain_ms(self, num_requests: int, context: float) -> float:
         """Overhead of a step that verifies nothing; ``context`` is the total number of tokens of all requests."""
-        return self.step.value(_step_parts(num_requests, context, 0))
+        return self.step.value(_step_parts(num_requests, context, 0, 0.0))
 
     @property
     def graph_ms(self) -> float:
@@ -52,7 +64,8 @@ class Overhead:
     def observe_step(self, took: float, forward: float, num_requests: int, context: float, nodes: int) -> None:
         """Learn from a step: its milliseconds without drafting, those of its forward by the table, and its size."""
         noise, most = max(1.0, NOISE * forward), 0.3 * forward + 1.0
-        self.step.observe(_step_parts(num_requests, context, nodes) / noise, (took - forward) / noise, most / noise)
+        parts = _step_parts(num_requests, context, nodes, forward)
+        self.step.observe(parts / noise, (took - forward) / noise, most / noise)
 
     def observe_drafts(self, took: float, forwards: float, levels: int) -> None:
         """Learn from drafting: its milliseconds, those of its forwards by the table, and its levels."""
@@ -67,21 +80,22 @@ class Overhead:
         self.draft.observe(np.zeros(2), 0.0, 0.0)
 
 
-def _step_parts(num_requests: int, context: float, nodes: int) -> np.ndarray:
-    return np.array([1.0, num_requests, context / 1000, nodes > 0, nodes], np.float64)
+def _step_parts(num_requests: int, context: float, nodes: int, forward: float) -> np.ndarray:
+    return np.array([1.0, num_requests, context / 1000, nodes > 0, nodes, forward], np.float64)
 
 
 class Learned:
-    """A linear function fitted by least squares to recent observations and a prior.
+    """A linear function learned from recent observations, each of which has a standard deviation of 1.
 
-    ``doubt`` is the standard deviation of each weight, where that of an observation is 1.
+    ``doubt`` is the standard deviation of each weight around its prior; after ``memory`` observations a weight may be
+    another one (see ``follow_clock``).
     """
 
-    def __init__(self, prior: tuple[float, ...], doubt: tuple[float, ...]):
+    def __init__(self, prior: Sequence[float], doubt: Sequence[float], memory: Sequence[int]):
         self.weights = np.array(prior)
-        # Normal equations of the observations and of the prior.
-        self.squares, self.products = np.zeros((len(prior), len(prior))), np.zeros(len(prior))
-        self.belief = np.diag(1.0 / np.array(doubt) ** 2), np.array(prior) / np.array(doubt) ** 2
+        variance = np.square(doubt)
+        self.covariance = np.diag(variance)
+        self.belief = np.array(prior), variance, 1.0 - 1.0 / np.array(memory)
 
     def value(self, parts: np.ndarray) -> float:
         """The function at ``parts``, float64 [n]."""
@@ -92,4 +106,4 @@ class Learned:
 
         Clipping limits the effect of a single slow step, for example from a page fault.
         """
-        follow_clock(self.squares, self.products, *self.belief, self.weights, parts, took, most)
+        follow_clock(self.weights, self.covariance, *self.belief, parts, took, most)

@@ -1,53 +1,43 @@
-"""Recursive least squares with a prior and fading observations."""
+"""Linear functions whose weights wander, learned from noisy observations: a Kalman filter."""
 
 import numpy as np
 
-from vllm_gsd.method.constants import KEPT
-
 
 def follow_clock(
-    squares: np.ndarray,
-    products: np.ndarray,
-    belief_squares: np.ndarray,
-    belief_products: np.ndarray,
     weights: np.ndarray,
+    covariance: np.ndarray,
+    prior: np.ndarray,
+    variance: np.ndarray,
+    keep: np.ndarray,
     parts: np.ndarray,
     took: float,
     most: float,
 ) -> None:
-    """Learn that the value at ``parts`` was ``took``, with the error clipped to ``most``.
+    """Learn that the value at ``parts`` was ``took``, with the error clipped to ``most`` and a variance of 1.
+
+    Between two observations every weight wanders as an Ornstein-Uhlenbeck process: it returns to its prior by the factor
+    ``keep``, and without observations its variance becomes that of the prior.
 
     Args:
-        squares, products: normal equations of the observations, which fade, float64 [n, n] and [n]; updated.
-        belief_squares, belief_products: normal equations of the prior.
         weights: float64 [n], weights of the function; updated.
+        covariance: float64 [n, n], of the errors of the weights; updated.
+        prior, variance: float64 [n], means and variances of the weights before any observation.
+        keep: float64 [n], between 0 and 1.
         parts: float64 [n], arguments of the function.
     """
-    known = 0.0
-    for weight, part in zip(weights.tolist(), parts.tolist(), strict=True):
-        known += weight * part
-    took = known + min(max(took - known, -most), most)
-    products[:] = KEPT * products + took * parts
-    squares[:] = KEPT * squares + np.outer(parts, parts)
-    weights[:] = solve(squares + belief_squares, products + belief_products)
+    weights[:] = prior + keep * (weights - prior)
+    covariance *= np.outer(keep, keep)
+    covariance += np.diag((1.0 - keep * keep) * variance)
+    shared = np.array([_sum(row * parts) for row in covariance])  # covariances of the weights with the value
+    error = min(max(took - _sum(weights * parts), -most), most)
+    total = 1.0 + _sum(shared * parts)
+    weights += shared / total * error
+    covariance -= np.outer(shared, shared) / total
 
 
-def solve(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Solve ``left`` [n, n] x = ``right`` [n] for a symmetric positive definite ``left``, which needs no pivots.
-
-    Gaussian elimination adds in a fixed order, so that all ranks agree; a library's order may differ between machines.
-    """
-    left, right = left.copy(), right.copy()
-    count = len(right)
-    for i in range(count):
-        for row in range(i + 1, count):
-            factor = left[row, i] / left[i, i]
-            right[row] -= factor * right[i]
-            left[row, i:] -= factor * left[i, i:]
-    solution = np.zeros(count)
-    for i in reversed(range(count)):
-        rest = right[i]
-        for column in range(i + 1, count):
-            rest -= left[i, column] * solution[column]
-        solution[i] = rest / left[i, i]
-    return solution
+def _sum(values: np.ndarray) -> float:
+    """The sum in order, so that all ranks agree; a library's order may differ between machines."""
+    total = 0.0
+    for value in values.tolist():
+        total += value
+    return total
