@@ -80,6 +80,10 @@ DAMAGE = {
         keys(speculators_config__verifier__architectures=["Qwen3ForCausalLM"]),
         ["Qwen3ForCausalLM", "LlamaForCausalLM"],
     ),
+    "architecture that is no name": (
+        keys(speculators_config__verifier__architectures=[{"name": "Qwen3"}]),
+        ["Qwen3", "LlamaForCausalLM"],
+    ),
     "verifier's name": (keys(**{NAME: "org/Small-1B"}), ["org/Small-1B", HUB_TARGET]),
     "hidden size": (keys(target_hidden_size=64), ["64", "32", "hidden states"]),
     "vocabulary": (keys(transformer_layer_config__vocab_size=100), ["100", "96", "vocabulary"]),

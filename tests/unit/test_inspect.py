@@ -42,6 +42,7 @@ def test_several_requests_are_told_apart(tmp_path):
         ("no JSON\n", "Line 1 .* is not a record"),
         ("[" * 100_000 + "\n", "Line 1 .* is not a record"),
         (lines([{**REQUEST, "request": []}]), "Line 1 .* is not a record"),
+        (lines([REQUEST, {"event": "step", "request": REQUEST["request"]}]), "Line 2 .* is not a record"),
         (lines([{**REQUEST, "version": 2}]), "has version 2 .* reads 1"),
     ],
 )

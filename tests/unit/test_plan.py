@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_up_trace import step
 from typer.testing import CliRunner
 
 from vllm_gsd.planner.costs import Costs
@@ -274,7 +275,7 @@ def test_acceptance_of_a_trace(tmp_path):
     deep = {"parent": [-1, -1, 0, 1], "accepted": [False, True, False, True]}
     steps = [deep, {"parent": [-1], "accepted": [False]}, {"parent": [], "accepted": []}]
     lines = [json.dumps({"event": "request", "version": 1, "request": "a"})]
-    lines += [json.dumps({"event": "step", "request": "a", "verified": step}) for step in steps]
+    lines += [json.dumps({**step(1, ["x"], "a"), "verified": verified}) for verified in steps]
     (tmp_path / "trace.jsonl").write_text("\n".join([*lines, '{"event": "st']))
     assert observed(tmp_path / "trace.jsonl") == ([0.5, 0.5], 2.5)
     options = ["--trace", str(tmp_path / "trace.jsonl"), "--out", str(tmp_path / "out")]

@@ -43,7 +43,7 @@ def speculators_problem(config: dict[str, Any], target_name: str | None, target:
 
 def _verifier_problem(verifier: dict[str, Any], target_name: str | None, target: dict[str, Any]) -> str | None:
     own, given = verifier.get("architectures") or [], target.get("architectures") or []
-    if own and given and not set(own) & set(given):
+    if own and given and not any(name in given for name in own):
         return f"was made for a target of architecture {shown(own[0])}, but must be made for {shown(given[0])}"
     name = verifier["name_or_path"]
     if target_name is None or not (_HUB_ID.fullmatch(str(name)) and _HUB_ID.fullmatch(target_name)):

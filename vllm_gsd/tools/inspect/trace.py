@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from vllm_gsd.tools.errors import ToolError
 
 VERSION = 1
+# What this package reads of a step's record.
+STEP_KEYS = {"tokens", "graph", "pruned", "verified"}
 
 
 class Trace(NamedTuple):
@@ -70,7 +72,8 @@ def _record(line: bytes, name: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
-    known = isinstance(record, dict) and record.get("event") in ("request", "step")
+    event = record.get("event") if isinstance(record, dict) else None
+    known = event == "request" or (event == "step" and record.keys() >= STEP_KEYS)
     if not known or not isinstance(record.get("request"), str):
         raise ToolError(f'{name} is not a record of a trace; give the file that gsd.json names as "trace".')
     if record["event"] == "request" and record.get("version") != VERSION:
