@@ -12,7 +12,7 @@ LEAST_GRAPH_MS = 0.3
 # Standard deviation of a step's time, as a share of its forward's; at least a millisecond. Times of long steps are
 # noisier, and if each counted as much as that of a short step, noise would outweigh the priors.
 NOISE = 0.05
-# Observations in which a cost becomes another one, as with other texts, and in which the speed of the machine does.
+# Observations after which costs may have become others, as with other texts, and after which the machine's speed may.
 MEMORY, SPEED_MEMORY, DRAFT_MEMORY = 500, 5, 100
 
 
@@ -20,20 +20,20 @@ class Overhead:
     """Milliseconds beyond the forwards, for a step and for its drafting.
 
     A step's overhead is a constant plus terms for each request, for the context (keys and values are read once per
-    request), for verifying graphs at all, and for each node. Its time is also some per cent longer or shorter at
-    present, as the speed of the machine varies. This slows down all plans alike, so it decides nothing, but if it were
-    not known, it would count as a cost of graphs or of plain steps, whichever happened to run.
+    request), for verifying graphs at all, and for each node. The speed of the machine also varies by some per cent. All
+    plans take longer or shorter by it, so it decides nothing; but if it were not learned, a slow second would count as
+    a cost of whatever ran in it.
     """
 
     def __init__(self) -> None:
-        # Priors and their doubt. Steps without graphs may be rare, so those of what graphs and nodes add are firmer than
-        # the others, on which every step gives evidence. The last weight is of the forward: the machine's speed.
+        # Steps without graphs may be rare, so the priors of what graphs and nodes add are firmer than the others, on
+        # which every step gives evidence. The last weight is that of the forward: the machine's speed.
         self.step = Learned(
             prior=(2.0, 0.1, 0.5, 1.0, 0.0, 0.0),
             doubt=(4.0, 0.3, 2.0, 1.0, 0.15, 0.1),
             memory=(*[MEMORY] * 5, SPEED_MEMORY),
         )
-        # On a new machine graphs may cost much more than that, so the first plain steps count fully.
+        # At first, graphs may cost much more than that, so the first plain steps are believed.
         self.step.covariance[3, 3] = 4.0**2
         self.draft = Learned(prior=(0.5, 0.2), doubt=(2.0, 0.3), memory=(DRAFT_MEMORY, DRAFT_MEMORY))
 
@@ -87,8 +87,8 @@ def _step_parts(num_requests: int, context: float, nodes: int, forward: float) -
 class Learned:
     """A linear function learned from recent observations, each of which has a standard deviation of 1.
 
-    ``doubt`` is the standard deviation of each weight around its prior; after ``memory`` observations a weight may be
-    another one (see ``follow_clock``).
+    ``doubt`` is the standard deviation of each weight around its prior, and ``memory`` the number of observations in
+    which a weight goes back to its prior if they say nothing of it (see ``follow_clock``).
     """
 
     def __init__(self, prior: Sequence[float], doubt: Sequence[float], memory: Sequence[int]):

@@ -15,8 +15,8 @@ def follow_clock(
 ) -> None:
     """Learn that the value at ``parts`` was ``took``, with the error clipped to ``most`` and a variance of 1.
 
-    Between two observations every weight wanders as an Ornstein-Uhlenbeck process: it returns to its prior by the factor
-    ``keep``, and without observations its variance becomes that of the prior.
+    Between two observations, every weight wanders as an Ornstein-Uhlenbeck process does: its distance from the prior
+    shrinks by the factor ``keep``, and without observations its variance becomes that of the prior.
 
     Args:
         weights: float64 [n], weights of the function; updated.
