@@ -358,7 +358,7 @@ def test_the_speed_of_the_machine_is_no_cost_of_graphs():
         overhead.observe_step(took + random.normal(), 35 + 0.8 * nodes, 26, 8000, nodes)
         costs.append(overhead.graph_ms + 6 * overhead.node_ms)
     assert np.mean(costs[500:]) == pytest.approx(0.7, abs=0.4)
-    assert np.std(costs[500:]) < 0.32  # 0.35 if only costs, and not the speed, were learned
+    assert np.std(costs[500:]) < 0.32  # 0.35 by least squares without the speed
 
 
 def test_always_as_many_nodes_are_no_reason_to_think_plain_steps_slow():
