@@ -12,7 +12,8 @@ LEAST_GRAPH_MS = 0.3
 # Standard deviation of a step's time, as a share of its forward's; at least a millisecond. Times of long steps are
 # noisier, and if each counted as much as that of a short step, noise would outweigh the priors.
 NOISE = 0.05
-# Observations after which costs may have become others, as with other texts, and after which the machine's speed may.
+# Number of observations in which costs change, as with other texts; in which the machine's speed does; and in which the
+# costs of drafting do.
 MEMORY, SPEED_MEMORY, DRAFT_MEMORY = 500, 5, 100
 
 
