@@ -114,6 +114,21 @@ class TestStates:
         states.write_missing(target, files(work), work / "states")
 
 
+def test_the_layer_shape_of_an_older_config_keeps_its_rotary_embedding(target, tmp_path):
+    """transformers before version 5 wrote ``rope_theta`` and ``rope_scaling``, or left out what its class has."""
+    shutil.copytree(target, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    for older, expected in (
+        ({"rope_theta": 5e5, "rope_scaling": scaling}, {"rope_theta": 5e5, **scaling}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5, "rope_type": "default"}),
+        ({}, {"rope_theta": 1e4, "rope_type": "default"}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **older}))
+        assert Target(tmp_path).layer_shape()["rope_parameters"] == expected
+
+
 def test_tokens_of_answers_are_counted(work):
     data = load_answers(files(work), 640)
     counts = np.zeros(300, int)

@@ -80,6 +80,11 @@ def test_the_folder_in_which_the_command_runs_is_an_output(tmp_path, monkeypatch
     assert done.exit_code == 1 and "give a folder, not a hub id" in done.stderr
 
 
+def test_the_root_is_no_output(target):
+    done = CliRunner().invoke(app, ["distill", "--target", str(target), "--out", "/"])
+    assert done.exit_code == 1 and "--out '/' is not empty; give a new folder" in " ".join(done.stderr.split())
+
+
 def test_options_can_be_corrected_until_there_are_answers(target, tmp_path, monkeypatch):
     """The answers' own stage refuses options, too, when it has counted tokens or started the target."""
 
@@ -105,6 +110,17 @@ def test_a_run_whose_engine_fails_goes_on_without(target, tmp_path):
     run._check(Options(target=str(target), engine=False, eager=True), *places)
     with pytest.raises(ToolError, match=r"holds a run with other options \(--layers, --learning-rate\)"):
         run._check(Options(target=str(target), layers=2, learning_rate=0.5), *places)
+
+
+def test_a_run_resumes_from_another_folder_but_not_with_other_requests(target, tmp_path, monkeypatch):
+    places, file = (tmp_path / "out", tmp_path / "work"), tmp_path / "requests.jsonl"
+    file.write_text(json.dumps({"prompt": "Name a river."}))
+    run._check(Options(target=str(target), prompts=str(file)), *places)
+    monkeypatch.chdir(tmp_path)
+    run._check(Options(target=os.path.relpath(target), prompts=file.name), *places)
+    file.write_text(json.dumps({"prompt": "Name a lake."}))
+    with pytest.raises(ToolError, match=r"holds a run with other options \(the content of --prompts\)"):
+        run._check(Options(target=str(target), prompts=str(file)), *places)
 
 
 def test_a_run_of_an_earlier_version_is_refused_by_what_differs(target, tmp_path):

@@ -68,7 +68,7 @@ def distill(
         from vllm_gsd.tools.distill.run import distill as run
 
         folder = out.absolute()  # "." has no name
-        results = run(Options(**given), folder, work or folder.with_name(folder.name + ".work"))
+        results = run(Options(**given), folder, work or Path(f"{folder}.work"))
     typer.echo(json.dumps({"draft": str(out), **results}))
 
 

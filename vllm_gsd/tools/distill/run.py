@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -42,6 +43,9 @@ ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.3
 HELD_OUT, ENGINE_PROMPTS = 40, 12
 # Options of engines, on which no stored result depends. A run resumes with others.
 OF_ENGINES = ("engine", "eager")
+# Options that are paths, and the name of what is compared beside the options.
+PATHS = ("target", "prompts", "data", "init")
+NAMES = {"prompts_sha256": "the content of --prompts"}
 
 
 def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
@@ -131,14 +135,24 @@ def _check(options: Options, out: Path, work: Path) -> None:
         )
     make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
     make_folder(work, "--work")
-    given = json.loads(json.dumps({**asdict(options), "target": str(Path(options.target).resolve())}))
+    given = _comparable(options)
     first = kept(work / "options.json", lambda: given)
     others = [name for name in {**first, **given} if first.get(name, ...) != given.get(name, ...)]
-    if differing := [flag(name) for name in others if name not in OF_ENGINES]:
+    if differing := [NAMES.get(name, flag(name)) for name in others if name not in OF_ENGINES]:
         raise ToolError(
             f"{str(work)!r} holds a run with other options ({', '.join(differing)}); give another --work, with --data "
             f"{str(work)!r} for the same answers, or delete it."
         )
+
+
+def _comparable(options: Options) -> dict[str, Any]:
+    """The options as a resumed run compares them: paths wherever it is started, and requests by their content."""
+    given: dict[str, Any] = json.loads(json.dumps(asdict(options)))
+    for name in PATHS:
+        given[name] = given[name] and str(Path(given[name]).resolve())
+    if options.prompts is not None:
+        given["prompts_sha256"] = hashlib.sha256(Path(options.prompts).read_bytes()).hexdigest()
+    return given
 
 
 def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:

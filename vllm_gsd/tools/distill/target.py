@@ -74,12 +74,16 @@ class Target:
 
     def layer_shape(self) -> dict[str, Any]:
         """The sizes of the target's layers, as arguments of a configuration of transformers."""
+        from transformers import AutoConfig
+
         names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"]
-        names += ["rms_norm_eps", "rope_parameters"]
+        names += ["rms_norm_eps"]
         heads = self.config["num_attention_heads"]
         return {
             **{name: self.config[name] for name in names if name in self.config},
             "num_key_value_heads": self.config.get("num_key_value_heads") or heads,
             "head_dim": self.config.get("head_dim") or self.config["hidden_size"] // heads,
+            # Files of older versions of transformers have these under other names, or leave them to its defaults.
+            "rope_parameters": AutoConfig.from_pretrained(self.folder).rope_parameters,
             "pad_token_id": None,
         }
