@@ -371,6 +371,33 @@ def test_always_as_many_nodes_are_no_reason_to_think_plain_steps_slow():
     assert overhead.graph_ms + 8 * overhead.node_ms == pytest.approx(3, abs=1.0)
 
 
+@pytest.mark.parametrize("speed", [0.5, 0.6, 1.0])
+def test_a_table_from_a_slower_time_keeps_no_drafts_off(speed):
+    """Forwards take ``speed`` of the table's times, and drafts pay. Plain steps do not tell what rows cost."""
+    costs = Costs(ROWS, 24 + 0.5 * ROWS, 4 + 0.05 * ROWS, attention=2e-5)
+    planner, random, drafted = Planner(4, 8, 4, costs), np.random.default_rng(0), []
+    values, probs = 0.75 ** np.arange(1, 5, dtype=np.float32), np.array([[0.75, 0.12, 0.05, 0.02]], np.float32)
+    for _ in range(300):
+        planner.begin(16, 16 * 500)
+        size = np.zeros(16, np.int32)
+        if planner.wants_drafts(16, NOTHING_FOUND):
+            count = PROBE_REQUESTS if planner.probing else 16
+            planner.caught_up(100 * count if planner.probing else count)
+            for _ in range(4):
+                planner.drafted(np.repeat(probs, count, axis=0))
+            size[:count] = 4
+            size = planner.choose(np.tile(values, (16, 1)), size, np.full(16, 500), size > 0)
+        nodes, forward = int(size.sum()), planner.planned[1]
+        took = speed * forward + 4.0 + (0.5 + 0.05 * nodes) * (nodes > 0)
+        planner.overhead.observe_step(took * random.normal(1, 0.04), forward, 16, 8000, nodes)
+        if planner.as_usual:
+            forwards = planner.forwards_ms()
+            planner.overhead.observe_drafts(speed * forwards + 1.5, planner.speed * forwards, 4)
+        drafted.append(nodes > 0)
+    assert np.mean(drafted[100:]) > 0.9
+    assert planner.speed == pytest.approx(speed, abs=0.25)
+
+
 def test_what_drafting_takes_beyond_its_forwards_is_learned():
     overhead, random = Overhead(), np.random.default_rng(0)
     for _ in range(400):

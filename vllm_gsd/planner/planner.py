@@ -37,6 +37,8 @@ TAKE_UP_ABOVE = 1.03
 # the table is unknown at first and differs with the batch. Graphs that promise less than LARGE_GAIN are compared more
 # often: a plain step then loses less, and a small error in what graphs cost decides whether they pay.
 PLAIN_AFTER, PLAIN_EVERY, LARGE_GAIN = 4, 100, 0.2
+# The least speed of a step relative to the table. It bounds the effect of wrong estimates.
+LEAST_SPEED = 0.3
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6
 
@@ -91,12 +93,19 @@ class Planner:
         self.rates: tuple[float, ...] = ()  # expected tokens per millisecond with drafts and without, if compared
         # Rows of the coming target forward, and its milliseconds by the table.
         self.planned = self.num_requests, 0.0
+        self.speed = 1.0  # milliseconds that pass in one of the table's
         if self.costs is not None:
+            forward_ms, known = self.costs.target_ms(self.num_requests, context), self.overhead
+            self.planned = self.num_requests, forward_ms
+            # No step is shorter than its forward. If steps seem to be, the table was measured while the machine was
+            # slower, and all its times are too long. Plans are compared in the time of the table.
+            beyond_ms = known.plain_ms(num_requests, context)
+            self.speed = max(LEAST_SPEED, 1.0 + min(0.0, beyond_ms) / forward_ms)
             # Times of levels that were measured in whole phases contain their overhead.
-            self.level_ms = 0.0 if self.costs.by_level else self.overhead.level_ms
-            self.tables = *self.costs.tables, self.overhead.node_ms, self.level_ms
-            self.plain_ms = self.overhead.plain_ms(num_requests, context)
-            self.planned = self.num_requests, self.costs.target_ms(self.num_requests, context)
+            level_ms = 0.0 if self.costs.by_level else known.level_ms
+            times = max(0.0, beyond_ms), known.graph_ms, known.node_ms, known.draft_ms, level_ms
+            self.plain_ms, self.graph_ms, self.node_ms, self.draft_ms, self.level_ms = (ms / self.speed for ms in times)
+            self.tables = *self.costs.tables, self.node_ms, self.level_ms
 
     def _probe_after(self, steps: int) -> None:
         """Probe next in ``steps`` steps, or in the maximum."""
@@ -140,7 +149,7 @@ class Planner:
     def _drafts_rate(self, found: np.ndarray, left: float, num_drafted: int) -> float:
         """Tokens per millisecond with drafts; arguments as for ``wants_drafts``."""
         assert self.costs is not None
-        spent, share = self.plain_ms + self.overhead.graph_ms + self.overhead.draft_ms, self.level_share
+        spent, share = self.plain_ms + self.graph_ms + self.draft_ms, self.level_share
         if self.costs.by_level:
             rows = enumerate(num_drafted * self.levels)
             spent += sum(share[level] * self.costs.draft_ms(count, level) for level, count in rows)
@@ -161,11 +170,12 @@ class Planner:
         if self.costs is None:
             self.drafting = num_drafted > 0
             return self.drafting
-        spent = self.plain_ms + self.overhead.graph_ms
+        spent = self.plain_ms + self.graph_ms
         copied = host.best_rate(self.tables, self.num_requests, self.context, spent, found)
         without = max(self._plain_rate(), copied)
         rate = self._drafts_rate(found, left, num_drafted)
-        self.drafting, self.rates = rate > without * self._hurdle, (rate, without) if num_drafted else ()
+        self.drafting = rate > without * self._hurdle
+        self.rates = (rate / self.speed, without / self.speed) if num_drafted else ()
         if self.drafting:
             self._probe_after(PROBE_EVERY)
             self.resting = self._plain_step_is_due(rate / self._plain_rate())
@@ -214,15 +224,15 @@ class Planner:
         return bool(self.rows) and self.caught_up_rows <= self.rows[0]
 
     def forwards_ms(self) -> float:
-        """Milliseconds of this step's draft forwards by the table, with one-time catching up capped."""
+        """This step's draft forwards in the time of the table, with one-time catching up capped."""
         assert self.costs is not None
         return sum(self.costs.draft_ms(rows, level) for level, rows in enumerate(self.rows))
 
     def drafting_ms(self) -> float:
-        """Milliseconds of this step's drafting so far, including overhead; 0 without drafting."""
+        """This step's drafting so far in the time of the table, including overhead; 0 without drafting."""
         if self.costs is None or not self.rows:
             return 0.0
-        return self.forwards_ms() + self.overhead.draft_ms + len(self.rows) * self.level_ms
+        return self.forwards_ms() + self.draft_ms + len(self.rows) * self.level_ms
 
     # --- while drafting ---------------------------------------------------------------------------
 
@@ -278,7 +288,7 @@ class Planner:
             return len(values) if len(self.rows) < self.given_levels else 0
         if costs is None or len(values) == 0:
             return len(values)
-        spent = self.plain_ms + self.overhead.graph_ms + self.drafting_ms()
+        spent = self.plain_ms + self.graph_ms + self.drafting_ms()
         children, tables = self.children * self.calibration.first_level, self.tables
         if costs.by_level:  # it runs over the whole batch, however few nodes it expands
             tables = tables[0], np.full(3, costs.draft_ms(self.rows[0], len(self.rows))), *tables[2:]
@@ -314,7 +324,7 @@ class Planner:
         if self.num_drafted or self.due or self.costs is None or not chosen.any():
             return chosen
         rows, target_ms = self.planned
-        spent = self.plain_ms + self.overhead.graph_ms + (rows - self.num_requests) * self.overhead.node_ms
+        spent = self.plain_ms + self.graph_ms + (rows - self.num_requests) * self.node_ms
         tokens = self.num_requests + float(values[np.arange(values.shape[1]) < chosen[:, None]].sum())
         speed_up = tokens / (spent + target_ms) / self._plain_rate()
         if speed_up > TAKE_UP_ABOVE:
@@ -365,7 +375,7 @@ class Planner:
         if shares:
             chosen = np.full_like(size, self._share(values, size, spent, shares))
         else:
-            chosen = host.best_nodes(*batch, values, size, context, spent, self.overhead.graph_ms)
+            chosen = host.best_nodes(*batch, values, size, context, spent, self.graph_ms)
         if not chosen.any() and self.due:  # verify the best nodes to learn whether they are accepted
             best = np.argsort(np.where(size > 0, -values[:, 0], 0.0), kind="stable")[:PROBE_REQUESTS]
             chosen[best] = np.minimum(size[best], 1)
@@ -384,7 +394,7 @@ class Planner:
         def rate(share: int) -> float:
             count = share * len(size)
             rows, context = self.num_requests + count, self.context * (1.0 + count / self.num_requests)
-            took = costs.target_ms(rows, context) + count * self.overhead.node_ms
-            return (self.num_requests + gains[share]) / (spent + took + (share > 0) * self.overhead.graph_ms)
+            took = costs.target_ms(rows, context) + count * self.node_ms
+            return (self.num_requests + gains[share]) / (spent + took + (share > 0) * self.graph_ms)
 
         return max(shares, key=rate)

@@ -57,7 +57,7 @@ class StepClock:
             return
         rows, forward_ms = planner.planned
         levels = len(planner.rows) if planner.as_usual else 0
-        drafts_ms = planner.forwards_ms(), planner.drafting_ms()
+        drafts_ms = planner.speed * planner.forwards_ms(), planner.speed * planner.drafting_ms()
         self.planned = _Planned(list(request_ids), rows, forward_ms, planner.context, levels, *drafts_ms)
         self.drafting_ms = 1e3 * (now - self.time)
         self.time = now
