@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
+from vllm_gsd.config.draft_vocab import read_draft_vocab
 from vllm_gsd.tools.distill import engine, generate, recorder, run, states, students
 from vllm_gsd.tools.distill.data import Answer, count_tokens, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
@@ -49,7 +50,7 @@ def student(kind, target, **options):
     size = {} if "init" in options else {"vocab_size": 256}
     arguments = Options(target=str(target), kind=kind, **size, **options)
     cls = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}[kind]
-    return cls.make(arguments, Target(target), np.arange(300))
+    return cls.make(arguments, Target(target), np.append(np.arange(256)[::-1], np.arange(256, 300)))
 
 
 class TestStates:
@@ -211,6 +212,8 @@ class TestStudents:
         check_draft(str(tmp_path / "draft"), 300, target)
         assert str(target) not in (tmp_path / "draft" / "config.json").read_text()
         again = student(kind, target, init=str(tmp_path / "draft"))
+        again.save(tmp_path / "again")  # of a trimmed language model, the frequent tokens are still first
+        assert read_draft_vocab(tmp_path / "again") == read_draft_vocab(tmp_path / "draft")
         again.start(data, packs, new=False)
         assert agreement(again, data, packs)["chain"] == pytest.approx(after["chain"], abs=0.1)
 

@@ -12,6 +12,7 @@ from made_up_trace import step
 from typer.testing import CliRunner
 
 from vllm_gsd.planner.costs import Costs
+from vllm_gsd.planner.overhead import LEAST_GRAPH_MS
 from vllm_gsd.tools.cli.main import app
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted, level_rows
@@ -206,6 +207,16 @@ def report(tmp_path, batches=(1, 4, 16, 64)):
     settings = {"gsd": gsd, "target": "big", "draft": "small"}
     (tmp_path / "bench.json").write_text(json.dumps({"settings": settings, "batches": rows}))
     return str(tmp_path / "bench.json")
+
+
+def test_graphs_cost_at_least_what_the_engines_planner_takes_them_to_cost(tmp_path):
+    path = Path(report(tmp_path))
+    written = json.loads(path.read_text())
+    written["batches"]["1"]["gsd"]["planner"]["overhead"]["step"] = [1.0, 0.1, 0.0, -0.4, -0.02]
+    path.write_text(json.dumps(written))
+    measured = Report(path)
+    of_report = measured.machine(measured.workload())
+    assert (of_report.graph_ms, of_report.node_ms) == (LEAST_GRAPH_MS, 0.0)
 
 
 def run(*arguments):

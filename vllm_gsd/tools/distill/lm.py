@@ -10,7 +10,7 @@ from speculators.losses.eager import kl_div_loss
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from vllm_gsd.config.draft_vocab import choose_draft_vocab, read_draft_vocab, write_draft_vocab
+from vllm_gsd.config.draft_vocab import read_draft_vocab, write_draft_vocab
 from vllm_gsd.tools.distill.options import HEAD_SIZE, NARROWEST, Options
 from vllm_gsd.tools.distill.students import Drafted, Student
 from vllm_gsd.tools.distill.target import Target
@@ -28,8 +28,9 @@ class LanguageModel(Student):
         """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
         if options.init is not None:
             model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-            kept = choose_draft_vocab(read_draft_vocab(Path(options.init)), model.config.vocab_size, None)
-            return cls(model, np.arange(model.config.vocab_size) if kept is None else kept, target)
+            stored = read_draft_vocab(Path(options.init))
+            listed = range(model.config.vocab_size) if stored is None else stored["token_ids"]
+            return cls(model, np.array(listed, np.int64), target)
         hidden = target.config["hidden_size"]
         width = options.of_kind("width") or max(NARROWEST, hidden // 3 // 64 * 64)
         heads = width // HEAD_SIZE

@@ -52,6 +52,8 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         report_to="none",
         seed=options.seed,
     )
+    # With several GPUs the Trainer would multiply the batch by their number, but a pack cannot be divided among them.
+    arguments._n_gpu = min(1, arguments.n_gpu)
     # A run that was killed while it saved left a folder without this file, which is written last.
     saved = [file.parent for file in Path(arguments.output_dir).glob("checkpoint-*/trainer_state.json")]
     last = max(saved, key=lambda folder: int(folder.name.split("-")[1]), default=None)

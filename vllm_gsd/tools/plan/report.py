@@ -11,6 +11,7 @@ from vllm_gsd.config.draft_check import kind_of_model
 from vllm_gsd.config.draft_kind import BLOCK_KINDS, MTP
 from vllm_gsd.config.source import with_underscores
 from vllm_gsd.planner.costs import Costs
+from vllm_gsd.planner.overhead import LEAST_GRAPH_MS
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.plan.acceptance import Acceptance, fitted
 from vllm_gsd.tools.plan.machine import Curve, Machine, curve
@@ -94,8 +95,8 @@ class Report:
             costs=Costs(rows, target, draft, planner["costs"]["attention"]),
             plain=self._steps("plain", longer),
             off=self._steps("gsd-off", longer),
-            graph_ms=step[3],
-            node_ms=step[4],
+            graph_ms=max(LEAST_GRAPH_MS, step[3]),  # both as the engine's planner takes them
+            node_ms=max(0.0, step[4]),
             draft_ms=drafting[0],
             level_ms=drafting[1],
             prompt_ms={name: self._prompts(method, prompt) for name, method in METHODS.items()},
