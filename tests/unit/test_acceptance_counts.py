@@ -3,6 +3,7 @@
 Our counter of fallbacks counts a request once. What is kept of a request survives the chunks of its session.
 """
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -55,6 +56,7 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
 
 JSON = {"structured_outputs": StructuredOutputsParams(json_object=True)}
 OPTING_OUT = {"extra_args": {"gsd": False}}
+LENGTHS = itertools.count(1)  # the prompt of a session's chunk holds the text so far
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def speculation():
 
 def chunk_of_session(**params) -> SimpleNamespace:
     params = SamplingParams(**{"max_tokens": 3, **params})
-    return SimpleNamespace(req_id="a", sampling_params=params, prompt_len=1, prefill_token_ids=[7])
+    return SimpleNamespace(req_id="a", sampling_params=params, prompt_len=next(LENGTHS), prefill_token_ids=[7])
 
 
 def test_a_session_of_streaming_input_is_one_request(speculation):
@@ -81,7 +83,12 @@ def test_a_session_of_streaming_input_is_one_request(speculation):
     assert speculation.stats.fallbacks == {"opt_out": 1} and speculation.admitted == {"a": (False, False, 9)}
 
 
-SESSIONS = [(({}, JSON, {}), False), ((JSON, {"seed": 1}), True), (({**JSON, **OPTING_OUT}, {}), True)]
+SESSIONS = [
+    (({}, JSON, {}), False),
+    ((JSON, {"seed": 1}), True),
+    ((JSON, JSON), True),
+    (({**JSON, **OPTING_OUT}, {}), True),
+]
 
 
 @pytest.mark.parametrize(("chunks", "grammar"), SESSIONS)

@@ -1,5 +1,8 @@
 """The trimmed LM head, which has only frequent and recent tokens."""
 
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,9 @@ import torch
 from vllm_gsd.cpu.int8_rows import Int8Rows, int8_pays
 from vllm_gsd.cpu.packed_weights import packs_weights
 from vllm_gsd.engine.draft.trimmed_head import TrimmedHead, _Apart, _Packed, _Together
+from vllm_gsd.engine.v2.plan import Phase
+from vllm_gsd.engine.v2.speculator import GraphSpeculator, Verified
+from vllm_gsd.ops.growth.state import COUNTS
 
 FREQUENT = np.array([1, 4, 9])
 
@@ -110,3 +116,23 @@ def test_without_our_kernels():
     assert not head.columns.multiply.cpu_linear.__module__.startswith("vllm_gsd")
     for token, logits in logits_by_token(head, x).items():
         torch.testing.assert_close(logits, x @ weight[token], rtol=2**-7, atol=2**-5)
+
+
+def test_on_v2_the_head_sees_the_answers_when_they_reach_the_host():
+    """Of three requests, one got no graph, and another one has left its slot since."""
+    seen: list[int] = []
+    speculator = MagicMock(tenants=np.array([1, 1, 2]))
+    speculator.speculation = MagicMock(draft_model=SimpleNamespace(head=SimpleNamespace(see=seen.extend)))
+    speculator.speculation.draft_kv.length = {}
+    ones, names = np.ones(3, np.int64), ["a", "b", "c"]
+    label = Verified(names, np.arange(3), ones, ones, ones.cumsum(), np.array([True, False, True]), 0 * ones, Phase())
+    tensors = {
+        "sampled": np.array([[5, 6, 0], [7, 8, 9], [3, 4, 0]]),
+        "num_sampled": np.array([2, 3, 2]),
+        "ends": 0 * ones,
+        "draft_length": ones,
+        "counts": np.zeros(len(COUNTS), np.int64),
+    }
+    speculator.late, speculator.requests = SimpleNamespace(take=lambda wait: [(label, tensors)]), dict.fromkeys(names)
+    GraphSpeculator.learn(speculator)
+    assert seen == [5, 6]

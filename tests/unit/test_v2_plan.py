@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.engine.draft.batch import DraftBatch
@@ -380,3 +381,15 @@ def test_nodes_leave_room_for_a_request_of_either_queue(monkeypatch, queue):
         setattr(scheduler, queue, waiting)
         scheduler.schedule()
         assert scheduler.running[0].spec_token_ids == nodes
+
+
+@pytest.mark.parametrize(("v2", "num_tokens", "pads"), [(True, 36, True), (True, 35, False), (False, 99, False)])
+def test_a_request_of_one_token_gets_placeholders_where_those_of_all_requests_fit(monkeypatch, v2, num_tokens, pads):
+    """Elsewhere, vLLM would let it wait for room, and all requests behind it."""
+
+    def init(self):
+        self.use_v2_model_runner, self.num_spec_tokens, self.max_num_scheduled_tokens = v2, NODES, num_tokens
+        self.scheduler_config, self.structured_output_manager = SimpleNamespace(max_num_seqs=4), None
+
+    monkeypatch.setattr(Scheduler, "__init__", init)
+    assert GraphScheduling().dynamic_sd_lookup == (None if pads else 5 * [NODES])

@@ -53,6 +53,7 @@ class NoDraft:
     reads_aux = False
     aux_layers: tuple[int, ...] | None = None
     shift = 0
+    head: TrimmedHead | None = None
 
 
 class DraftModel:

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm_gsd.cpu.int8_rows import Int8Rows, int8_pays
 from vllm_gsd.cpu.linear import COLUMNS, linear, pack_weight, write_columns
 from vllm_gsd.cpu.packed_weights import packs_weights
+from vllm_gsd.engine.verify.staging import send
 
 # Rare tokens in the ring buffer, shared by all requests. The oldest is replaced first.
 RECENT = 512
@@ -74,9 +75,7 @@ class TrimmedHead(torch.nn.Module):
         self.known[left[left >= 0]] = False
         self.known[rare] = True
         self.kept[places] = rare
-        device = self.ids.device
-        slots, ids = torch.from_numpy(places).to(device), torch.from_numpy(rare.astype(np.int64)).to(device)
-        columns = slots + self.num_frequent
+        columns, ids = send(self.ids.device, places + self.num_frequent, rare.astype(np.int64))
         self.columns.write(columns, self.lookup(ids))
         self.ids[columns] = ids
         self.missing[columns] = False

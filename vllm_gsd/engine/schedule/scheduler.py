@@ -36,9 +36,10 @@ class GraphScheduling(Scheduler):
         super().__init__(*args, **kwargs)
         # V2's runner, not a schedule by batch size, chooses how many of the scheduled nodes are verified. Without a
         # schedule, upstream adds placeholders to a request that starts with one token, so that full CUDA graphs serve
-        # the batch. V1 on CPUs has none, and the request would never start where the placeholders do not fit a step.
-        pads = self.use_v2_model_runner and self.num_spec_tokens < self.max_num_scheduled_tokens
-        whole = [self.num_spec_tokens] * (1 + self.scheduler_config.max_num_seqs)
+        # the batch. The request would wait where the placeholders do not fit the step. V1 on CPUs has no such graphs.
+        most = self.scheduler_config.max_num_seqs
+        pads = self.use_v2_model_runner and most * (1 + self.num_spec_tokens) <= self.max_num_scheduled_tokens
+        whole = [self.num_spec_tokens] * (1 + most)
         self.dynamic_sd_lookup: list[int] | None = None if pads else whole
         self.graph_stats: dict[str, Any] | None = None  # statistics of this step
         self.unreported: dict[str, Counter] = {name: Counter() for name in COUNTED}
@@ -96,7 +97,8 @@ class GraphScheduling(Scheduler):
         for request_id in output.finished_req_ids:
             self.kept.pop(request_id, None)
         scheduled = output.scheduled_spec_decode_tokens
-        wire.attach(output, wire.KEPT, {i: self.kept[i] for i in scheduled if i in self.kept})
+        if not self.use_v2_model_runner:  # V2's workers have grammars of their own
+            wire.attach(output, wire.KEPT, {i: self.kept[i] for i in scheduled if i in self.kept})
         new = [request.req_id for request in output.scheduled_new_reqs]
         wire.attach(output, wire.SALTS, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
         return output

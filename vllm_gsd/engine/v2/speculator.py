@@ -126,13 +126,16 @@ class GraphSpeculator(BaseSpeculator):
 
     @property
     def num_graphs(self) -> int:
-        """The number of batch sizes for which the draft phase is captured."""
+        """The number of captured draft phases: one for each batch size and number of levels."""
         return 0 if self.draft_graphs is None else len(self.draft_graphs.graphs)
 
     def admit(self, request: NewRequestData, slot: int) -> None:
         """Start or resume a request in a slot."""
         former = self.requests.get(request.req_id)
-        later_chunk = former is not None and former.sampling_params != request.sampling_params
+        # A resumed request is as it was. The prompt of a session's later chunk holds the text so far.
+        later_chunk = former is not None and (
+            former.prompt_len != request.prompt_len or former.sampling_params != request.sampling_params
+        )
         if later_chunk:
             self.speculation.admit(request)
             if self.grammars is not None:  # only the scheduler knows how far the grammar of the first chunk is
@@ -461,6 +464,9 @@ class GraphSpeculator(BaseSpeculator):
             present = label.tenants == self.tenants[label.slots]
             self.texts.append(label.slots[present], paths.tokens[present], paths.num_tokens[present])
             drafted = np.flatnonzero(present & label.drafted)
+            if (head := self.speculation.draft_model.head) is not None:
+                valid = np.arange(paths.tokens.shape[1]) < paths.num_tokens[drafted, None]
+                head.see(paths.tokens[drafted][valid])
             if graphs and len(drafted):
                 proposed = {name: values[drafted] for name, values in graphs.items()}
                 invalid = counted["draft_rows_invalid"] > 0
