@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from damaged_folders import cut_off, keys, refusal, tensors, write_target
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.config.draft_check import check_draft
+from vllm_gsd.config.draft_vocab import write_draft_vocab
 from vllm_gsd.tools.check.model_files import DTYPE_BYTES
 from vllm_gsd.tools.check.pair import check_pair
 
@@ -153,8 +155,11 @@ def test_every_kind_is_checked(write, target, kind, case):
 
 
 def test_blocks_are_never_trimmed(write, target):
-    message = refusal(write("dflash"), target, draft_vocab_size=40)
+    folder = write("dflash")
+    message = refusal(folder, target, draft_vocab_size=40)
     assert '"draft_vocab_size" must be left out, not 40' in message
+    write_draft_vocab(folder, np.arange(40))
+    assert "cannot be trimmed, but has a draft_vocab.json" in refusal(folder, target)
 
 
 def test_a_draft_with_windows(write, target):

@@ -164,6 +164,9 @@ def test_copies_without_their_mtp_module(target, architecture, module):
 def test_a_trimmed_head_needs_all_tokens(head, target):
     with pytest.raises(GSDConfigError, match="draft_vocab_size"):
         check_draft(str(head), VOCAB, target, draft_vocab_size=40)
+    write_draft_vocab(head, np.arange(40))
+    with pytest.raises(GSDConfigError, match=r"of its own, but also a draft_vocab\.json"):
+        check_draft(str(head), VOCAB, target)
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,11 @@ def _mtp_problem(draft: Path, config: dict, draft_vocab_size: int | None) -> str
 
 
 def _aux_problem(kind: str, draft: Path, config: dict, target: dict, draft_vocab_size: int | None) -> str | None:
+    trimmed = read_draft_vocab(draft) is not None
     if kind in BLOCK_KINDS and draft_vocab_size is not None:
         return f'drafts whole blocks, for which "draft_vocab_size" must be left out, not {draft_vocab_size}'
+    if kind in BLOCK_KINDS and trimmed:
+        return f"drafts whole blocks, which cannot be trimmed, but has a {FILE}, which must go"
     try:
         if kind in BLOCK_KINDS:
             return block_problem(draft, config, target)
@@ -141,6 +144,8 @@ def _aux_problem(kind: str, draft: Path, config: dict, target: dict, draft_vocab
     own = keys.get("draft_vocab_size", keys["vocab_size"])
     if draft_vocab_size is not None and own != keys["vocab_size"]:
         return f'has a vocabulary of {own} tokens of its own, but must have all tokens for "draft_vocab_size"'
+    if trimmed and own != keys["vocab_size"]:
+        return f"has a vocabulary of {own} tokens of its own, but also a {FILE}, which must go"
     return None
 
 

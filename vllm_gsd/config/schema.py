@@ -95,7 +95,7 @@ class GSDConfig(BaseModel):
     draft_tensor_parallel_size: int | None = Field(
         None,
         ge=1,
-        description="Tensor-parallel size of the draft: the target's, or 1 for a copy on every rank.",
+        description="Tensor-parallel size of the draft: the target's; for a language model also 1, a copy per rank.",
         json_schema_extra={"null": "the target's"},
     )
     draft_vocab_size: int | None = Field(

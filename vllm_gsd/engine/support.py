@@ -82,6 +82,6 @@ def _check_kind(kind: str, config: GSDConfig, vllm_config: VllmConfig) -> None:
         )
     if kind != LANGUAGE_MODEL and tp not in (None, vllm_config.parallel_config.tensor_parallel_size):
         raise GSDConfigError(
-            f'gsd does not support "draft_tensor_parallel_size" {tp} of a draft of EAGLE\'s kind, which shares the '
-            "target's embedding; leave it out."
+            f'gsd does not support "draft_tensor_parallel_size" {tp} of a draft of the kind "{kind}", which is split '
+            "as the target is; leave it out."
         )
