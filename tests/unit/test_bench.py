@@ -15,6 +15,8 @@ from made_up_report import report as made_up_report
 from typer.testing import CliRunner
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.draft.copies import Copies
+from vllm_gsd.planner.planner import Planner
 from vllm_gsd.tools.bench import analyses, contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.categories import forms as forms_by_category
@@ -166,6 +168,18 @@ def test_shares_of_accepted_nodes_count_copies_from_other_answers():
 def test_forms_of_another_model_runner_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="--forms needs Model Runner V1"):
         forms.FormSwitch(SimpleNamespace(speculation=None))
+
+
+def test_every_source_takes_the_form_that_is_switched_to():
+    config = GSDConfig.load({"method": "gsd", "model": None, "top_k": 5})
+    speculation = SimpleNamespace(
+        config=config, drafter=None, num_nodes=8, planner=Planner(5, 8, 8), copies=Copies(config, 8)
+    )
+    proposer = SimpleNamespace(clock=SimpleNamespace())
+    switch = forms.FormSwitch(SimpleNamespace(speculation=speculation, drafter=proposer))
+    for form, top_k in ("gsd-chain", 1), ("gsd", 5):
+        switch.to(form)
+        assert speculation.config.top_k == speculation.copies.top_k == speculation.planner.limits[0] == top_k
 
 
 class CutEngine:
@@ -349,15 +363,13 @@ def test_names_that_are_not_unicode_lose_no_result(tmp_path):
 
 def test_a_dead_engine_is_the_reported_error(tmp_path, monkeypatch):
     """An engine may also die between two jobs. Errors of an earlier run in its log are not quoted."""
-    answers = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{}', flush=True); sys.stdin.readline()"
-    die = (
-        "print('{}', flush=True); sys.stderr.buffer.write(b'\\xff\\nMyError: now')"  # in its log some text is not UTF-8
-    )
+    answers = "import sys\nfor _ in range(3): sys.stdin.readline(); print('{}', flush=True)\n"
+    die = "sys.stderr.buffer.write(b'\\xff\\nMyError: now')"  # in its log some text is not UTF-8
     start = subprocess.Popen
     monkeypatch.setattr(turns.subprocess, "Popen", lambda _, **to: start([sys.executable, "-c", code], **to))
     (tmp_path / "plain-eager.log").write_text("OldError: of yesterday\n")
     work = turns.Work([Request("one")], [1], 1, 4, {}, tmp_path)
-    code = f"{answers}; {die}"
+    code = answers + die
     with turns.running(PLAIN, work) as engine:
         engine.run({})
         engine.process.wait()

@@ -100,6 +100,12 @@ def test_files_that_fail_on_the_way_are_one_sentence(monkeypatch, error, sentenc
     assert (done.exit_code, done.stderr) == (1, sentence)
 
 
+@pytest.mark.parametrize("given", [("--draft", "draft"), ("--engine-args", '{"dtype": "float32"}')])
+def test_check_refuses_options_about_a_target_without_one(given):
+    done = CliRunner().invoke(app, ["check", *given])
+    assert (done.exit_code, done.stderr) == (1, f"{given[0]} is checked together with a target; give --target, too.\n")
+
+
 @pytest.mark.parametrize(("name", "option"), [("model", "--target"), ("speculative_config", "--gsd")])
 def test_check_refuses_engine_args_that_it_would_replace(name, option):
     done = run("check", "--engine-args", json.dumps({name: "other"}))

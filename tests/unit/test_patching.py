@@ -70,6 +70,7 @@ def test_parts_of_a_step_are_wrapped_where_there_are_any():
     runner = SimpleNamespace(
         model=SimpleNamespace(compute_logits=lambda: "logits"),
         _sample=lambda: "sampled",
+        _model_forward=lambda: "run",
         compilation_config=SimpleNamespace(
             static_forward_context={
                 "layer": SimpleNamespace(impl=SimpleNamespace(forward=lambda: "attended")),
@@ -91,3 +92,5 @@ def test_parts_of_a_step_are_wrapped_where_there_are_any():
     layers = runner.compilation_config.static_forward_context
     assert layers["layer"].impl.forward() == ("attended", "forward", "attention")
     assert not parts.wrap_parts(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=None)), None)
+    del runner._model_forward  # as on Model Runner V2
+    assert not parts.wrap_parts(llm, None)

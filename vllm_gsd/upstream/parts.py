@@ -28,10 +28,10 @@ def wrap_parts(llm: Any, wrapper: Callable[[Function, str, str], Function]) -> b
     """Replace every method of a step with ``wrapper(method, method name, part of the step)``.
 
     Returns:
-        False if the engine runs in other processes; nothing is replaced then.
+        False if the engine runs in other processes or on Model Runner V2; nothing is replaced then.
     """
     runner = runner_of(llm)
-    if runner is None:
+    if runner is None or not hasattr(runner, "_model_forward"):  # V2's has other methods
         return False
     for owner, name, part in _methods(llm, runner):
         method = getattr(owner, name, None)

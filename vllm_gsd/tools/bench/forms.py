@@ -74,6 +74,7 @@ class FormSwitch:
         if form not in self.planners:
             self.planners[form] = Planner(config.top_k, config.max_depth, mine.num_nodes, mine.planner.costs)
         self.form = form
+        mine.copies.top_k = config.top_k
         for part in (mine, mine.drafter):
             if part is not None:
                 part.config = config

@@ -38,7 +38,7 @@ def check(
         except GSDConfigError as error:
             found.append(Finding("gsd.json", "failed", str(error)))
         if target is None:
-            found.append(Finding("models", "note", "not checked; give --target, and --draft or --gsd"))
+            found.append(Finding("models", "note", "not checked; give --target"))
         elif config is not None:
             dtypes = (str(engine_args.get(name, "auto")) for name in ("dtype", "kv_cache_dtype"))
             about_pair, memory = check_pair(target, config, *dtypes)

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from vllm_gsd.tools.cli.console import json_object, out
+from vllm_gsd.tools.cli.console import fail, json_object, out
 from vllm_gsd.tools.cli.options import finite
 
 COLOURS = {"ok": "green", "note": "yellow", "unknown": "yellow", "failed": "red"}
@@ -31,7 +31,11 @@ def check(
     from vllm_gsd.tools.check.run import check as run
 
     others = {"model": "--target gives", "speculative_config": "--gsd gives"}
-    report = run(target, draft, gsd, json_object(engine_args, "--engine-args", others), timeout)
+    extra = json_object(engine_args, "--engine-args", others)
+    if target is None and (draft is not None or extra):
+        option = "--engine-args" if draft is None else "--draft"
+        fail(f"{option} is checked together with a target; give --target, too.")
+    report = run(target, draft, gsd, extra, timeout)
     if as_json:
         typer.echo(json.dumps(report))
     else:
