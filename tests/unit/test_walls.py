@@ -1,5 +1,6 @@
 """``scripts/check_walls.py`` finds code outside ``upstream/`` that changes vLLM or its libraries."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,12 @@ def test_a_violation_fails_the_check_but_in_upstream(tmp_path, capsys):
         (tmp_path / "vllm_gsd" / folder / "patch.py").write_text("import vllm\n\nvllm.x = 1\n")
         assert main(tmp_path) == expected
     assert capsys.readouterr().out.startswith("vllm_gsd/engine/patch.py:3: vllm.x = ...")
+
+
+def test_files_and_functions_are_short():
+    for file in (ROOT / "vllm_gsd").rglob("*.py"):
+        source = file.read_text("utf-8")
+        assert source.count("\n") < 500, file
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno + 1 < 60, (file, node.name)

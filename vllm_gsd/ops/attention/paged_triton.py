@@ -145,6 +145,27 @@ def _attend_path(
     return highest, total, acc
 
 
+@triton.jit
+def _pairs_of(tile, num_pairs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BY_ROW: tl.constexpr):
+    """The first pair of a tile, and the end of the pairs that it may hold."""
+    first, end = tile * BLOCK_M, num_pairs
+    if BY_ROW:
+        tiles_per_row: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+        end = (tile // tiles_per_row + 1) * GROUP
+        first = end - GROUP + tile % tiles_per_row * BLOCK_M
+    return first, end
+
+
+@triton.jit
+def _start(sinks, head, valid, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """The highest score and the sum of weights before any key: those of the sinks in the first split."""
+    highest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        if split == 0:
+            highest, total = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E, total + 1.0
+    return highest, total
+
+
 # What varies between the batches of an engine is not specialised, so that nothing compiles while it serves.
 @triton.jit(
     do_not_specialize=[
@@ -166,32 +187,23 @@ def tree_attention_kernel(
     kv_head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.load(query_start_loc + request).to(tl.int64)
     num_pairs = (tl.load(query_start_loc + request + 1) - first_row) * GROUP
-    first_pair, end_pair = tile * BLOCK_M, num_pairs
-    if BY_ROW:
-        tiles_per_row: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-        end_pair = (tile // tiles_per_row + 1) * GROUP
-        first_pair = end_pair - GROUP + tile % tiles_per_row * BLOCK_M
+    first_pair, end_pair = _pairs_of(tile, num_pairs, GROUP, BLOCK_M, BY_ROW)
     if first_pair >= num_pairs:
         return
     pair = first_pair + tl.arange(0, BLOCK_M)
     valid = pair < end_pair
-    row = first_row + pair // GROUP
-    head = kv_head * GROUP + pair % GROUP
+    row, head = first_row + pair // GROUP, kv_head * GROUP + pair % GROUP
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_SIZE
     inside = valid[:, None] & in_head[None, :]
     q = tl.load(query + (row * q_row + head * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
-    prefix = tl.load(prefix_lens + request)
-    table = block_table + request * table_row
+    prefix, table = tl.load(prefix_lens + request), block_table + request * table_row
     score_scale = scale
     if K_SCALE:
         score_scale = scale * tl.load(k_scale + kv_head * k_scale_head)
 
-    highest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    highest, total = _start(sinks, head, valid, split, BLOCK_M, SINKS)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if SINKS:
-        if split == 0:
-            highest, total = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E, total + 1.0
     if BY_ROW:
         highest, total, acc = _attend_path(
             q, highest, total, acc, first_row + first_pair // GROUP, valid, prefix, tree_mask, mask_row, num_words,

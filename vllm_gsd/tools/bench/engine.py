@@ -80,14 +80,7 @@ def run(
 
     extra_args = wire.opting_out() if opted_out else None
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra_args)
-    tokenizer = llm.get_tokenizer()
-    prompts = [token_ids_of(tokenizer, chat) for chat in chats]
-    longest = max((len(token_ids_of(tokenizer, chat)) for chat in later or []), default=0)
-    if longest >= (most := llm.llm_engine.model_config.max_model_len):  # it leaves no room for a token
-        raise ValueError(f"a prompt has {longest} tokens, but --max-model-len is {most}")
-    if context is not None:
-        others = [token_ids_of(tokenizer, chat) for chat in behind or []]
-        prompts = [with_context(ids, others, context) for ids in prompts]
+    prompts = _prompts(llm, chats, context, behind or [], later or [])
     forget_responses(runner_of(llm))
     before = counters_of(llm)
     timed_run = TimedRun(
@@ -104,6 +97,18 @@ def run(
         "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
         "counters": gained(before, counters_of(llm)),
     }
+
+
+def _prompts(
+    llm: Any, chats: list[Prompt], context: int | None, behind: list[Prompt], later: list[Prompt]
+) -> list[list[int]]:
+    """The token ids of the chats; arguments as for ``run``."""
+    tokenizer = llm.get_tokenizer()
+    prompts, others, future = ([token_ids_of(tokenizer, chat) for chat in some] for some in (chats, behind, later))
+    most = llm.llm_engine.model_config.max_model_len
+    if (length := max(map(len, future), default=0)) >= most:  # it leaves no room for a token
+        raise ValueError(f"a prompt has {length} tokens, but --max-model-len is {most}")
+    return prompts if context is None else [with_context(ids, others, context) for ids in prompts]
 
 
 class TimedRun:

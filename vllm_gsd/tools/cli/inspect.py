@@ -3,11 +3,14 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_gsd.tools.cli.console import err, fail, json_object, one_sentence, prints_to_stderr
+
+if TYPE_CHECKING:
+    from vllm_gsd.tools.inspect.trace import Trace
 
 # Where an option belongs that was given with the other kind of input.
 WITH = {True: "with --prompt, but is for traces", False: "with a trace, but is for --prompt"}
@@ -40,7 +43,6 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what token graphs did for a request, as one HTML page: for a prompt, or from an engine's trace."""
-    from vllm_gsd.tools.inspect.trace import choose, read_traces
     from vllm_gsd.tools.output import try_file
 
     if (trace is None) == (prompt is None):
@@ -54,11 +56,7 @@ def inspect(
         from vllm_gsd.tools.inspect.run import record
 
         if trace is not None:
-            traces = read_traces(trace)
-            shown = choose(traces, request, trace)
-            if len(traces) > 1:
-                said = f"The trace has {len(traces)} requests; this is {shown.request['request']}."
-                err.print(said, highlight=False, markup=False)
+            shown = _of_trace(trace, request)
         else:
             assert prompt is not None
             if trace_to is not None:
@@ -75,6 +73,18 @@ def inspect(
     except OSError as error:
         fail(f'--out is "{out}", but that file cannot be written ({error.strerror}).')
     typer.echo(json.dumps({"page": str(out), "request": shown.request["request"], "steps": len(shown.steps)}))
+
+
+def _of_trace(path: Path, request: str | None) -> "Trace":
+    """The request of a trace to show; says so if there are others."""
+    from vllm_gsd.tools.inspect.trace import choose, read_traces
+
+    traces = read_traces(path)
+    shown = choose(traces, request, path)
+    if len(traces) > 1:
+        said = f"The trace has {len(traces)} requests; this is {shown.request['request']}."
+        err.print(said, highlight=False, markup=False)
+    return shown
 
 
 def _refuse_others(context: typer.Context, answers: bool) -> None:
