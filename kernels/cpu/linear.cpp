@@ -76,9 +76,7 @@ struct PairedLinear : LinearJob {
 #endif
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK_VALUE(weight.dim() == 5 && weight.size(2) >= 1 && weight.size(2) <= 4 && weight.size(3) == 16 &&
-                        weight.size(4) == 2 && weight.is_contiguous() && weight.scalar_type() == at::kBFloat16,
-                    "weight must be packed by pack_weight, not ", weight.sizes());
+  check_packed(weight);
   const int64_t size = 2 * weight.size(1), columns = weight.size(0) * weight.size(2) * 16;
   TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && x.dim() >= 1 && x.size(-1) == size,
                     "x must be bfloat16 [..., ", size, "], not ", x.scalar_type(), " ", x.sizes());

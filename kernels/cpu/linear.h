@@ -1,11 +1,18 @@
-// The arguments of a product for the kernels of linear.cpp.
+// The packed weights of linear.cpp and read_columns.cpp, and the arguments of a product.
 #pragma once
 
-#include <c10/util/BFloat16.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
 namespace gsd {
+
+// Raises ValueError unless `weight` has the form of a packed one.
+inline void check_packed(const at::Tensor& weight) {
+  TORCH_CHECK_VALUE(weight.dim() == 5 && weight.size(2) >= 1 && weight.size(2) <= 4 && weight.size(3) == 16 &&
+                        weight.size(4) == 2 && weight.is_contiguous() && weight.scalar_type() == at::kBFloat16,
+                    "weight must be packed by pack_weight, not ", weight.sizes());
+}
 
 struct LinearJob {
   const c10::BFloat16 *x, *weight, *bias;  // weight: [groups][pairs][panels][16][2]; bias: null without one

@@ -13,11 +13,13 @@ TORCH_LIBRARY(vllm_gsd, library) {
       "int sliding_window, float softcap, Tensor? sinks) -> ()",
       &gsd::tree_attention);
   def("move_kv(Tensor(a!)[] kv_caches, Tensor[] tables, Tensor src_slots, Tensor dst_slots) -> ()", &gsd::move_kv);
+  def("write_kv(Tensor(a!) kv_cache, Tensor tables, Tensor key, Tensor value, Tensor slots) -> ()", &gsd::write_kv);
   def("topk_softmax(Tensor logits, int k) -> (Tensor, Tensor)", &gsd::topk_softmax);
   def("argmax_of_walks(Tensor logits, Tensor tokens, Tensor parents, Tensor starts) -> Tensor", &gsd::argmax_of_walks);
   def("best_paths(Tensor scores, Tensor chances, Tensor ids, Tensor best, bool merge) -> (Tensor, Tensor, Tensor)",
       &gsd::best_paths);
   def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &gsd::linear);
+  def("read_columns(Tensor packed, Tensor columns) -> Tensor", &gsd::read_columns);
   def("read_rows(Tensor states, Tensor rows, Tensor? cleared) -> Tensor", &gsd::read_rows);
   def("write_rows(Tensor(a!) states, Tensor rows, Tensor values) -> ()", &gsd::write_rows);
   def("move_rows(Tensor(a!) states, Tensor sources, Tensor destinations) -> ()", &gsd::move_rows);

@@ -17,6 +17,9 @@ void tree_attention(at::Tensor output, const at::Tensor& query, const at::Tensor
 void move_kv(at::TensorList kv_caches, at::TensorList tables, const at::Tensor& src_slots,
              const at::Tensor& dst_slots);
 
+void write_kv(at::Tensor kv_cache, const at::Tensor& tables, const at::Tensor& key, const at::Tensor& value,
+              const at::Tensor& slots);
+
 std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_t k);
 
 at::Tensor argmax_of_walks(const at::Tensor& logits, const at::Tensor& tokens, const at::Tensor& parents,
@@ -26,6 +29,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> best_paths(const at::Tensor& scor
                                                           const at::Tensor& ids, const at::Tensor& best, bool merge);
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
+at::Tensor read_columns(const at::Tensor& packed, const at::Tensor& columns);
 
 at::Tensor read_rows(const at::Tensor& states, const at::Tensor& rows, const std::optional<at::Tensor>& cleared);
 

@@ -1,4 +1,4 @@
-"""Moving cache slots: equal to gather and scatter, whatever overlaps."""
+"""Moving and writing cache slots: equal to gather and scatter, whatever overlaps."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_cases import LAYOUTS, plain, random_separable, transposed
 
-from vllm_gsd.ops.kv_move.cpu import move_kv, move_kv_reference
+from vllm_gsd.ops.kv_move.cpu import move_kv, move_kv_reference, write_kv
 
 OPS = [move_kv, move_kv_reference]
 
@@ -107,3 +107,49 @@ def test_refuses_layouts_and_dtypes(op):
         op(caches(1), plain(32, 32), one, one)
     with pytest.raises(ValueError, match="int64"):
         op(caches(1), plain(16, 32), one.int(), one.int())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    block_size=st.sampled_from([4, 16, 32]),
+    head_size=st.sampled_from([16, 80]),
+    count=st.sampled_from([0, 1, 9, 63, 64, 65, 200]),
+    compiled=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_written_rows_are_read_back(layout, dtype, block_size, head_size, count, compiled, seed):
+    """All others stay, rows without a slot are not stored, and the slots may be more than the rows."""
+    torch.manual_seed(seed)
+    layout = LAYOUTS[layout](block_size, head_size)
+    kv_cache = caches(1, block_size, head_size, dtype, blocks=60)[0]
+    projected = torch.randn(count, 3, 3, head_size).to(dtype)
+    key, value = projected[:, 1], projected.transpose(1, 2)[:, :, 2]  # other strides of rows and heads
+    slots = torch.randperm(60 * block_size)[: count + 2]
+    slots[torch.rand(len(slots)) < 0.1] = -1
+    every, stored = torch.arange(60 * block_size), slots[:count] >= 0
+    expected = [part.clone() for part in layout.read(kv_cache, every)]
+    for part, rows in zip(expected, (key, value), strict=True):
+        part[slots[:count][stored]] = rows[stored]
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr("vllm_gsd.ops.kv_move.cpu.use_kernel", lambda tensor: False)
+        write_kv(kv_cache, layout, key, value, slots)
+    assert all(map(torch.equal, layout.read(kv_cache, every), expected))
+
+
+def test_refuses_rows():
+    kv_cache, rows, slots = caches(1)[0], torch.randn(2, 3, 32), torch.tensor([0, 79])
+    for key, value, error in [
+        (rows, rows[:1], "key and value"),
+        (rows[:, :2], rows, "key and value"),
+        (rows, rows[..., :16], "key and value"),
+        (rows.half(), rows.half(), "dtype"),
+        (rows, rows.transpose(1, 2).contiguous().transpose(1, 2), "contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            write_kv(kv_cache, plain(16, 32), key, value, slots)
+    for few_or_wrong in (slots[:1], torch.tensor([0, 80]), slots.int()):
+        with pytest.raises(ValueError, match="slot"):
+            write_kv(kv_cache, plain(16, 32), rows, rows, few_or_wrong)

@@ -133,7 +133,14 @@ def test_columns_are_read_and_written_anew():
     weight = matrix(176, 130)
     packed, columns, rows = pack_weight(weight), torch.tensor([0, 175, 17, 64]), matrix(4, 130)
     assert torch.equal(read_columns(packed, columns), weight[columns])
-    assert torch.equal(read_columns(packed, columns.view(2, 2)), weight[columns.view(2, 2)])
+    assert torch.equal(read_columns(packed, columns.view(2, 2).int()), weight[columns.view(2, 2)])
+    assert read_columns(packed, columns[:0]).shape == (0, 130)
+    for wrong in (-1, 176):
+        with pytest.raises(IndexError, match=f"column {wrong} of a weight that has 176"):
+            read_columns(packed, torch.tensor([0, wrong]))
+    for refused in ((weight, columns), (packed, columns.float())):
+        with pytest.raises(ValueError, match=r"packed by pack_weight|int32 or int64"):
+            read_columns(*refused)
     write_columns(packed, columns, rows)
     weight[columns] = rows
     assert torch.equal(unpack_weight(packed), weight)

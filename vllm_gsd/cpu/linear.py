@@ -65,11 +65,20 @@ def _panels_of_group(panels: int, isa: int, threads: int) -> int:
 
 
 def read_columns(packed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Read the weights ``[..., size]`` of some output columns, int64 ``[...]``."""
-    _, pairs, width, _, _ = packed.shape
-    panel = columns // COLUMNS
-    rows = packed[panel // width, :, panel % width, columns % COLUMNS]
-    return rows.reshape(*columns.shape, 2 * pairs)
+    """Read the weights of some output columns: rows of an embedding that is an LM head too.
+
+    Args:
+        packed: bfloat16, from :func:`pack_weight`.
+        columns: int32 or int64 ``[...]``.
+
+    Returns:
+        bfloat16 ``[..., size]``.
+
+    Raises:
+        IndexError: there is no such column.
+        ValueError: a shape or dtype differs from these.
+    """
+    return torch.ops.vllm_gsd.read_columns(packed, columns)
 
 
 def write_columns(packed: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
@@ -103,3 +112,7 @@ if HAVE_EXTENSION:
     @torch.library.register_fake("vllm_gsd::linear")
     def _shape_of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0] * weight.shape[2] * COLUMNS)
+
+    @torch.library.register_fake("vllm_gsd::read_columns")
+    def _shape_of_columns(packed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return packed.new_empty(*columns.shape, 2 * packed.shape[1])

@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees, TreeBackend, TreeRows, TreeRowsOnly, serves_chains
 from vllm_gsd.ops.attention.cpu import tree_attention
+from vllm_gsd.ops.kv_move.cpu import write_kv
 from vllm_gsd.ops.kv_move.layout import KVLayout, pages_of
 from vllm_gsd.upstream import wire
 
@@ -105,6 +106,9 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
     ) -> None:
         if self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER):
             return
+        if not self.shares_cache:
+            write_kv(kv_cache, self._layout(layer, kv_cache), key, value, slot_mapping)
+            return
         if self._halves is None or self._halves[0] is not kv_cache:
             self._halves = (kv_cache, *pages_of(kv_cache))
         _, keys, values = self._halves
@@ -116,11 +120,13 @@ class TreeCPUAttentionImpl(AttendsTrees, CPUAttentionBackendImpl):
     def _tree(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreeRows, output: torch.Tensor
     ) -> None:
-        layout = kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype)
         tree_attention(
-            output, query, kv_cache, layout, tree, self.scale, sliding_window=self.sliding_window,
-            softcap=self.logits_soft_cap, sinks=self.sinks,
+            output, query, kv_cache, self._layout(layer, kv_cache), tree, self.scale,
+            sliding_window=self.sliding_window, softcap=self.logits_soft_cap, sinks=self.sinks,
         )  # fmt: skip
+
+    def _layout(self, layer: Any, kv_cache: torch.Tensor) -> KVLayout:
+        return kv_layout(layer.isa, kv_cache.shape[2], self.head_size, kv_cache.dtype)
 
 
 class TreeCPUAttentionBackend(TreeBackend, CPUAttentionBackend):

@@ -1,4 +1,4 @@
-"""Compaction on CPUs: move the keys and values of accepted nodes to contiguous slots."""
+"""Keys and values of rows on CPUs: write them to their slots, and move those of accepted nodes to contiguous ones."""
 
 from collections.abc import Sequence
 
@@ -58,3 +58,27 @@ def move_kv_reference(
         if ((slots < 0) | (slots >= kv_cache.shape[0] * kv_cache.shape[2])).any():
             raise ValueError("a slot does not lie in the KV cache")
         layout.write(kv_cache, dst_slots, *layout.read(kv_cache, src_slots))
+
+
+def write_kv(
+    kv_cache: torch.Tensor, layout: KVLayout, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store the key and the value of row i in slot ``slots[i]``, as vLLM's ``cpu_attn_reshape_and_cache`` does.
+
+    Where keys are transposed, the rows of a graph lie in the same cache lines. vLLM divides rows among threads, which
+    then take these lines from each other. Here one thread writes all rows of a KV head.
+
+    Args:
+        kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]`` of any 2- or 4-byte dtype.
+        layout: the layout of its pages.
+        key, value: ``[num_rows, kv_heads, head_size]``, dtype of ``kv_cache``; any row and head stride.
+        slots: int64 ``[>= num_rows]``, each ``block * block_size + offset``; rows with a negative one are not stored.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or a slot lies outside of the cache.
+    """
+    if use_kernel(kv_cache):
+        torch.ops.vllm_gsd.write_kv(kv_cache, layout.tables, key, value, slots)
+        return
+    stored = slots[: len(key)] >= 0
+    layout.write(kv_cache, slots[: len(key)][stored], key[stored], value[stored])
