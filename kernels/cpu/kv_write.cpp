@@ -2,7 +2,7 @@
 // vllm_gsd/ops/kv_move/cpu.py.
 //
 // Where keys are transposed, the rows of a graph lie in the same cache lines. If rows were divided among threads, these
-// would take the lines from each other at every element. So one thread writes all rows of a KV head.
+// would take the lines from each other at every element. So one thread writes up to 64 rows of a KV head.
 #include <ATen/Parallel.h>
 
 #include "ops.h"
@@ -12,8 +12,10 @@ namespace gsd {
 
 namespace {
 
-// Rows of a part, which one thread writes. Fewer are written sooner than a second thread wakes up.
+// Rows of a head that one thread writes at a time.
 constexpr int64_t kRows = 64;
+// Up to this many elements of keys are written sooner than a second thread wakes up.
+constexpr int64_t kFewElements = 8192;
 
 template <typename T>
 struct Rows {
@@ -36,7 +38,8 @@ void write(const PagedCache& cache, const at::Tensor& key, const at::Tensor& val
   const Rows<T> keys(key), values(value);
   const int64_t count = key.size(0), parts = (count + kRows - 1) / kRows, block = cache.block_size;
   const int64_t tasks = parts * cache.num_kv_heads;
-  at::parallel_for(0, tasks, count < kRows ? tasks : 1, [&](int64_t first, int64_t last) {
+  const bool alone = count * cache.num_kv_heads * cache.head_size <= kFewElements;
+  at::parallel_for(0, tasks, alone ? tasks : 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t head = i / parts, begin = count * (i % parts) / parts, end = count * (i % parts + 1) / parts;
       for (int64_t row = begin; row < end; ++row) {

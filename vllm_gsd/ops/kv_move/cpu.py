@@ -66,7 +66,7 @@ def write_kv(
     """Store the key and the value of row i in slot ``slots[i]``, as vLLM's ``cpu_attn_reshape_and_cache`` does.
 
     Where keys are transposed, the rows of a graph lie in the same cache lines. vLLM divides rows among threads, which
-    then take these lines from each other. Here one thread writes all rows of a KV head.
+    then take these lines from each other. Here one thread writes up to 64 rows of a KV head.
 
     Args:
         kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]`` of any 2- or 4-byte dtype.
