@@ -101,8 +101,8 @@ class GSDConfig(BaseModel):
     draft_vocab_size: int | None = Field(
         None,
         ge=32,
-        description="How many tokens the draft's LM head computes: the first of draft_vocab.json in its folder, else "
-        "the lowest ids.",
+        description="For how many tokens the draft's LM head computes logits: the first ones of draft_vocab.json in "
+        "the draft's folder or, without that file, those with the lowest ids.",
         json_schema_extra={"null": "the draft's own"},
     )
     preset: Literal["paper"] | None = Field(
