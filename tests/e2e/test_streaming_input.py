@@ -13,22 +13,23 @@ pytestmark = pytest.mark.e2e
 PROGRAM = Path(__file__).with_name("streaming_run.py")
 
 
+def run_sessions(pair, command: str, gsd: bool) -> dict:
+    """What the program prints for plain vLLM or for gsd. ``command`` is the command that runs Python programs."""
+    config = {"method": "gsd", "model": str(pair.draft), "budget": 16} if gsd else None
+    done = subprocess.run(
+        [command, str(PROGRAM), str(pair.target), json.dumps(config)],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=2 * SECONDS,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def results(tiny_pair, preforked):
-    """What the program prints for plain vLLM and for gsd."""
-    return [
-        json.loads(
-            subprocess.run(
-                [preforked, str(PROGRAM), str(tiny_pair.target), json.dumps(config)],
-                env={**os.environ, **ENVIRONMENT},
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=SECONDS,
-            ).stdout.splitlines()[-1]
-        )
-        for config in (None, {"method": "gsd", "model": str(tiny_pair.draft), "budget": 16})
-    ]
+    return [run_sessions(tiny_pair, preforked, gsd) for gsd in (False, True)]
 
 
 def test_later_chunks_are_drafted_for(results):

@@ -123,6 +123,13 @@ def test_speculates_alone_and_not_in_a_full_batch():
     assert planned(GPU, 64).wants_drafts(64, NOTHING_FOUND)
 
 
+def test_on_v2_a_level_costs_what_it_costs_for_the_whole_batch():
+    """Its draft phase runs over all requests, however few of them are drafted for."""
+    phases = Costs(ROWS, np.full(5, 20.0), np.tile([0.1, 0.1, 0.1, 30.0, 100.0], (6, 1)), attention=0.0)
+    assert planned(phases, 4).wants_drafts(4, NOTHING_FOUND)
+    assert not planned(phases, 64).wants_drafts(4, NOTHING_FOUND)
+
+
 def test_does_not_draft_where_another_source_is_sure():
     sure = 0.95 ** np.arange(1, 17)
     assert not planned(COSTS, 1).wants_drafts(1, sure, 0.05)

@@ -150,9 +150,8 @@ class Planner:
         """Tokens per millisecond with drafts; arguments as for ``wants_drafts``."""
         assert self.costs is not None
         spent, share = self.plain_ms + self.graph_ms + self.draft_ms, self.level_share
-        if self.costs.by_level:
-            rows = enumerate(num_drafted * self.levels)
-            spent += sum(share[level] * self.costs.draft_ms(count, level) for level, count in rows)
+        if self.costs.by_level:  # a level runs over the whole batch, whomever it drafts for
+            spent += sum(part * self.costs.draft_ms(self.num_requests, level) for level, part in enumerate(share))
             share = np.zeros_like(share)
         usual = left, num_drafted, self.worth, self.levels, share
         return host.drafts_rate(self.tables, self.num_requests, self.context, spent, found, *usual)

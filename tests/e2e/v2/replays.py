@@ -22,6 +22,11 @@ def _key(manager, desc) -> tuple[str, int, int]:
     return part, desc.num_reqs, desc.uniform_token_count
 
 
+def replayed(llm) -> list[tuple[str, int, int]]:
+    """Graphs that were replayed, named as by ``not_replayed``."""
+    return sorted(model_runner(llm).replayed)
+
+
 def not_replayed(llm) -> list[tuple[str, int, int]]:
     """Captured graphs that were not replayed: part, number of requests, and levels or rows per request."""
     runner = model_runner(llm)

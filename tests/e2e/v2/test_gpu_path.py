@@ -7,7 +7,7 @@ from engine_process import run
 from invariance import be_batch_invariant, record_calls, take_calls
 from launch_keys import launch_keys, record_launch_keys
 from planted import cost_rows, plant_costs
-from replays import not_replayed, record_replays
+from replays import not_replayed, record_replays, replayed
 from request_tables import end_requests, tables
 from start_probes import start_of
 from step_watch import report, start_again, watch_steps
@@ -109,6 +109,11 @@ def test_cuda_graphs_and_async_scheduling(start_v2, graphs, requests, expected):
     assert run(graphs, *requests) == expected
     graphs.call(plant_costs, None)
     print(graphs.call(not_replayed))
+    # Of the graphs with three tokens or more, those with the fewest have three rows per request.
+    graphs.call(record_replays)
+    opted_out = {**GREEDY, "extra_args": {"gsd": False}}
+    assert run(graphs, requests[0][:3], opted_out) == run(start_v2(None), requests[0][:3], GREEDY)
+    assert ("target", 4, 1) in graphs.call(replayed)
     planned = graphs.metrics()
     assert planned["gsd_nodes_cut"] > 0
     for kernel, keys in json.loads(graphs.call(launch_keys)).items():

@@ -17,6 +17,7 @@ from serve_process import VLLM, serving
 from test_batch_api import QUESTIONS, keys_of, run_batch
 from test_killed import check_killed
 from test_serve_features import REQUESTS, SCHEMAS, assert_same, choices, post
+from test_streaming_input import run_sessions
 from v2_engine import variables_of_programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SECONDS)]
@@ -84,6 +85,15 @@ def test_run_batch(text_pair, preforked_v2, tmp_path):
         answers = run_batch(text_pair, (preforked_v2, VLLM), numbers, tmp_path, logged=V2, **SMALL)
     for index, answer in zip(numbers, plain, strict=True):
         assert answers[index] == [(one.text, one.finish_reason) for one in answer.completions]
+
+
+def test_sessions_of_streaming_input(tiny_pair, preforked, preforked_v2):
+    """Later chunks of a session are drafted for and follow the text that was emitted."""
+    plain = run_sessions(tiny_pair, preforked, gsd=False)
+    with mock.patch.dict(os.environ, variables_of_programs()):
+        ours = run_sessions(tiny_pair, preforked_v2, gsd=True)
+    assert ours.pop("accepted") > plain.pop("accepted") == 0
+    assert ours == plain
 
 
 def test_killed_rank(tiny_pair, preforked_v2, tmp_path):

@@ -93,7 +93,7 @@ class GraphModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         self.target_kv = target_kv_of(layers, names, self.speculation.draft_model.layer_names)
         assert self.cudagraph_manager is not None
-        instances.wrap(self.cudagraph_manager, "dispatch", self._dispatch_and_count)
+        instances.wrap(self.cudagraph_manager, "dispatch", self._dispatch)
         pool = nullcontext() if is_profiling else self.features_pool()
         self.speculation.prepare(self.kv_cache_config, self.attn_groups, pool)
         self.speculator.bind(self.block_tables)
@@ -272,14 +272,35 @@ class GraphModelRunner(GPUModelRunner):
             check_attached(self.target_kv.names, metadata)
         return metadata
 
-    def _dispatch_and_count(
-        self, upstream: Callable[..., BatchExecutionDescriptor], *args: Any, **kwargs: Any
+    def _dispatch(
+        self,
+        upstream: Callable[..., BatchExecutionDescriptor],
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> BatchExecutionDescriptor:
-        """Count the hits and misses of the CUDA-graph manager's ``dispatch``."""
-        desc = upstream(*args, **kwargs)
-        if self.cudagraph_manager is not None and self.cudagraph_manager.needs_capture():
-            hit = desc.cg_mode != CUDAGraphMode.NONE
-            self.speculation.stats.counts["cudagraph_hits" if hit else "cudagraph_misses"] += 1
+        """Find the CUDA graph for a batch as ``CudaGraphManager.dispatch`` does, and count hits and misses.
+
+        Upstream looks only among the full graphs with the next larger number of tokens. Of graphs for different numbers
+        of rows per request, those may all be for another number than the batch has, so the larger ones are tried too.
+        """
+        desc = upstream(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+        manager = self.cudagraph_manager
+        if manager is None or not manager.needs_capture():
+            return desc
+        if desc.cg_mode != CUDAGraphMode.FULL and uniform_token_count is not None:
+            wanted = uniform_token_count, desc.num_active_loras, desc.num_ubatches
+            fitting = (
+                graph
+                for graph in manager.graphs
+                if (graph.uniform_token_count, graph.num_active_loras, graph.num_ubatches) == wanted
+                and graph.num_reqs >= num_reqs
+            )
+            desc = min(fitting, key=lambda graph: graph.num_reqs, default=desc)
+        hit = desc.cg_mode != CUDAGraphMode.NONE
+        self.speculation.stats.counts["cudagraph_hits" if hit else "cudagraph_misses"] += 1
         return desc
 
     def capture_model(self, *, profile_only: bool = False) -> int:

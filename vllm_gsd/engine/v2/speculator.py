@@ -3,6 +3,8 @@
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
+from copy import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +142,8 @@ class GraphSpeculator(BaseSpeculator):
             self.speculation.admit(request)
             if self.grammars is not None:  # only the scheduler knows how far the grammar of the first chunk is
                 self.grammars.forget([request.req_id])
-        self.requests[request.req_id] = request
+        # In one process the prompt is the list of vLLM's scheduler, to which a session's later chunk adds.
+        self.requests[request.req_id] = replace(request, prompt_token_ids=copy(request.prompt_token_ids))
         self.slots[request.req_id] = slot
         self.tenants[slot] += 1
         self.proposals.drop(slot)
@@ -186,9 +189,15 @@ class GraphSpeculator(BaseSpeculator):
     def share_of(self, request_id: str) -> int:
         """How many nodes of a request's next graph are verified at most."""
         slot = self.slots.get(request_id)
-        if slot is None:  # upstream pads a prompt of one token to the rows of a decode
-            return 0 if envs.VLLM_BATCH_INVARIANT else self.num_rows
-        return int(self.plan.shares[slot])
+        if slot is not None:
+            return int(self.plan.shares[slot])
+        # Upstream pads a prompt of one token to the rows of a decode. None of these rows is verified, but with as many
+        # rows as the other requests it fits a full CUDA graph.
+        if envs.VLLM_BATCH_INVARIANT:
+            return 0
+        if not self.plan.active:
+            return self.num_rows
+        return int(self.plan.shares[list(self.slots.values())].max(initial=0)) if self.plan.captured else 0
 
     @torch.inference_mode()
     def propose(
