@@ -60,7 +60,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from check_walls import violations  # noqa: E402
 
 # Modules that only a worker may import on a CPU. Their sources are read instead.
-READ = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.", "vllm.v1.executor.ray")
+READ = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.", "vllm.v1.executor.ray", "vllm.platforms.cuda")
 by_symbol = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.symbol)
 
 
@@ -304,6 +304,12 @@ def test_v2_is_asked_for_what_is_replaced():
     """The runner calls the functions that ``instances.wrap`` replaces."""
     assert "self.model_state.prepare_attn(" in test_upstream_v2.source(test_upstream_v2.RUNNER, "GPUModelRunner")
     assert "cudagraph_manager.dispatch(" in (test_upstream_v2.ROOT / "v1/worker/gpu/dp_utils.py").read_text()
+
+
+def test_gpus_choose_backends_by_the_priorities_that_are_replaced():
+    source = (test_upstream_v2.ROOT / "platforms/cuda.py").read_text()
+    assert "backend_priorities = _get_backend_priorities(" in source
+    assert "for priority, backend in enumerate(backend_priorities):" in source
 
 
 def test_the_speculative_config_is_made_by_the_method_that_refuses():

@@ -143,6 +143,7 @@ def test_metadata_are_built_by_the_backends_class():
     assert "get_builder_cls()" in inspect.getsource(AttentionGroup.create_metadata_builders)
     assert "attn_group.build_metadata(" in inspect.getsource(GPUModelRunner._build_attention_metadata)
     assert ".build(" in inspect.getsource(AttentionGroup.build_metadata)
+    assert field_names(AttentionGroup) >= {"backend", "layer_names", "kv_cache_spec", "kernel_block_size"}
 
 
 def test_layers_with_windows_can_be_kept_whole():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import vllm
-from vllm.v1.attention.backends import flash_attn, triton_attn
+from vllm.v1.attention.backends import fa_utils, flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 IMPLS = [flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl]
@@ -61,5 +61,9 @@ def test_flash_attention_takes_pages_and_returns_its_log_sum_exp():
     names = {argument.arg for argument in function.args.args}
     assert names >= {
         "q", "k", "v", "max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "seqused_k", "softmax_scale", "causal",
-        "softcap", "block_table", "return_softmax_lse",
+        "softcap", "block_table", "return_softmax_lse", "fa_version",
     }  # fmt: skip
+
+
+def test_versions_of_flash_attention_are_chosen_by_these():
+    assert {"head_size", "requires_softcap"} <= set(inspect.signature(fa_utils.get_flash_attn_version).parameters)

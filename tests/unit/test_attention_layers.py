@@ -1,10 +1,13 @@
 """Layers with a kind of attention that graphs do not support are refused by their own attributes, not by configs."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
@@ -13,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.attention import cuda as cuda_attention
 from vllm_gsd.engine.attention.cpu import BACKENDS, TreeCPUAttentionBackend, TreeCPUAttentionImpl
-from vllm_gsd.engine.attention.layers import check_draft_layers, check_target_layers, window_of
+from vllm_gsd.engine.attention.layers import check_draft_layers, check_kernel_blocks, check_target_layers, window_of
 from vllm_gsd.upstream.workers import attention_backends
 
 NAME = "model.layers.3.self_attn.attn"
@@ -128,3 +131,26 @@ def test_another_ones_backend_comes_back():
             assert CPU.get_path() == other
     finally:
         CPU.clear_override()
+
+
+def test_gpus_choose_a_backend_of_ours_where_one_fits(monkeypatch):
+    """On some GPUs, vLLM's first choice is FlashInfer."""
+    upstream = [AttentionBackendEnum[name] for name in ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")]
+    platform = SimpleNamespace(_get_backend_priorities=lambda use_mla: upstream)
+    monkeypatch.setitem(sys.modules, "vllm.platforms.cuda", platform)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    with attention_backends(cuda_attention.BACKENDS):
+        chosen = platform._get_backend_priorities(use_mla=False)
+    assert [backend.name for backend in chosen] == ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"]
+    assert platform._get_backend_priorities(use_mla=False) is upstream
+
+
+def test_blocks_that_the_kernel_splits_are_refused():
+    """Block tables hold the blocks of vLLM's KV cache manager, which our kernels read."""
+    group = SimpleNamespace(
+        kernel_block_size=None, kv_cache_spec=SimpleNamespace(block_size=256), backend=CPUAttentionBackend
+    )
+    check_kernel_blocks([group])
+    group.kernel_block_size = 128
+    with pytest.raises(GSDConfigError, match=r"blocks of 256 tokens .* CPU_ATTN, .* set --block-size to 128\."):
+        check_kernel_blocks([group])

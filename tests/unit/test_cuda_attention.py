@@ -150,24 +150,44 @@ def test_fp8_cache_and_quantised_query():
         torch.testing.assert_close(output[:5], expected(kv_cache, tree, meant[:5], **scales))
 
 
-def test_flash_prefix(monkeypatch):
-    """A stand-in for FlashAttention, with the arguments of vLLM's own, attends the prefix."""
+def test_queries_with_a_scale_for_each_kv_head():
+    """As in checkpoints of compressed-tensors with the strategy "attn_head"."""
     kv_cache, tree, query = batch()
+    kv_cache = kv_cache.to(torch.float8_e4m3fn)
+    scales = {name: torch.tensor([0.5, 2.0]) for name in ("_q_scale", "_k_scale", "_v_scale")}
+    by_head = scales["_q_scale"].repeat_interleave(HEADS // KV_HEADS)[:, None]
+    quantised, output = (query / by_head).to(torch.float8_e4m3fn), torch.empty_like(query)
+    impl = impl_of(cuda_attention.TreeFlashAttentionImpl, kv_cache_dtype="fp8")
+    forward(impl, quantised, kv_cache.view(torch.uint8), metadata_with(tree), output, SimpleNamespace(**scales))
+    meant, options = quantised.float() * by_head, {"k_scale": scales["_k_scale"], "v_scale": scales["_v_scale"]}
+    torch.testing.assert_close(output[:5], expected(kv_cache, tree, meant[:5], **options))
+
+
+@pytest.mark.parametrize("prefixes", [(20, 5), (20, 0)])
+def test_flash_prefix(monkeypatch, prefixes):
+    """A stand-in for FlashAttention 2, with the arguments of vLLM's own, attends the prefix.
+
+    Its log-sum-exp of an empty prefix is inf. A prompt of one token has an empty prefix.
+    """
+    kv_cache, tree, query = batch()
+    tree.prefix_lens.copy_(torch.tensor(prefixes))
+    tree.positions[3:] -= 5 - prefixes[1]
 
     def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal, softcap, block_table,
-              return_softmax_lse):  # fmt: skip
-        assert not causal and return_softmax_lse and (max_seqlen_q, max_seqlen_k) == (3, 32)
+              return_softmax_lse, fa_version):  # fmt: skip
+        assert not causal and return_softmax_lse and (max_seqlen_q, max_seqlen_k, fa_version) == (3, 32, 2)
         output, lse = torch.empty_like(q), torch.empty(q.shape[:2])
         blind = torch.zeros(len(q), 1, dtype=torch.int64)
         rows = AttendingRows(cu_seqlens_q, seqused_k, block_table, blind[:, 0], blind)
         paged_tree_attention_reference(output, q, k, v, rows, softmax_scale, softcap=softcap, lse=lse)
-        return output, lse.T.contiguous()
+        return output, lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous()
 
     monkeypatch.setattr(cuda_attention, "_flash_attention", lambda: flash)
     monkeypatch.setattr(cuda_attention, "_chosen", "flash_prefix")
     output = torch.empty_like(query)
     metadata = metadata_with(tree)
-    forward(impl_of(cuda_attention.TreeFlashAttentionImpl, logits_soft_cap=3.0), query, kv_cache, metadata, output)
+    impl = impl_of(cuda_attention.TreeFlashAttentionImpl, logits_soft_cap=3.0, prefix_version=2)
+    forward(impl, query, kv_cache, metadata, output)
     torch.testing.assert_close(output[:5], expected(kv_cache, tree, query[:5], softcap=3.0))
     with pytest.raises(NotImplementedError, match='must be "kernel"'):
         forward(

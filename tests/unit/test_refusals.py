@@ -71,8 +71,8 @@ USED = {
     "fast prefill of layers that share KV": ("V1", "CPU", {"cache.kv_sharing_fast_prefill": True}, "fast-prefill"),
     "an engine with prompt embeddings enabled": ("V1", "CPU", {"model.enable_prompt_embeds": True}, "embeddings"),
     '"tree_attention" other than "kernel"': ("V1", "CPU", {"config.tree_attention": "xformers"}, "on the CPU"),
-    '"tree_attention" "xformers" with float32': (
-        *("V2", "GPU", {"config.tree_attention": "xformers", "model.dtype": "torch.float32"}),
+    '"tree_attention" other than "kernel" with float32': (
+        *("V2", "GPU", {"config.tree_attention": "flash_prefix", "model.dtype": "torch.float32"}),
         "--dtype float32; leave",
     ),
     'batch invariance (VLLM_BATCH_INVARIANT) with "tree_attention" other than "kernel"': (

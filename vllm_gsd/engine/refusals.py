@@ -218,10 +218,10 @@ REFUSALS = (
         platforms=("GPU",),
     ),
     Refusal(
-        '"tree_attention" "xformers" with float32',
-        lambda e: e.config.tree_attention == "xformers" and str(e.model.dtype) == "torch.float32",
+        '"tree_attention" other than "kernel" with float32',
+        lambda e: e.config.tree_attention != "kernel" and str(e.model.dtype) == "torch.float32",
         'leave "tree_attention" at "kernel"',
-        name='"tree_attention" "xformers" with --dtype float32',
+        name='"tree_attention" "{e.config.tree_attention}" with --dtype float32',
         platforms=("GPU",),
     ),
     Refusal(

@@ -10,7 +10,12 @@ import numpy as np
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.config.draft_kind import BLOCK_KINDS
-from vllm_gsd.engine.attention.layers import attention_layers, check_draft_layers, check_target_layers
+from vllm_gsd.engine.attention.layers import (
+    attention_layers,
+    check_draft_layers,
+    check_kernel_blocks,
+    check_target_layers,
+)
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
 from vllm_gsd.engine.draft.block_drafter import BlockDrafter
 from vllm_gsd.engine.draft.context_kv import ContextKV
@@ -112,7 +117,11 @@ class Speculation:
 
         Args:
             pool: the context in which hidden states are allocated.
+
+        Raises:
+            GSDConfigError: an attention backend splits the blocks of the KV cache.
         """
+        check_kernel_blocks(attention_groups[0])
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.draft_kv = DraftKVTracker(kv_cache_config.num_blocks, block_size, self.draft_model.shift)
         if self.drafter is not None:

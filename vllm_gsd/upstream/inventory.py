@@ -219,6 +219,16 @@ CHANGES = (
         parameters=("backend", "class_path"),
     ),
     Patch(
+        "vllm.platforms.cuda:_get_backend_priorities",
+        by="workers.preferred",
+        when="v2",
+        delta="Attention backends that can attend along graphs come first in the automatic choice on NVIDIA GPUs.",
+        reason="On some GPUs upstream prefers FlashInfer, whose layers gsd would have to refuse.",
+        expiry="A platform can be told which backends an engine supports.",
+        contract="test_inventory.py::test_gpus_choose_backends_by_the_priorities_that_are_replaced",
+        kind="function",
+    ),
+    Patch(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
         by="instances.wrap",
         when="v2",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm_gsd.upstream.patching import replaced
@@ -48,6 +48,7 @@ def attention_backends(paths: Mapping[AttentionBackendEnum, str]) -> Iterator[No
     ``paths`` are dotted paths of our backend classes, by the backend that each replaces. vLLM caches its choice of
     backend for the whole process, so the cache is cleared when the context starts and ends.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import register_backend
 
@@ -56,13 +57,26 @@ def attention_backends(paths: Mapping[AttentionBackendEnum, str]) -> Iterator[No
         register_backend(backend, path)
     selector._cached_get_attn_backend.cache_clear()
     try:
-        yield
+        with preferred(paths) if current_platform.is_cuda() else nullcontext():
+            yield
     finally:
         for backend in paths:
             backend.clear_override()
             if backend in before:
                 register_backend(backend, before[backend])
         selector._cached_get_attn_backend.cache_clear()
+
+
+def preferred(backends: Container[AttentionBackendEnum]) -> AbstractContextManager[None]:
+    """Make vLLM's automatic choice on NVIDIA GPUs prefer these attention backends to all others, in its own order."""
+
+    def make(upstream: Callable[..., list[AttentionBackendEnum]]) -> Callable[..., list[AttentionBackendEnum]]:
+        def priorities(*args: Any, **kwargs: Any) -> list[AttentionBackendEnum]:
+            return sorted(upstream(*args, **kwargs), key=lambda backend: backend not in backends)
+
+        return priorities
+
+    return replaced("vllm.platforms.cuda:_get_backend_priorities", make)
 
 
 def _with_all_processors(upstream: Callable[..., Any]) -> Callable[..., Any]:

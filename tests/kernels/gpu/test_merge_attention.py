@@ -15,6 +15,7 @@ def test_merge(device, parts, dtype):
     logs = 3 * torch.randn(parts, 4, 3, device=device)
     logs[0, 1], values[0, 1] = -torch.inf, torch.nan  # a part without keys
     logs[:, 2] = -torch.inf  # a row without any
+    logs[0, 3, 0] = torch.inf  # a part without keys, as from FlashAttention 2
     output, exact = torch.full((4, 3, 40), 7.0, dtype=dtype, device=device), torch.empty(4, 3, 40, device=device)
     lse, exact_lse = torch.empty(4, 3, device=device), torch.empty(4, 3, device=device)
     merge_attention(output, values, logs, lse)

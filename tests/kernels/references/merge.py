@@ -16,6 +16,7 @@ def merge_attention_reference(
     check_parts(output, parts, part_lses, lse, end_row)
     rows = slice(0, parts.shape[1] if end_row is None else int(end_row))
     logs = part_lses[:, rows].double()
+    logs = logs.masked_fill(logs == torch.inf, -torch.inf)
     total = torch.logsumexp(logs, 0)
     weights = torch.exp(logs - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
     values = torch.where(weights > 0, parts[:, rows].double(), 0.0)

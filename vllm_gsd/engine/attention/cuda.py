@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import envs
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -73,6 +75,14 @@ class _TreeRowsImpl(AttendsTrees):
     logits_soft_cap: float
     sinks: torch.Tensor | None
     kv_cache_dtype: str
+    prefix_version: int | None = None  # of FlashAttention, for "flash_prefix"
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if _chosen == "flash_prefix":
+            self.prefix_version = get_flash_attn_version(
+                head_size=self.head_size, requires_softcap=bool(self.logits_soft_cap)
+            )
 
     def forward(
         self,
@@ -132,7 +142,9 @@ class _TreeRowsImpl(AttendsTrees):
             options = {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}
         query = query[:num_rows].view(heads)
         if query.dtype != output.dtype:  # upstream quantises queries if the cache is fp8
-            query = (query.to(torch.float32) * layer._q_scale).to(output.dtype)
+            scale = layer._q_scale.view(-1, 1)  # one for all heads, or one for the heads of each KV head
+            scale = scale.repeat_interleave(self.num_heads // len(scale), dim=0) if len(scale) > 1 else scale
+            query = (query.to(torch.float32) * scale).to(output.dtype)
         implementations: dict[str, Callable[..., None]] = {
             "kernel": paged_tree_attention,
             "flash_prefix": _flash_prefix_attention,
@@ -143,6 +155,7 @@ class _TreeRowsImpl(AttendsTrees):
             # Upstream's window is (left, right), without the token itself.
             sliding_window=self.sliding_window[0] + 1, softcap=self.logits_soft_cap, sinks=self.sinks, **options,
             **({} if _chosen == "xformers" else {"max_rows": tree.max_rows}),
+            **({"fa_version": self.prefix_version} if _chosen == "flash_prefix" else {}),
             **({"by_row": True} if envs.VLLM_BATCH_INVARIANT else {}),
         )  # fmt: skip
 
@@ -203,17 +216,19 @@ def _flash_attention() -> Callable[..., Any]:
 def _flash_prefix_attention(
     output: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tree: TreeRows,
     scale: float, *, sliding_window: int, softcap: float, sinks: torch.Tensor | None, max_rows: int | None,
-    **options: Any,
+    fa_version: int | None, **options: Any,
 ) -> None:  # fmt: skip
     """Merge FlashAttention over the whole prefix, without a causal mask, with our kernel's attention over the tree."""
     if sliding_window > 0 or sinks is not None or options:
         raise NotImplementedError(
             'with a sliding window, sinks or a quantised KV cache "tree_attention" must be "kernel"'
         )
+    # FlashAttention 3 and 4 need the usual strides even of dimensions of size 1.
+    keys, values = map(canonicalize_singleton_dim_strides, (key_cache, value_cache))
     prefix, prefix_lse = _flash_attention()(
-        query, key_cache, value_cache, max_seqlen_q=max_rows or len(query), cu_seqlens_q=tree.query_start_loc,
+        query, keys, values, max_seqlen_q=max_rows or len(query), cu_seqlens_q=tree.query_start_loc,
         max_seqlen_k=tree.block_table.shape[1] * key_cache.shape[1], seqused_k=tree.prefix_lens, softmax_scale=scale,
-        causal=False, softcap=softcap, block_table=tree.block_table, return_softmax_lse=True,
+        causal=False, softcap=softcap, block_table=tree.block_table, return_softmax_lse=True, fa_version=fa_version,
     )  # fmt: skip
     parts = query.new_empty((2, *query.shape))
     lses = query.new_empty((2, *query.shape[:2]), dtype=torch.float32)

@@ -1,7 +1,9 @@
 """Checks that a model's attention layers can attend along token graphs."""
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -11,6 +13,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.engine.attention.tree_rows import AttendsTrees
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.utils import AttentionGroup
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
@@ -104,3 +109,18 @@ def check_kv_groups(kv_cache_config: KVCacheConfig) -> None:
             f"gsd needs all layers of target and draft in one KV cache group, but this pair has "
             f"{len(kv_cache_config.kv_cache_groups)} groups; use another draft."
         )
+
+
+def check_kernel_blocks(groups: Iterable[AttentionGroup]) -> None:
+    """Check that the attention kernels address the same KV blocks as block tables do.
+
+    Raises:
+        GSDConfigError: an attention backend splits the blocks, and maps block tables only in its own metadata.
+    """
+    for group in groups:
+        if group.kernel_block_size is not None:
+            raise GSDConfigError(
+                f"gsd does not support KV blocks of {group.kv_cache_spec.block_size} tokens with the attention backend "
+                f"{group.backend.get_name()}, which splits them into blocks of {group.kernel_block_size} tokens; set "
+                f"--block-size to {group.kernel_block_size}."
+            )

@@ -27,7 +27,8 @@ def merge_attention(
         output: ``[num_rows, num_heads, head_size]`` float32, bfloat16 or float16.
         parts: ``[num_parts, num_rows, num_heads, head_size]``, each normalised over its own keys; float32,
             bfloat16 or float16. A part without keys may hold any values.
-        part_lses: float32 ``[num_parts, num_rows, num_heads]``, natural logarithms; -inf for a part without keys.
+        part_lses: float32 ``[num_parts, num_rows, num_heads]``, natural logarithms; for a part without keys -inf
+            or, as from FlashAttention 2, inf.
         lse: float32 ``[num_rows, num_heads]``; written.
         end_row: int32 or int64 ``[1]`` on the same device; rows from it on are left unchanged.
 

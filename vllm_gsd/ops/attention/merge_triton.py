@@ -22,6 +22,7 @@ def merge_kernel(
     part = tl.arange(0, BLOCK_P).to(tl.int64)
     given = part < num_parts
     logs = tl.load(part_lses + part * part_lse_part + row * part_lse_row + head, mask=given, other=float("-inf"))
+    logs = tl.where(logs == float("inf"), float("-inf"), logs)
     highest = tl.max(logs, 0)
     reference = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp(logs - reference)
