@@ -23,6 +23,7 @@ from generate import steps_of  # beside this file
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.models import built_in_pair
@@ -59,7 +60,7 @@ def main() -> None:
     excused = TIE if options.dtype == "bfloat16" else 0.0
     verdicts = [compare(*texts, excused) for texts in zip(plain["answers"], graph["answers"], strict=True)]
     for prompt, answer, verdict in zip(PROMPTS, graph["answers"], verdicts, strict=True):
-        console.print(Panel(answer["text"].strip(), title=prompt, subtitle=verdict))
+        console.print(Panel(Text(answer["text"].strip()), title=prompt, subtitle=Text(verdict)))
     off = {"gsd, opted out": graph["off"]} if "off" in graph else {}
     console.print(summary({"plain": plain, **off, options.method: graph}))
     if any("tie within" in verdict for verdict in verdicts):

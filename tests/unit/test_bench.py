@@ -219,6 +219,19 @@ def test_all_our_methods_have_the_kernels_that_were_asked_for():
     assert off.speculative["cpu_kernels"] == tree.speculative["cpu_kernels"] == "off"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "ranks", "repeats"),
+    [(12, [1, 4], 1, False), (8, [4], 1, False), (7, [1, 4], 1, True), (1, [1], 1, False), (12, [1], 2, True)],
+)
+def test_answers_that_a_run_repeats_are_not_copied(prompts, sizes, ranks, repeats):
+    """A run repeats prompts if it has fewer than fill a batch twice. Other ranks' answers cannot be dropped."""
+    work = turns.Work([Request([])] * prompts, sizes, 1, 8, {"tensor_parallel_size": ranks}, Path())
+    assert work.repeats_answers == repeats
+    common = {"drafts": Drafts.of(None), "gsd": {}, "lengths": [1], "modes": ["eager"]}
+    (setting,) = settings_of("suffix", **common, keeps_answers=not work.repeats_answers)
+    assert ("suffix_decoding_max_cached_requests" in setting.speculative) == repeats
+
+
 def test_a_language_model_serves_without_a_draft_of_ours():
     assert Drafts.of(None, "small") == Drafts(None, "small", None)
     assert Drafts.of(None) == Drafts(None, None, None)
@@ -268,6 +281,7 @@ def command(tmp_path, monkeypatch):
         (["--draft-model", "other"], '--draft-model is given, but "draft" is a language model'),
         (["--forms", "--engine-args", '{"tensor_parallel_size": 2}'], "--forms needs Model Runner V1 and one rank"),
         (["--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a folder'),
+        (["--gsd", '{"sources": ["draft", "shared"]}', "--batch-sizes", "2"], '--gsd has the source "shared"'),
     ],
 )
 def test_mistakes_are_refused_before_an_engine_starts(command, extra, sentence):

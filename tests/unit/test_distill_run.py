@@ -4,6 +4,9 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -72,6 +75,35 @@ def test_results_are_not_kept_where_the_draft_goes(target, tmp_path, out, work):
     with pytest.raises(ToolError, match="must not contain each other; give another folder"):
         run.distill(Options(target=str(target)), tmp_path / out, tmp_path / work)
     assert not (tmp_path / out).exists()
+
+
+def test_two_runs_do_not_share_a_work_folder(target, tmp_path):
+    (tmp_path / "work").mkdir()
+    with run._only_run(tmp_path / "work"), pytest.raises(ToolError, match="Another run is working in"):
+        run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / "work")
+
+
+def runs(process: str) -> bool:
+    """Whether a process runs. One that has ended may stay in the table of processes."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_killed_run_leaves_no_process(tmp_path):
+    """It would write into the same folder as the run that resumes."""
+    program = "from vllm_gsd.tools.distill.run import _in_own_process; import time; _in_own_process(time.sleep, 600)"
+    killed = subprocess.Popen([sys.executable, "-c", program])
+    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children")
+    deadline = time.monotonic() + 120
+    while len(working := children.read_text().split()) < 2 and time.monotonic() < deadline:  # one tracks resources
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    while any(map(runs, working)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(working) == 2 and not any(map(runs, working))
 
 
 def test_the_folder_in_which_the_command_runs_is_an_output(tmp_path, monkeypatch):

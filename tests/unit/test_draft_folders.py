@@ -113,6 +113,21 @@ def test_damaged_folders_are_refused(head, target, case, monkeypatch):
     assert all(part in message for part in parts), message
 
 
+def test_a_folder_that_is_still_downloaded_is_no_damaged_one(head, target):
+    """vLLM fetches what is missing."""
+    whole = load_file(head / "model.safetensors")
+    (head / "model.safetensors").unlink()
+    files = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    place = {name: files[name == "fc.weight"] for name in whole}
+    (head / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    save_file({name: tensor for name, tensor in whole.items() if name != "fc.weight"}, head / files[0])
+    check_draft(str(head), VOCAB, str(target))
+    save_file({}, head / files[1])
+    assert "fc.weight" in refusal(head, str(target))
+    save_file({"fc.weight": whole["fc.weight"]}, head / files[1])
+    check_draft(str(head), VOCAB, str(target))
+
+
 def test_a_copy_of_the_verifier_by_its_name(head, monkeypatch):
     keys(**{NAME: "somebody/big-8b-instruct"})(head)
     monkeypatch.setattr("vllm_gsd.config.draft_check.local_folder", lambda name: head if "/head" in name else None)

@@ -162,6 +162,20 @@ def test_shapes_of_an_eagle3_head_are_those_of_its_own_vocabulary(tmp_path, form
     assert read_shapes(tmp_path) == Shapes(attention + mlp + head, 2 * 2 * 16, 1)
 
 
+@pytest.mark.parametrize(("tied", "embedding"), [(True, 0), (False, 1000 * 32)])
+def test_an_embedding_of_its_own_takes_memory(tmp_path, tied, embedding):
+    """A forward reads single rows of it."""
+    config = {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1,
+        "vocab_size": 1000, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = read_shapes(tmp_path)
+    assert (shapes.parameters, shapes.embedding) == (4 * 32 * 32 + 3 * 32 * 48 + 1000 * 32, embedding)
+    huge, draft = Shapes(3e9, 1e5, embedding=20e9), Shapes(1e8, 1e4)
+    assert machine_of("h100", huge, draft, WORK).most < machine_of("h100", Shapes(3e9, 1e5), draft, WORK).most
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus(name):
     """For a 3B target with a small draft, speculation pays for one request, and less when compute-bound."""

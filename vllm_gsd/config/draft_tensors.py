@@ -48,7 +48,7 @@ def tensors_problem(folder: Path, what: str, vocab: int, expected: Iterable[tupl
         stored = stored_tensors(sorted(folder.glob("*.safetensors")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "has a safetensors file that is damaged or cut off, but must be a whole model"
-    if not stored:
+    if not stored or _lacks_files(folder):
         return None  # weights that are not here yet, or of another format
     found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in stored.items()}
     for name, shape in expected:
@@ -57,6 +57,16 @@ def tensors_problem(folder: Path, what: str, vocab: int, expected: Iterable[tupl
         if found[name].shape != shape:
             return f"has a tensor {name} of shape {found[name].shape}, but must have one of {shape}"
     return _mapping_problem(found["d2t"], vocab) if "d2t" in found else None
+
+
+def _lacks_files(folder: Path) -> bool:
+    """Whether some of a model's files are not here yet, as while it is downloaded."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else set()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+    return not all((folder / str(name)).is_file() for name in names)
 
 
 def mtp_tensors_problem(folder: Path, num_layers: int) -> str | None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from vllm_gsd.tools.errors import ToolError
 
 if TYPE_CHECKING:
@@ -61,9 +63,9 @@ def built_in_pair(cache_dir: Path | None = None) -> ModelPair:
     try:
         if not is_complete(folder):
             _convert_atomically(gguf, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ToolError(
-            f"The target model cannot be written to {str(folder)!r} ({error.strerror or error}); "
+            f"The target model cannot be written to {str(folder)!r} ({getattr(error, 'strerror', None) or error}); "
             "choose another place with --cache-dir or VLLM_GSD_CACHE."
         ) from error
     return ModelPair(target=folder, draft=DRAFT, draft_model=DRAFT_MODEL)

@@ -67,7 +67,13 @@ class Setting:
 
 
 def settings_of(
-    method: str, *, drafts: Drafts, gsd: dict[str, Any], lengths: list[int], modes: list[str]
+    method: str,
+    *,
+    drafts: Drafts,
+    gsd: dict[str, Any],
+    lengths: list[int],
+    modes: list[str],
+    keeps_answers: bool = True,
 ) -> list[Setting]:
     """The settings to try for a method.
 
@@ -75,6 +81,7 @@ def settings_of(
         gsd: keys of gsd.json for all forms of the graph.
         lengths: numbers of speculative tokens to try for vLLM's chains.
         modes: a subset of MODES.
+        keeps_answers: whether ``suffix`` copies from other requests' answers too, not only from a request's own text.
 
     Raises:
         ToolError: the method or a mode is unknown.
@@ -94,7 +101,7 @@ def settings_of(
     if (more := chains.get(method)) is not None:
         configs = {f"K={k}": {"method": method, "num_speculative_tokens": k, **more} for k in lengths}
     elif method == "suffix":
-        configs = {"": {"method": "suffix"}}
+        configs = {"": {"method": "suffix", **({} if keeps_answers else {"suffix_decoding_max_cached_requests": 0})}}
     elif method != "plain":
         configs = {"": checked(drafts.own, {**gsd, **FORMS.get(method, {})})}
     return [

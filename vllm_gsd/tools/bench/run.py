@@ -40,7 +40,9 @@ def bench(
     longer = numbers(options.contexts, "--contexts") if options.contexts else []
     skipped = {method: reason for method in methods if (reason := missing_for(method, drafts))}
     candidates = {
-        method: settings_of(method, drafts=drafts, gsd=gsd, lengths=lengths, modes=modes)
+        method: settings_of(
+            method, drafts=drafts, gsd=gsd, lengths=lengths, modes=modes, keeps_answers=not work.repeats_answers
+        )
         for method in methods
         if method not in skipped
     }
@@ -76,6 +78,11 @@ def bench(
 def _check(options: Options, own: str | None, gsd: dict[str, Any], work: Work, methods: list[str]) -> None:
     """Refuse what would fail only after the comparison."""
     checked(own, gsd)  # even if no method reads it
+    if "shared" in gsd.get("sources", []) and work.repeats_answers:
+        raise ToolError(
+            '--gsd has the source "shared", which would copy the answers on which it is timed: with it, a run needs one '
+            "rank and at least twice as many prompts as requests at once; raise --limit or leave it out."
+        )
     if own is not None and (options.analyses or {OFF, *FORMS} & set(methods)):
         _check_draft(str(work.engine_args["model"]), own, gsd)
     if options.analyses and own is None:

@@ -35,6 +35,18 @@ class Work:
     apart: bool = False
     choose_with: int = 4  # requests used to choose the best settings
 
+    @property
+    def repeats_answers(self) -> bool:
+        """Whether a method that copies from other requests' answers would find the answers on which it is timed.
+
+        It does if a run repeats a prompt. It also does from the second turn on if the answers of a turn cannot be
+        dropped, because the workers run in other processes.
+        """
+        return (
+            any(len(self.job(batch)["chats"]) > len(self.requests) for batch in self.batch_sizes)
+            or self.engine_args.get("tensor_parallel_size", 1) != 1
+        )
+
     def job(self, batch: int, limit: int | None = None) -> dict[str, Any]:
         """One run at a batch size: every request once, or as many as fill the batch twice (with a limit, once).
 

@@ -18,6 +18,8 @@ from vllm_gsd.tools.cli.options import takes
 if TYPE_CHECKING:
     from vllm_gsd.tools.bench.turns import Work
 
+LEAST_FREE = 0.01
+
 
 @takes(Options)
 def bench(**given: Any) -> None:
@@ -39,6 +41,8 @@ def bench(**given: Any) -> None:
 
 
 def _work(options: Options, target: str) -> Work:
+    import torch
+
     from vllm_gsd.config.draft_check import local_folder
     from vllm_gsd.config.draft_kind import positions_of
     from vllm_gsd.tools.bench.turns import Work
@@ -54,6 +58,8 @@ def _work(options: Options, target: str) -> Work:
             "dtype": options.dtype,
             "max_model_len": options.max_model_len or positions_of(local_folder(target), LONGEST),
             "kv_cache_memory_bytes": 1 << 30,
+            # Engines stand side by side on a GPU, and each starts only if this share of its memory is free.
+            **({"gpu_memory_utilization": LEAST_FREE} if torch.cuda.is_available() else {}),
             "enable_prefix_caching": False,
             **json_object(options.engine_args, "--engine-args", NOT_ENGINE_ARGS),
         },

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import hashlib
 import json
 import logging
 import multiprocessing
+import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +51,7 @@ OF_ENGINES = ("engine", "eager")
 # Options that are paths, and the name of what is compared beside the options.
 PATHS = ("target", "prompts", "data", "init")
 NAMES = {"prompts_sha256": "the content of --prompts"}
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
@@ -59,6 +65,11 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     """
     out = out.resolve()  # a link to an empty folder cannot be replaced by one
     _check(options, out, work)
+    with _only_run(work):
+        return _run(options, out, work)
+
+
+def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
     # Before the target answers for hours: the packages that training needs.
     import vllm_gsd.tools.distill.speculators_students  # noqa: F401
 
@@ -202,11 +213,35 @@ def _files_of_answers(folder: Path) -> list[Path]:
     return sorted((folder / "answers").glob("*.parquet"))
 
 
+@contextmanager
+def _only_run(work: Path) -> Iterator[None]:
+    """Hold the work folder.
+
+    Raises:
+        ToolError: another run does.
+    """
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ToolError(
+                f"Another run is working in {str(work)!r}; wait for its end, or give another --work."
+            ) from None
+        yield
+
+
+def _begin_process(level: int, parent: int) -> None:
+    """Log as the command does, and end when its process ``parent`` does, even if that is killed."""
+    logging.basicConfig(level=level, format="%(message)s")
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
 def _in_own_process(function, *arguments):
     """Call the function in its own process, whose end frees the GPU memory that it takes. Engines need nearly all."""
     spawn = multiprocessing.get_context("spawn")
-    log = partial(logging.basicConfig, level=logger.getEffectiveLevel(), format="%(message)s")  # as the command does
-    with ProcessPoolExecutor(1, spawn, log) as pool:
+    with ProcessPoolExecutor(1, spawn, _begin_process, (logger.getEffectiveLevel(), os.getpid())) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:

@@ -41,7 +41,7 @@ def machine_of(name: str, target: Shapes, draft: Shapes, workload: Workload) -> 
     def forwards(shapes: Shapes) -> np.ndarray:
         return 1e3 * np.array([shapes.parameters * max(2 / by_second, 2 * rows / compute) for rows in ROWS])
 
-    free = memory * 1e9 * MEMORY - 2 * (target.parameters + draft.parameters)
+    free = memory * 1e9 * MEMORY - 2 * sum(model.parameters + model.embedding for model in (target, draft))
     each = (workload.prompt + workload.answer) * (target.kv_bytes + draft.kv_bytes)
     if free < each:
         raise ToolError(f"The models leave no memory for a request of {workload.prompt + workload.answer:.0f} tokens.")

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gsd.config.draft_kind import EAGLE, EAGLE3, kind_of_config
+from vllm_gsd.config.draft_kind import EAGLE, EAGLE3, LANGUAGE_MODEL, kind_of_config
 from vllm_gsd.config.eagle3_folder import flattened
 from vllm_gsd.tools.errors import ToolError
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Parameters that a forward multiplies by, and bytes of keys and values per token, both at two bytes a number."""
+    """What a model reads and keeps, at two bytes a number."""
 
-    parameters: float
-    kv_bytes: float
+    parameters: float  # that a forward multiplies by
+    kv_bytes: float  # keys and values of a token
     layers: int = 0
+    embedding: float = 0.0  # parameters of an input embedding of its own, of which a forward reads single rows
 
 
 def read_shapes(folder: Path, drafted: int | None = None) -> Shapes:
@@ -52,5 +53,8 @@ def shapes_of(config: dict[str, Any]) -> Shapes:
     kv = 2 * size * (config.get("num_key_value_heads") or heads)
     layer = hidden * (2 * size * heads + kv) + 3 * hidden * inner
     # EAGLE projects a token's embedding and state to one row. In EAGLE-3 queries, keys and values read both.
-    joins = {EAGLE: 2 * hidden * hidden, EAGLE3: hidden * (size * heads + kv)}.get(kind_of_config(config), 0)
-    return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv), layers)
+    kind = kind_of_config(config)
+    joins = {EAGLE: 2 * hidden * hidden, EAGLE3: hidden * (size * heads + kv)}.get(kind, 0)
+    apart = kind == LANGUAGE_MODEL and not config.get("tie_word_embeddings", False)
+    embedding = float(vocab * hidden) if apart else 0.0
+    return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv), layers, embedding)
