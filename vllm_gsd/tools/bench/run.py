@@ -80,8 +80,8 @@ def _check(options: Options, own: str | None, gsd: dict[str, Any], work: Work, m
     checked(own, gsd)  # even if no method reads it
     if "shared" in gsd.get("sources", []) and work.repeats_answers:
         raise ToolError(
-            '--gsd has the source "shared", which would copy the answers on which it is timed: with it, a run needs one '
-            "rank and at least twice as many prompts as requests at once; raise --limit or leave it out."
+            '--gsd has the source "shared", which would copy the answers on which it is timed: with it, a run needs '
+            "one rank and at least twice as many prompts as requests at once; raise --limit or leave it out."
         )
     if own is not None and (options.analyses or {OFF, *FORMS} & set(methods)):
         _check_draft(str(work.engine_args["model"]), own, gsd)
