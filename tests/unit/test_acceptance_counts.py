@@ -11,6 +11,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_gsd.engine.observe.recorder import Recorder
@@ -68,9 +69,10 @@ def speculation():
     return speculation
 
 
-def chunk_of_session(**params) -> SimpleNamespace:
+def chunk_of_session(**params) -> NewRequestData:
     params = SamplingParams(**{"max_tokens": 3, **params})
-    return SimpleNamespace(req_id="a", sampling_params=params, prompt_len=next(LENGTHS), prefill_token_ids=[7])
+    prompt = [7] * next(LENGTHS)
+    return NewRequestData("a", prompt, [], params, None, ([],), 0, None, prefill_token_ids=[7])
 
 
 def test_a_session_of_streaming_input_is_one_request(speculation):

@@ -87,11 +87,10 @@ def test_run_batch(text_pair, preforked_v2, tmp_path):
         assert answers[index] == [(one.text, one.finish_reason) for one in answer.completions]
 
 
-def test_sessions_of_streaming_input(tiny_pair, preforked, preforked_v2):
+def test_sessions_of_streaming_input(tiny_pair, preforked_v2):
     """Later chunks of a session are drafted for and follow the text that was emitted."""
-    plain = run_sessions(tiny_pair, preforked, gsd=False)
     with mock.patch.dict(os.environ, variables_of_programs()):
-        ours = run_sessions(tiny_pair, preforked_v2, gsd=True)
+        plain, ours = (run_sessions(tiny_pair, preforked_v2, gsd) for gsd in (False, True))
     assert ours.pop("accepted") > plain.pop("accepted") == 0
     assert ours == plain
 
