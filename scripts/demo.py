@@ -60,7 +60,7 @@ def main() -> None:
     excused = TIE if options.dtype == "bfloat16" else 0.0
     verdicts = [compare(*texts, excused) for texts in zip(plain["answers"], graph["answers"], strict=True)]
     for prompt, answer, verdict in zip(PROMPTS, graph["answers"], verdicts, strict=True):
-        console.print(Panel(Text(answer["text"].strip()), title=prompt, subtitle=Text(verdict)))
+        console.print(Panel(Text(answer["text"].strip()), title=prompt, subtitle=verdict))
     off = {"gsd, opted out": graph["off"]} if "off" in graph else {}
     console.print(summary({"plain": plain, **off, options.method: graph}))
     if any("tie within" in verdict for verdict in verdicts):
