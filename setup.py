@@ -7,7 +7,7 @@ from glob import glob
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 WITHOUT = "set VLLM_GSD_NO_EXTENSION=1 to install without them, which is slower"
 
 
@@ -66,8 +66,8 @@ def extensions():
             except Exception as error:
                 reason = " ".join(str(error).split()).rstrip(".")
                 raise SystemExit(
-                    f"vllm-gsd: the kernels could not be built ({reason}); they need a C++20 compiler with OpenMP, "
-                    f"such as g++ 11 (CXX names another than c++), or {WITHOUT}."
+                    f"vllm-gsd: the kernels could not be built ({reason}); they need Python's headers "
+                    f"and a C++20 compiler with OpenMP, such as g++ 11 (CXX names another than c++), or {WITHOUT}."
                 ) from error
 
     return [kernels, core], {"build_ext": Build}

@@ -1,7 +1,8 @@
 """Answer a file of prompts on a Ray cluster with graph-structured speculative decoding. A stopped run can be resumed.
 
 Prompts are JSON lines ``{"id": ..., "prompt": ...}``. Answers are appended to ``--out`` as JSON lines ``{"id", "text",
-"tokens"}`` in the order of their arrival. Run it again with the same ``--out`` to answer the missing prompts.
+"tokens"}`` in the order of their arrival. Run it again with the same ``--out`` to answer the missing prompts. A prompt
+that vLLM refuses, such as one that is too long, does not stop the others.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from vllm_gsd.config import GSDConfig, GSDConfigError, read
 
 ANSWER = ("id", "text", "tokens")
+ERROR = "__inference_error__"  # Ray's column; empty for an answer
 BEGINNING = b'{"id": '  # every line of answers begins like this
 
 
@@ -117,6 +119,7 @@ def processor(args: argparse.Namespace):
         chat_template_stage=False,
         tokenize_stage=False,
         detokenize_stage=False,
+        should_continue_on_error=True,
         log_engine_metrics=False,  # True needs the packages of ray[serve]
     )
     params = {"max_tokens": args.max_tokens, "temperature": args.temperature}
@@ -141,6 +144,8 @@ def main() -> None:
         raise SystemExit(f"--prompts is {args.prompts}, but has no prompts.")
     if wrong := [row for row in prompts if not isinstance(row["prompt"], str)]:
         raise SystemExit(f"In {args.prompts}, the prompt of id {wrong[0]['id']!r} is no text, but must be a string.")
+    if empty := [row for row in prompts if not row["prompt"]]:
+        raise SystemExit(f"In {args.prompts}, the prompt of id {empty[0]['id']!r} is empty, but must have text.")
     if len({row["id"] for row in prompts}) < len(prompts):
         raise SystemExit(f"In {args.prompts}, some ids occur twice, but each must be unique.")
     try:
@@ -159,11 +164,18 @@ def main() -> None:
     # Answers arrive by block, so make one block per batch.
     dataset = ray.data.from_items(missing, override_num_blocks=math.ceil(len(missing) / args.batch_size))
     bar = tqdm(total=len(prompts), initial=len(prompts) - len(missing), unit="prompt")
+    failed = {}
     with args.out.open("a") as out, bar:
         for answer in processor(args)(dataset).iter_rows():
+            if answer[ERROR]:
+                failed[answer["id"]] = answer[ERROR]
+                continue
             out.write(json.dumps({key: answer[key] for key in ANSWER}) + "\n")
             out.flush()
             bar.update()
+    if failed:
+        first, reason = next(iter(failed.items()))
+        raise SystemExit(f"{len(failed)} of {len(prompts)} prompts have no answer, such as id {first!r}: {reason}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""``examples/ray/batch.py``: killed on its way and started again, it answers each of 500 prompts exactly once."""
+"""``examples/ray/batch.py``: killed on its way and started again, it answers each of 500 prompts exactly once.
+
+One more prompt is too long, which stops no other.
+"""
 
 import contextlib
 import json
@@ -39,6 +42,7 @@ def command(tiny_pair, preforked, tmp_path, random_prompts):
     """The job's command line; its prompts are words of the tiny pair's vocabulary."""
     prompts = [" ".join(f"w{token}" for token in prompt) for prompt in random_prompts(PROMPTS, longest=20)]
     lines = [json.dumps({"id": number, "prompt": prompt}) for number, prompt in enumerate(prompts)]
+    lines.append(json.dumps({"id": "too long", "prompt": "w1 " * 600}))
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     (tmp_path / "gsd.json").write_text(json.dumps({"method": "gsd", "model": str(tiny_pair.draft)}))
     engine = {
@@ -102,10 +106,14 @@ def test_killed_and_resumed(command, cluster, tmp_path, tiny_pair):
     with out.open("a") as stream:
         stream.write('{"id": 499, "te')  # as if it had been killed while writing
     second = start(command, cluster, tmp_path / "second")
-    assert second.wait(SECONDS) == 0, (tmp_path / "second").read_text()[-5000:]
+    assert second.wait(SECONDS) == 1, (tmp_path / "second").read_text()[-5000:]
     assert answers(out)[: len(before)] == before
     counts = Counter(json.loads(line)["id"] for line in answers(out))
     assert counts == dict.fromkeys(range(PROMPTS), 1)
-    assert f"{PROMPTS}/{PROMPTS}" in (tmp_path / "second").read_text()  # the progress bar
+    said = (tmp_path / "second").read_text()
+    assert f"{PROMPTS}/{PROMPTS + 1}" in said  # the progress bar
+    assert f"1 of {PROMPTS + 1} prompts have no answer, such as id 'too long': " in said
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:PROMPTS]))
     third = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **ENVIRONMENT})
     assert f"All {PROMPTS} prompts have their answers." in third.stdout

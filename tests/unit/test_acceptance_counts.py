@@ -48,7 +48,7 @@ def test_a_step_for_a_request_that_has_ended_is_not_counted(monkeypatch):
     for counts in {}, {"target_steps": 1, "nodes_verified": 9}, {"target_steps": 4}:
         output = ModelRunnerOutput(["runs", "ended", "in its prompt"], {"runs": 0, "ended": 1, "in its prompt": 2})
         output.sampled_token_ids = [[7], [8, 9], []]
-        wire.attach(output, wire.STATS, {"counts": counts})
+        wire.attach(output, wire.STATS, {"counts": counts, "planned": 3})
         assert scheduler.update_from_output(None, output) == {}
         reported.append(counts)
     assert scheduler.update_from_output(None, ModelRunnerOutput(["ended"], {"ended": 0})) == {}  # nothing was sampled

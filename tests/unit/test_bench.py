@@ -254,10 +254,10 @@ def command(tmp_path, monkeypatch):
     """Runs ``vllm-gsd bench``; the test fails if an engine starts."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     monkeypatch.setattr(turns.Engine, "__init__", lambda *_: pytest.fail("an engine started"))
-    out = tmp_path / "out"
+    (draft := tmp_path / "draft").mkdir()
 
     def invoke(*extra):
-        pair = ["--target", "target", "--draft", "draft", "--out", str(out)]
+        pair = ["--target", "target", "--draft", str(draft), "--out", str(tmp_path / "out")]
         return CliRunner().invoke(app, ["bench", str(tmp_path / "prompts.jsonl"), *pair, *extra])
 
     return invoke
@@ -278,7 +278,7 @@ def command(tmp_path, monkeypatch):
         (["--contexts", "8,2000"], "--contexts has 2000, but"),
         (["--contexts", "8", "--limit", "1"], "--contexts needs two prompts"),
         (["--engine-args", '{"max_num_seqs": 3}'], '--engine-args has "max_num_seqs"'),
-        (["--draft-model", "other"], '--draft-model is given, but "draft" is a language model'),
+        (["--draft-model", "other"], 'draft" is a language model; leave it out.'),
         (["--forms", "--engine-args", '{"tensor_parallel_size": 2}'], "--forms needs Model Runner V1 and one rank"),
         (["--out", "/dev/null/x"], '--out is "/dev/null/x", but must be a folder'),
         (["--gsd", '{"sources": ["draft", "shared"]}', "--batch-sizes", "2"], '--gsd has the source "shared"'),
@@ -307,6 +307,16 @@ def test_drafts_that_do_not_fit_are_refused_before_an_engine_starts(command, tmp
     assert done.exit_code == 1 and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_the_kind_of_a_draft_on_the_hub_is_known(command, monkeypatch):
+    """Its config.json is downloaded before methods are chosen."""
+    found, seen = [], []
+    monkeypatch.setattr("vllm_gsd.config.draft_check.find_draft", found.append)
+    monkeypatch.setattr(methods, "kind_of_model", lambda model: "eagle3" if found else "draft_model")
+    monkeypatch.setattr(run, "bench", lambda options, drafts, *_: seen.append(drafts) or {"batches": {}})
+    assert command("--target", "hub/target", "--draft", "hub/eagle").exit_code == 0
+    assert found == ["hub/eagle"] and seen == [Drafts("hub/eagle", None, "hub/eagle")]
+
+
 def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path):
     """The report also has the models' paths, which the page shortens to names."""
     seen = {}
@@ -316,17 +326,13 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
         return {"batches": {}}
 
     monkeypatch.setattr(run, "bench", bench)
-    (tmp_path / "draft").mkdir()
     extra = ["--draft", str(tmp_path / "draft"), "--target", "hub/target", "--gsd", '{"top-k": 3}']
     assert command(*extra, "--engine-args", '{"kv_cache_memory_bytes": 5}').exit_code == 0
     settings = seen["settings"]
     assert (settings["target"], settings["draft"]) == ("hub/target", str(tmp_path / "draft"))
     assert settings["kv_cache_memory_bytes"] == seen["args"]["kv_cache_memory_bytes"] == 5
-    assert (settings["modes"], settings["chain_lengths"], settings["dtype"]) == (
-        "eager,compiled",
-        "1,2,3,4,5,6",
-        "bfloat16",
-    )
+    named = [settings[name] for name in ("modes", "chain_lengths", "dtype", "draft_kind")]
+    assert named == ["eager,compiled", "1,2,3,4,5,6", "bfloat16", "draft_model"]
     assert seen["gsd"] == {"top_k": 3}
     made = made_up_report()
     page = bench_page({**made, "settings": settings})

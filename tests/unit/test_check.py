@@ -255,6 +255,16 @@ def test_wrong_gsd_json(model, tmp_path, without_probes):
     assert "budjet" in failed[0]["detail"] and str(file) in failed[0]["detail"]
 
 
+def test_a_trace_that_cannot_be_written(tmp_path, without_probes):
+    keys = {"method": "gsd", "model": None, "trace": str(tmp_path / "trace.jsonl")}
+    assert check_run.check(None, None, json.dumps(keys), {}, 5)["ok"]
+    assert not (tmp_path / "trace.jsonl").exists()
+    keys["trace"] = "/dev/null/trace.jsonl"
+    report = check_run.check(None, None, json.dumps(keys), {}, 5)
+    details = [one["detail"] for one in report["findings"] if one["status"] == "failed"]
+    assert details == ['"trace" is "/dev/null/trace.jsonl", but must be a file that can be written (Not a directory).']
+
+
 def test_engine_is_not_asked_after_a_failure(model, without_probes):
     report = check_run.check(str(model("target")), str(model("draft", vocab_size=65)), None, {}, 1)
     assert report["findings"][-1]["topic"] == "engine" and report["findings"][-1]["status"] == "unknown"

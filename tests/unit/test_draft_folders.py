@@ -113,6 +113,13 @@ def test_damaged_folders_are_refused(head, target, case, monkeypatch):
     assert all(part in message for part in parts), message
 
 
+def test_a_relative_folder_is_no_hub_id(head, target, monkeypatch):
+    """Only hub ids have to name the verifier."""
+    keys(**{NAME: "some/other"})(head)
+    monkeypatch.chdir(target.parent.parent)
+    check_draft(str(head), VOCAB, f"{target.parent.name}/{target.name}")
+
+
 def test_a_folder_that_is_still_downloaded_is_no_damaged_one(head, target):
     """vLLM fetches what is missing."""
     whole = load_file(head / "model.safetensors")

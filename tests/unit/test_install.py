@@ -76,9 +76,35 @@ def test_options(installed):
 
 
 def test_a_wheel(installed):
-    assert installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl"]) == [("dist/ours.whl",), MODELS]
+    assert installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl"]) == [
+        ("dist/ours.whl",),
+        ("--force-reinstall", "--no-deps", "dist/ours.whl"),
+        MODELS,
+    ]
     with pytest.raises(SystemExit, match="--editable installs the checkout and --wheel a wheel; give one of them"):
         installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl", "--editable"])
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 15)])
+def test_another_python_is_refused(installed, monkeypatch, version):
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit, match=r"need Python 3\.11 to 3\.14; run this script with one of these\.$"):
+        installed({})
+
+
+def test_missing_headers_are_noticed_first(installed, monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match=r"need Python's headers; install them \(python3-dev"):
+        installed({})
+    assert installed({"vllm": "0.32.0"}, options=["--wheel", "dist/ours.whl"])
+    monkeypatch.setenv("VLLM_GSD_NO_EXTENSION", "1")
+    assert installed({"vllm": "0.32.0"}) == [PACKAGE, MODELS]
+
+
+def test_setup_refuses_other_options():
+    done = subprocess.run([ROOT / "scripts/setup", "--test"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "setup: the option is --test, but there is only --tests\n"
 
 
 @pytest.mark.parametrize("release", ["0.31.2", "0.34.0"])

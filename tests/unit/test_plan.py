@@ -415,6 +415,15 @@ def test_a_report_without_a_draft_is_refused(tmp_path):
     assert done.exit_code == 1 and "was measured without a draft model" in " ".join(done.stderr.split())
 
 
+def test_the_kind_of_a_draft_on_another_machine(tmp_path):
+    path = Path(report(tmp_path))
+    written = json.loads(path.read_text())
+    written["settings"]["draft_kind"] = "dspark"
+    path.write_text(json.dumps(written))
+    done = run(str(path), "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1 and "small is of kind dspark, but plans are" in " ".join(done.stderr.split())
+
+
 def test_a_missing_matplotlib_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run(report(tmp_path), "--out", str(tmp_path / "out"))

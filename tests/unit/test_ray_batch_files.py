@@ -76,6 +76,7 @@ GSD = {"method": "gsd", "model": None}
         ({"prompts": b"\xff"}, [], r"--prompts is .*prompts, but cannot be read as a text file"),
         ({"prompts": b'{"id": [1], "prompt": "one"}'}, [], r"Line 1 of .* has the id \[1\], but ids must be"),
         ({"prompts": b'{"id": 1, "prompt": null}'}, [], r"the prompt of id 1 is no text, but must be a string"),
+        ({"prompts": b'{"id": 1, "prompt": ""}'}, [], r"the prompt of id 1 is empty, but must have text"),
         ({"prompts": b"\n"}, [], r"--prompts is .*prompts, but has no prompts"),
         ({"gsd": None}, [], r"--gsd has a mistake: .*does not exist"),
         ({"gsd": b"{"}, [], r"--gsd has a mistake: .*is not JSON"),

@@ -18,7 +18,13 @@ from vllm_gsd.engine.draft.copies import Copies
 from vllm_gsd.engine.observe.measure_phases import by_level
 from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
-from vllm_gsd.engine.schedule.scheduler import GraphScheduler, GraphScheduling, cut_to_fit, nodes_that_fit
+from vllm_gsd.engine.schedule.scheduler import (
+    GraphAsyncScheduler,
+    GraphScheduler,
+    GraphScheduling,
+    cut_to_fit,
+    nodes_that_fit,
+)
 from vllm_gsd.engine.speculation import Speculation
 from vllm_gsd.engine.v2 import host_growth
 from vllm_gsd.engine.v2.plan import COPIES_ONLY, DRAFTED, NO_GRAPH, Phase, Plan
@@ -353,6 +359,25 @@ def test_no_request_waits_for_nodes_of_others_without_async_scheduling():
     assert cut_to_fit(drafts, 9, more=1) == [[1], [], [5]]
     assert cut_to_fit(drafts, 3, more=1) == [[], [], []]
     assert cut_to_fit([], 1, more=1) == []
+
+
+def test_no_prompt_waits_for_rows_that_the_plan_leaves_out(monkeypatch):
+    """With async scheduling, rows are reserved for all nodes before the worker has planned the step."""
+    monkeypatch.setattr(GraphScheduling, "schedule", lambda self: [len(one.spec_token_ids) for one in self.running])
+    scheduler = GraphAsyncScheduler.__new__(GraphAsyncScheduler)
+    placeholders = [-1] * NODES  # one list for all requests, as vLLM does it
+    running = [SimpleNamespace(spec_token_ids=placeholders, is_prefill_chunk=False) for _ in range(3)]
+    scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting = running, [], []
+    scheduler.max_num_running_reqs, scheduler.planned = 4, 2
+    assert scheduler.schedule() == [NODES] * 3  # a step without prompts keeps the widths of CUDA graphs
+    scheduler.waiting = ["starts"]
+    assert scheduler.schedule() == [2, 2, 2] and len(placeholders) == NODES
+    scheduler.waiting, scheduler.planned = [], 0
+    running.append(SimpleNamespace(spec_token_ids=[], is_prefill_chunk=True))
+    assert scheduler.schedule() == [0, 0, 0, 0]
+    running[3].is_prefill_chunk, scheduler.waiting = False, ["has no place"]
+    running[0].spec_token_ids = placeholders
+    assert scheduler.schedule() == [NODES, 0, 0, 0]
 
 
 @settings(deadline=None)

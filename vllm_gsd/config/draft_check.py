@@ -53,10 +53,9 @@ def check_draft(
     Raises:
         GSDConfigError: the draft is missing or incomplete, has another vocabulary, or cannot be trimmed as asked.
     """
-    draft = local_folder(model)
-    if draft is None and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return  # vLLM downloads it from a hub for which we have no client, and reports what is missing
-    draft = draft or _from_hub(model)
+    draft = find_draft(model)
+    if draft is None:
+        return
     _check_folder(model, draft)
     if not (config := read_config(draft)):
         _refuse(model, _UNREADABLE)
@@ -64,7 +63,8 @@ def check_draft(
     target_config = {} if target_folder is None else read_config(target_folder)
     kind = kind_of_config(config)
     name = None if target is None else os.fspath(target)
-    if is_speculators(config) and (problem := _speculators_problem(kind, config, name, target_config)):
+    hub_name = None if target is None or os.path.exists(target) else name
+    if is_speculators(config) and (problem := _speculators_problem(kind, config, hub_name, target_config)):
         _refuse(model, problem)
     if kind not in KINDS:
         _refuse(model, f"is a draft of the kind {shown(kind)}, but must be {_ALLOWED}")
@@ -112,9 +112,7 @@ def _speculators_problem(kind: str, config: dict, name: str | None, target: dict
 def _check_mtp(model: str, kind: str, is_target: bool) -> None:
     """Check that a model with MTP modules drafts for itself only."""
     if kind == MTP and not is_target:
-        _refuse(
-            model, "has an MTP module, which drafts for its own model only, but must be the target or another model"
-        )
+        _refuse(model, "has an MTP module, which drafts for its own model only, but must be the target or have none")
     if kind != MTP and is_target:
         _refuse(model, "is the target, whose MTP modules gsd cannot run, but must be another model")
 
@@ -168,6 +166,21 @@ def local_folder(name: str | os.PathLike[str]) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def find_draft(model: str) -> Path | None:
+    """The folder of a draft, whose config.json is downloaded if it is not on this machine.
+
+    Returns:
+        None with ModelScope, for which we have no client: vLLM downloads the draft and reports what is missing.
+
+    Raises:
+        GSDConfigError: there is no such draft.
+    """
+    draft = local_folder(model)
+    if draft is None and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None
+    return draft or _from_hub(model)
 
 
 def _from_hub(model: str) -> Path:

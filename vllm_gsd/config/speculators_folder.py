@@ -22,7 +22,7 @@ def speculators_problem(config: dict[str, Any], target_name: str | None, target:
     """What is wrong with such a config.json, as the end of a sentence about it; None if nothing is.
 
     Args:
-        target_name: the target's path or hub id, if known.
+        target_name: the target's hub id, if it has one.
         target: the target's config.json; empty if it is not on this machine.
     """
     version = re.match(r"(\d+)\.(\d+)", str(config.get("speculators_version")))

@@ -172,13 +172,14 @@ def make_room_for_lora(upstream: Callable[..., Any]) -> Callable[..., Any]:
         speculative = self.speculative_config
         if not self.enable_lora or not isinstance(speculative, dict) or not wire.is_ours(speculative):
             return
-        needed = self.max_num_seqs * (speculative["num_speculative_tokens"] + 1)
+        rows = speculative["num_speculative_tokens"] + 1
+        needed = self.max_num_seqs * rows
         if given is None:
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, needed)
         elif given < needed:
             raise GSDConfigError(
                 f"--max-num-batched-tokens is {given}, but with --enable-lora it must be at least {needed}, which is "
-                f"--max-num-seqs ({self.max_num_seqs}) times num_speculative_tokens + 1; raise it or leave it out."
+                f"--max-num-seqs ({self.max_num_seqs}) times the {rows} rows of a request; raise it or leave it out."
             )
 
     return set_defaults

@@ -103,6 +103,12 @@ class GraphScheduling(Scheduler):
         wire.attach(output, wire.SALTS, {i: salt for i in new if (salt := self.requests[i].cache_salt)})
         return output
 
+    def _prompts(self) -> int:
+        """How many requests may take any room in the next step: those in their prompts, and one that may start."""
+        waiting = bool(self.waiting or self.kv_holding_waiting)  # the latter are sessions of streaming input
+        starts = waiting and len(self.running) < self.max_num_running_reqs
+        return starts + sum(request.is_prefill_chunk for request in self.running)
+
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Fill one bitmask per node, for the path to it."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
@@ -193,11 +199,9 @@ class GraphScheduler(GraphScheduling):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule as ``GraphScheduling`` does, but let no request wait for the nodes of others."""
-        waiting = bool(self.waiting or self.kv_holding_waiting)  # the latter are sessions of streaming input
-        starts = waiting and len(self.running) < self.max_num_running_reqs
-        more = starts + sum(request.is_prefill_chunk for request in self.running)
         drafts = [request.spec_token_ids for request in self.running]
-        for request, tokens in zip(self.running, cut_to_fit(drafts, self.max_num_scheduled_tokens, more), strict=True):
+        kept = cut_to_fit(drafts, self.max_num_scheduled_tokens, self._prompts())
+        for request, tokens in zip(self.running, kept, strict=True):
             structured.set_drafts(request, tokens)
         return super().schedule(*args, **kwargs)
 
@@ -218,7 +222,18 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
         options, most = wire.options_of(self.vllm_config), self.scheduler_config.max_num_seqs
         if options is not None and options.budget == "auto":
             self.dynamic_sd_lookup = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
+        self.planned = self.num_spec_tokens  # the most nodes that the latest plan verifies of a graph
         self.unneeded = 0  # steps of requests that had ended, which are still to be taken from the workers' counts
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule as ``GraphScheduling`` does, but let no prompt wait for rows that the plan leaves out.
+
+        Upstream reserves rows for all nodes, because it schedules a step before the worker has planned it.
+        """
+        if self._prompts():
+            for request in self.running:
+                structured.set_drafts(request, request.spec_token_ids[: self.planned])
+        return super().schedule(*args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -230,6 +245,8 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
         if stats is not None and (counted := min(self.unneeded, stats["counts"].get("target_steps", 0))):
             stats["counts"]["target_steps"] -= counted
             self.unneeded -= counted
+        if stats is not None:
+            self.planned = stats["planned"]
         return super().update_from_output(scheduler_output, model_runner_output)
 
 

@@ -45,6 +45,7 @@ class Plan:
         self.captured: list[int] = []
         # By slot, how many nodes of the next graph are verified.
         self.shares = np.full(num_slots, num_nodes, np.int64)
+        self.widest = num_nodes  # the largest share in the latest batch
         self.kinds = np.full(num_slots, NO_GRAPH, np.int64)  # of the next graph
         self.phase = Phase()  # the latest one
         # By slot, the latest graph that has arrived: what kind it was, and its nodes, best first.
@@ -73,7 +74,7 @@ class Plan:
 
     def leave_out(self, slots: np.ndarray) -> None:
         """Draft and verify nothing for the requests in these slots."""
-        self.shares[slots], self.kinds[slots] = 0, NO_GRAPH
+        self.shares[slots], self.kinds[slots], self.widest = 0, NO_GRAPH, 0
 
     def choose(self, batch: DraftBatch, wanted: np.ndarray, missed: np.ndarray | None) -> np.ndarray:
         """Plan the next step; the planner's step must have begun.
@@ -90,6 +91,7 @@ class Plan:
         self.phase = Phase()
         if not self.active:
             self.shares[slots] = np.where(wanted, self.num_nodes, 0)
+            self.widest = int(self.shares[slots].max())
             if missed is not None and wanted.any():  # the device leaves long texts out by itself, but counts nothing
                 readable = int(np.count_nonzero(missed[wanted] < TOO_LONG))
                 self.speculation.planner.wants_drafts(readable, np.zeros(0))
@@ -109,7 +111,7 @@ class Plan:
         values, size = self._expected(slots, kinds)
         chosen = self.speculation.planner.or_rest(self._sizes(values, size, batch.length, kinds), values)
         self.speculation.stats.counts["nodes_cut"] += int(np.maximum(size - chosen, 0).sum())
-        self.shares[slots] = chosen
+        self.shares[slots], self.widest = chosen, int(chosen.max())
         return kinds
 
     def _sizes(self, values: np.ndarray, size: np.ndarray, context: np.ndarray, kinds: np.ndarray) -> np.ndarray:

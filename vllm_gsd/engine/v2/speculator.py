@@ -488,7 +488,11 @@ class GraphSpeculator(BaseSpeculator):
             for request_id in set(label.request_ids) - self.requests.keys():
                 self.speculation.trust.forget(request_id)
 
-    def take_stats(self) -> dict[str, dict]:
-        """Return the statistics since the last call; see ``Speculation.take_stats``."""
+    def take_stats(self) -> dict[str, Any]:
+        """Return the statistics since the last call, and the most nodes that the next step verifies of a graph.
+
+        See ``Speculation.take_stats``.
+        """
         grammars = {} if self.grammars is None else self.grammars.requests
-        return self.speculation.take_stats(self.requests, self.slots, self.parents, grammars)
+        stats = self.speculation.take_stats(self.requests, self.slots, self.parents, grammars)
+        return {**stats, "planned": self.plan.widest}

@@ -211,7 +211,7 @@ class _PathSampler:
         (requests,) = send(self.logits.device, requests_np)
         drawn: torch.Tensor | None = None
         assert own.step is not None
-        for level in range(int(own.step.sizes.max())):
+        for level in range(int(own.step.sizes[requests_np].max())):
             walked = own.walk(whole[:num_rows], self.batch, self.invalid, level)
             active = walked.count[requests] == level + 1
             if own.custom:

@@ -47,7 +47,8 @@ def bench(
         if method not in skipped
     }
     if not candidates:
-        raise ToolError(f"None of {', '.join(methods)} can run: {'; '.join(skipped.values())}.")
+        reasons = "; ".join(f"{method} {reason}" for method, reason in skipped.items())
+        raise ToolError(f"No method can run: {reasons}.")
     _check(options, own, gsd, work, list(candidates))
     if longer:
         contexts.check(work, longer)

@@ -1,12 +1,15 @@
 """All checks, ordered so that a failure explains the later ones."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
 from vllm_gsd.config.source import origin_of, read
 from vllm_gsd.tools.check.pair import check_pair
 from vllm_gsd.tools.check.probes import Finding, ask
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.output import try_file
 
 
 def check(
@@ -31,11 +34,13 @@ def check(
         config: GSDConfig | None = None
         try:
             config = _config(draft, gsd)
+            if config.trace is not None:
+                try_file(Path(config.trace), '"trace"')
             speculation = f"{config.num_speculative_tokens} nodes, {', '.join(config.sources)}"
             found.append(
                 Finding("gsd.json", "ok", speculation if config.speculates else "our CPU kernels, no speculation")
             )
-        except GSDConfigError as error:
+        except (GSDConfigError, ToolError) as error:
             found.append(Finding("gsd.json", "failed", str(error)))
         if target is None:
             found.append(Finding("models", "note", "not checked; give --target"))

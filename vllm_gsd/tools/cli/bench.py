@@ -71,10 +71,14 @@ def _work(options: Options, target: str) -> Work:
 
 def _settings(options: Options, target: str, draft: str | None, work: Work) -> dict[str, Any]:
     """The head of the report."""
+    from vllm_gsd.config.draft_check import kind_of_model
+
     models = {"target": target, "draft": draft}
     kept = ("limit", "max_tokens", "repeats", "modes", "chain_lengths", "gsd")
+    kind = None if draft is None else kind_of_model(draft)
     return {
         **{role: os.path.abspath(name) if name and os.path.exists(name) else name for role, name in models.items()},
+        "draft_kind": kind,
         "prompts": options.prompts.name,
         **{name: getattr(options, name) for name in kept},
         **{name: value for name, value in work.engine_args.items() if name != "model"},
@@ -83,14 +87,20 @@ def _settings(options: Options, target: str, draft: str | None, work: Work) -> d
 
 def _pair(options: Options) -> tuple[str, str | None, str | None]:
     """Paths of the target, its draft, and a draft that is a language model."""
-    from vllm_gsd.config.draft_check import kind_of_model
+    from vllm_gsd.config import GSDConfigError
+    from vllm_gsd.config.draft_check import find_draft, kind_of_model
     from vllm_gsd.config.draft_kind import LANGUAGE_MODEL
 
     target, draft, other = (
         None if path is None else str(path) for path in (options.target, options.draft, options.draft_model)
     )
+    try:
+        if draft is not None:
+            find_draft(draft)  # its config.json tells which of vLLM's methods can use it
+    except GSDConfigError as error:
+        fail(str(error).replace('"model"', "--draft", 1))
     if draft is not None and other is not None and kind_of_model(draft) == LANGUAGE_MODEL:
-        fail(f'--draft-model is given, but "{draft}" is a language model or not on this machine; leave it out.')
+        fail(f'--draft-model is given, but "{draft}" is a language model; leave it out.')
     if target is not None:
         return target, draft, other
     from vllm_gsd.tools.models import built_in_pair

@@ -28,7 +28,9 @@ def plan(**given: Any) -> None:
         table.add_row(batch, *speeds, f"{row['graph_over_plain']:.2f}", "yes" if row["pays"] else "no")
     err.print(table)
     last = found["speculation_off_from"]
-    err.print(f"Speculation does not pay from {last} requests on." if last else "Speculation pays at every batch size.")
+    losing = [batch for batch, row in found["batches"].items() if not row["pays"]]
+    at = f"from {last}" if last else f"at {', '.join(losing)}"
+    err.print(f"Speculation does not pay {at} requests at once." if losing else "Speculation pays at every batch size.")
     for name, row in (found["fleet"] or {}).items():
         if isinstance(row, dict):
             err.print(

@@ -40,7 +40,7 @@ class Report:
         if draft is None:
             raise ToolError(f"{path} was measured without a draft model, which plans need; give bench a --draft.")
         self.draft = draft
-        check_draft(draft)
+        check_draft(draft, settings.get("draft_kind"))
         self.batches = sorted(batches or self.all)
         for batch in self.batches:
             rows = self.all.get(batch, {})
@@ -125,9 +125,12 @@ class Report:
         return curve([*points, (1e9, points[-1][1])])
 
 
-def check_draft(draft: str) -> None:
-    """Refuse a draft whose forward pass gives more than one level of the graph, and MTP modules."""
-    if (kind := kind_of_model(draft)) in (*BLOCK_KINDS, MTP):
+def check_draft(draft: str, kind: str | None = None) -> None:
+    """Refuse a draft whose forward pass gives more than one level of the graph, and MTP modules.
+
+    ``kind`` is the draft's kind, if it was found on the machine that has the draft.
+    """
+    if (kind := kind or kind_of_model(draft)) in (*BLOCK_KINDS, MTP):
         raise ToolError(
             f"{draft} is of kind {kind}, but plans are for drafts that are language models, EAGLE or EAGLE-3 heads."
         )
