@@ -10,6 +10,8 @@ from engine_process import Params, model_runner
 from request_features import FEATURES, MODES, asked, asked_with_mode, assert_on_graph, assert_same
 from v2_engine import V2Engine
 
+from vllm_gsd.engine.v2 import walk
+
 LENGTH = 8
 ALONE = 5  # length of texts that are generated one by one, which takes many slow steps
 WITHIN = 1e-3  # allowed difference of logprobs
@@ -81,8 +83,21 @@ def set_logprobs_mode(llm, mode: str) -> None:
     runner.sampler.logprobs_mode = runner.prompt_logprobs_worker.logprobs_mode = mode
 
 
+def set_most_rows(llm, rows: int | None) -> None:
+    """Sample this many rows of a batch in one call, as with a vocabulary so large that no more fit; None for all."""
+    walk.MOST_LOGITS = 1 << 28 if rows is None else rows * model_runner(llm).vocab_size
+
+
+@pytest.fixture
+def few_rows(gsd):
+    gsd.call(set_most_rows, 3)
+    yield
+    gsd.call(set_most_rows, None)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_logprobs(plain, gsd, four_prompts, mode):
+def test_modes_of_logprobs(plain, gsd, few_rows, four_prompts, mode):
+    """The rows of the batch are sampled in several calls."""
     params, answers = [asked_with_mode(index, 5) for index in range(4)], []
     for engine in (plain, gsd):
         engine.call(set_logprobs_mode, mode)

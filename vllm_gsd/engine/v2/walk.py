@@ -32,6 +32,8 @@ from vllm_gsd.engine.v2.verified_rows import DeviceStep
 from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.ops.walk.api import Accepted, accept_walk
 
+# Numbers for one call of vLLM's sampler, which copies them to float32: 1 GiB, as in vLLM's own rejection sampler.
+MOST_LOGITS = 1 << 28
 BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)  # the processors of upstream's sampler that are not custom
 
 
@@ -89,7 +91,7 @@ class GraphSampler:
         )
         sampled, scores = None, None
         if len(rows.requests_np):
-            sampled, scores = self._sample(logits, input_batch, rows)
+            sampled, scores = self._sample_all(logits, input_batch, rows)
         if by_level.any():
             path_sampler = _PathSampler(self, logits, input_batch, invalid_drafts)
             sampled, scores = path_sampler.run(np.flatnonzero(by_level), sampled, scores)
@@ -136,6 +138,23 @@ class GraphSampler:
                 found = found | (processor.num_bad_words.np[slots] > 0)
         budget = sampler.thinking_budget_state
         return found | budget.use_thinking_budget[slots] if budget.enabled else found
+
+    def _sample_all(
+        self, logits: torch.Tensor, input_batch: InputBatch, rows: _Rows
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Sample all rows as ``_sample`` does, in as many calls as their logits take."""
+        most = max(1, MOST_LOGITS // logits.shape[1])
+        if len(logits) <= most:
+            return self._sample(logits, input_batch, rows)
+        parts = []
+        for lines in torch.arange(len(logits), device=logits.device).split(most):
+            part = slice(most * len(parts), most * len(parts) + len(lines))
+            parts.append(self._sample(logits[part], input_batch, rows._replace(lines=lines, slots=rows.slots[part])))
+        tokens, scores = zip(*parts, strict=True)
+        if scores[0] is None:
+            return torch.cat(tokens), None
+        fields = [[getattr(part, name) for part in scores] for name in _Scores._fields]
+        return torch.cat(tokens), LogprobsTensors(*map(torch.cat, fields))
 
     def _sample(
         self, logits: torch.Tensor, input_batch: InputBatch, rows: _Rows
