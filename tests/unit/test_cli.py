@@ -138,6 +138,11 @@ def test_help_names_the_subcommands():
     assert run("no-such-command").returncode == 2
 
 
+def test_version():
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0 and re.fullmatch(r"vllm-gsd \d+\.\d+\.\d+\n", done.stdout)
+
+
 def test_the_installed_command_is_the_same():
     command = Path(sys.executable).with_name("vllm-gsd")
     if not command.exists():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +27,18 @@ app.command()(plan)
 app.command()(inspect)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-gsd {version('vllm-gsd')}")
+        raise typer.Exit()
+
+
 @app.callback()
-def main() -> None:
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Graph-structured speculative decoding for vLLM."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # its handler writes to stderr
 
