@@ -91,7 +91,7 @@ class Plan:
         self.phase = Phase()
         if not self.active:
             self.shares[slots] = np.where(wanted, self.num_nodes, 0)
-            self.widest = int(self.shares[slots].max())
+            self.widest = int(self.shares[slots].max(initial=0))
             if missed is not None and wanted.any():  # the device leaves long texts out by itself, but counts nothing
                 readable = int(np.count_nonzero(missed[wanted] < TOO_LONG))
                 self.speculation.planner.wants_drafts(readable, np.zeros(0))
@@ -111,7 +111,7 @@ class Plan:
         values, size = self._expected(slots, kinds)
         chosen = self.speculation.planner.or_rest(self._sizes(values, size, batch.length, kinds), values)
         self.speculation.stats.counts["nodes_cut"] += int(np.maximum(size - chosen, 0).sum())
-        self.shares[slots], self.widest = chosen, int(chosen.max())
+        self.shares[slots], self.widest = chosen, int(chosen.max(initial=0))
         return kinds
 
     def _sizes(self, values: np.ndarray, size: np.ndarray, context: np.ndarray, kinds: np.ndarray) -> np.ndarray:
