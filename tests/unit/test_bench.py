@@ -311,7 +311,7 @@ def test_the_kind_of_a_draft_on_the_hub_is_known(command, monkeypatch):
     """Its config.json is downloaded before methods are chosen."""
     found, seen = [], []
     monkeypatch.setattr("vllm_gsd.config.draft_check.find_draft", found.append)
-    monkeypatch.setattr(methods, "kind_of_model", lambda model: "eagle3" if found else "draft_model")
+    monkeypatch.setattr(methods, "kind_of_model", lambda model: "eagle3" if found else "language model")
     monkeypatch.setattr(run, "bench", lambda options, drafts, *_: seen.append(drafts) or {"batches": {}})
     assert command("--target", "hub/target", "--draft", "hub/eagle").exit_code == 0
     assert found == ["hub/eagle"] and seen == [Drafts("hub/eagle", None, "hub/eagle")]
@@ -332,7 +332,7 @@ def test_the_report_says_what_engines_were_given(command, monkeypatch, tmp_path)
     assert (settings["target"], settings["draft"]) == ("hub/target", str(tmp_path / "draft"))
     assert settings["kv_cache_memory_bytes"] == seen["args"]["kv_cache_memory_bytes"] == 5
     named = [settings[name] for name in ("modes", "chain_lengths", "dtype", "draft_kind")]
-    assert named == ["eager,compiled", "1,2,3,4,5,6", "bfloat16", "draft_model"]
+    assert named == ["eager,compiled", "1,2,3,4,5,6", "bfloat16", "language model"]
     assert seen["gsd"] == {"top_k": 3}
     made = made_up_report()
     page = bench_page({**made, "settings": settings})
