@@ -146,14 +146,14 @@ class GraphSampler:
         most = max(1, MOST_LOGITS // logits.shape[1])
         if len(logits) <= most:
             return self._sample(logits, input_batch, rows)
-        parts = []
+        parts: list[tuple[torch.Tensor, LogprobsTensors | None]] = []
         for lines in torch.arange(len(logits), device=logits.device).split(most):
             part = slice(most * len(parts), most * len(parts) + len(lines))
             parts.append(self._sample(logits[part], input_batch, rows._replace(lines=lines, slots=rows.slots[part])))
         tokens, scores = zip(*parts, strict=True)
         if scores[0] is None:
             return torch.cat(tokens), None
-        fields = [[getattr(part, name) for part in scores] for name in _Scores._fields]
+        fields = ([getattr(part, name) for part in scores] for name in _Scores._fields)
         return torch.cat(tokens), LogprobsTensors(*map(torch.cat, fields))
 
     def _sample(
