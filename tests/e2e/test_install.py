@@ -68,6 +68,7 @@ def test_a_failed_build_is_told(clone, tmp_path):
     begun, told = done.stderr.splitlines()
     assert begun.startswith("setup: installing vLLM")
     assert told.startswith("setup: the kernels could not be built (") and "VLLM_GSD_NO_EXTENSION=1" in told
+    assert told.endswith(" All output is in .venv/install.log.")
     assert not list((clone / ".venv").glob(".stamp-*"))
 
 

@@ -228,11 +228,12 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule as ``GraphScheduling`` does, but let no prompt wait for rows that the plan leaves out.
 
-        Upstream reserves rows for all nodes, because it schedules a step before the worker has planned it.
+        Upstream reserves rows for all nodes, because it schedules a step before the worker has planned it. What is kept
+        here is as of the plan before, so one row stays for the node that a probe may verify.
         """
         if self._prompts():
             for request in self.running:
-                structured.set_drafts(request, request.spec_token_ids[: self.planned])
+                structured.set_drafts(request, request.spec_token_ids[: max(1, self.planned)])
         return super().schedule(*args, **kwargs)
 
     def update_from_output(
