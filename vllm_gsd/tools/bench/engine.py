@@ -72,8 +72,8 @@ def run(
         ``seconds``; ``requests``, per chat ``prompt`` and ``tokens`` (their numbers), the ``steps`` that gave tokens,
         ``latency`` and ``ttft`` (seconds), and, with parts at concurrency 1, its own ``counters``; ``counters`` of
         vLLM's metrics; ``decode``: the ``steps`` without a prefill, their ``seconds``, the ``running`` requests summed
-        over them and, with parts, ``parts`` (seconds by part) and ``draft_levels`` (our draft's forward passes);
-        ``planner``, see ``planner_of``; ``peak_mb`` and ``cudagraphs_captured`` so far.
+        over them and, with parts, ``parts`` (seconds by part, which add up to ``seconds``) and ``draft_levels`` (our
+        draft's forward passes); ``planner``, see ``planner_of``; ``peak_mb`` and ``cudagraphs_captured`` so far.
     """
     from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter
@@ -139,7 +139,11 @@ class TimedRun:
             self._step()
         if self.clock is not None:
             self.clock.on = False
-            self.decode |= {"parts": dict(self.clock.seconds), "draft_levels": self.clock.draft_levels}
+            self.decode |= {
+                "seconds": self.clock.total,
+                "parts": dict(self.clock.seconds),
+                "draft_levels": self.clock.draft_levels,
+            }
 
     def _step(self) -> None:
         # A prefill takes as long as many decoding steps and would hide their cost.

@@ -17,10 +17,15 @@ PARTS = ("draft forward", "draft", "target forward", "attention", "walk", "compa
 
 
 class PartsClock:
-    """Seconds by part. ``attach`` it once, ``restart`` it, then read ``seconds``. It runs while ``on`` is true."""
+    """Seconds by part. ``attach`` it once, ``restart`` it, then read ``seconds``. It runs while ``on`` is true.
+
+    ``total`` is the time of the whole steps, from the same readings of the clock, so the parts add up to it. Readings
+    around a step would not do: between them and the clock's, a busy machine may run others for many milliseconds.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.total = 0.0
         self.draft_levels = 0  # forward passes of our own drafts
         self.running: list[str] = []
         self.since = 0.0
@@ -34,6 +39,7 @@ class PartsClock:
 
     def restart(self) -> None:
         self.seconds.clear()
+        self.total = 0.0
         self.draft_levels = 0
 
     def _timed(self, function: Callable[..., Any], name: str, part: str) -> Callable[..., Any]:
@@ -43,12 +49,15 @@ class PartsClock:
                 return function(*args, **kwargs)
             self.draft_levels += name == "_call"
             self._charge()
+            began = self.since
             self.running.append(part)
             try:
                 return function(*args, **kwargs)
             finally:
                 self._charge()
                 self.running.pop()
+                if not self.running:
+                    self.total += self.since - began
 
         return timed
 
