@@ -21,14 +21,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.ernie_mtp import ErnieMTP
-from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkAttention, Gemma4DSparkForCausalLM, Gemma4DSparkModel
+from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkForCausalLM, Gemma4DSparkModel
 from vllm.model_executor.models.glm4_moe_mtp import Glm4MoeMTP
 from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsEagleBase
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention, DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.model_executor.models.qwen3_dflash2 import (
     CandidateSelector,
     DFlash2Qwen3DecoderLayer,
@@ -232,12 +232,19 @@ def test_block_drafts():
     assert "self.lm_head, hidden_states, self.model.candidate_selector.top_k" in inspect.getsource(
         DFlash2Qwen3ForCausalLM.compute_candidates
     )
-    attention = inspect.getsource(DFlashQwen3Attention)
-    for name in ("q_size", "kv_size", "head_dim", "num_kv_heads", "qkv_proj", "k_norm", "rotary_emb", "v_scale"):
-        assert f"self.{name} = " in attention
     assert "block_size=1 + speculative_config.num_speculative_tokens" in inspect.getsource(DFlash2Qwen3DecoderLayer)
     config = SimpleNamespace(dflash_config={"mask_token_id": 7})
     assert get_parallel_drafting_token_id(config) == 7
+
+
+def test_keys_of_the_context_of_blocks():
+    """``drafts.normalise_keys_by_layer`` replaces one method, which gets the keys of all layers."""
+    for model in (DFlashQwen3Model, Gemma4DSparkModel):
+        source = inspect.getsource(model._normalize_context_k)
+        assert "self._k_norm_weights,\n            self._rms_norm_eps," in source
+        assert "all_k_normed = self._normalize_context_k(all_k)" in inspect.getsource(
+            model.precompute_and_store_context_kv
+        )
 
 
 def test_heads_of_one_layer():
@@ -257,12 +264,10 @@ def test_heads_of_one_layer():
 
 
 def test_gemma4_dspark():
-    """Differences to Qwen3-shaped drafts, by which ``ContextKV`` and ``share_ends`` distinguish them."""
+    """Differences to Qwen3-shaped drafts, by which ``share_ends`` distinguishes them."""
     assert issubclass(Gemma4DSparkForCausalLM, Qwen3DSparkForCausalLM)
     assert Gemma4DSparkForCausalLM.dspark_shares_target_embeddings is False
     assert "process_eagle_weight" not in inspect.getsource(Gemma4DSparkForCausalLM)
-    attention = inspect.getsource(Gemma4DSparkAttention)
-    assert all(f"self.{name} = " in attention for name in ("k_proj", "k_norm", "v_norm"))
     assert "assert all(a.use_k_eq_v for a in layers_attn)" in inspect.getsource(Gemma4DSparkModel)
 
 

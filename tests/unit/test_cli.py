@@ -42,7 +42,7 @@ def test_models_as_a_table():
     """Paths that are too long for a line are not cut off."""
     done = run("models", COLUMNS="60")
     assert done.returncode == 0
-    for word in ("target", "draft-smollm2-eagle", "draft-smollm2-11m"):
+    for word in ("target", "draft-smollm2-dspark", "draft-smollm2-11m"):
         assert word in re.sub(r"[\s│]", "", done.stdout)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gsd.config import GSDConfig, GSDConfigError, check_draft_model, is_gsd
-from vllm_gsd.tools.models import DRAFT
+from vllm_gsd.tools.models import DRAFT_MODEL
 
 MINIMAL = {"method": "gsd", "model": "draft"}
 
@@ -397,8 +397,8 @@ def draft_refusal(draft, size, target=None) -> str:
 
 
 def test_built_in_draft_fits_itself():
-    check_draft_model(GSDConfig.load(with_keys(model=str(DRAFT))), 49152, DRAFT)
-    check_draft_model(GSDConfig.load(without_draft()), 49152, DRAFT)
+    check_draft_model(GSDConfig.load(with_keys(model=str(DRAFT_MODEL))), 49152, DRAFT_MODEL)
+    check_draft_model(GSDConfig.load(without_draft()), 49152, DRAFT_MODEL)
 
 
 def test_missing_drafts(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_gsd.config.draft_kind import EAGLE, LANGUAGE_MODEL, kind_of
+from vllm_gsd.config import GSDConfig, check_draft_model
+from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of
 from vllm_gsd.tools import models
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.models import DRAFT, DRAFT_MODEL, built_in_pair, convert, is_complete
@@ -306,9 +307,12 @@ def test_real_configs(pair):
         "eos_token_id": 2,
     }
     assert {key: target[key] for key in expected} == expected
-    assert draft["vocab_size"] == draft_model["vocab_size"] == target["vocab_size"]
-    assert draft["hidden_size"] == target["hidden_size"]
-    assert (kind_of(pair.draft), kind_of(pair.draft_model)) == (EAGLE, LANGUAGE_MODEL)
+    assert draft_model["vocab_size"] == target["vocab_size"]
+    for folder in folders[1:]:
+        config = GSDConfig.load({"method": "gsd", "model": str(folder)})
+        check_draft_model(config, target["vocab_size"], pair.target)
+    assert (kind_of(pair.draft), kind_of(pair.draft_model)) == ("dspark", LANGUAGE_MODEL)
+    assert draft["block_size"] == 6
     tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (pair.target, pair.draft_model)]
     assert tokenizers[0] == tokenizers[1]
     assert (pair.draft, pair.draft_model) == (DRAFT, DRAFT_MODEL)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from vllm_gsd.tools.plan.machine import Machine, curve
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.report import Report
 from vllm_gsd.tools.plan.run import _row
-from vllm_gsd.tools.plan.shapes import Shapes, read_shapes
+from vllm_gsd.tools.plan.shapes import Shapes, block_rows, read_shapes
 from vllm_gsd.tools.plan.trace import observed
 
 GUESSES = Acceptance(np.array([0.7, 0.6, 0.65]), np.array([1.0, 0.3, 0.1]))
@@ -351,7 +352,7 @@ def test_a_plan_for_a_gpu_trims_the_draft_as_the_report_did(tmp_path):
         (["--machine", "h100", "--target", "TARGET"], "small has no config.json"),
         (
             ["--machine", "h100", "--target", "TARGET", "--draft", "BLOCK"],
-            "is of kind dspark, but plans are for drafts",
+            "block has no config.json of a Llama-like model",
         ),
         (["--machine", "tpu", "--target", "TARGET", "--draft", "TARGET"], '--machine is "tpu"'),
         (["--machine", "tpu"], '--machine is "tpu"'),
@@ -421,7 +422,34 @@ def test_the_kind_of_a_draft_on_another_machine(tmp_path):
     written["settings"]["draft_kind"] = "dspark"
     path.write_text(json.dumps(written))
     done = run(str(path), "--out", str(tmp_path / "out"))
-    assert done.exit_code == 1 and "small is of kind dspark, but plans are" in " ".join(done.stderr.split())
+    assert done.exit_code == 1 and 'small has no config.json with the "block_size"' in " ".join(done.stderr.split())
+    written["settings"]["draft_kind"] = "mtp module"
+    path.write_text(json.dumps(written))
+    done = run(str(path), "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1 and "small is of kind mtp module, but plans are" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({"block_size": 6}, [3, 6, 6]),  # the root's row predicts, too
+        ({"block_size": 6, "sample_from_anchor": False}, [4, 6, 6]),
+        ({"block_size": 6, "architectures": ["DFlashDraftModel"], "dflash_config": {}}, [4, 6, 6]),
+    ],
+)
+def test_rows_of_a_block(tmp_path, keys, rows):
+    folder = tmp_path / "dspark"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3DSparkModel"], **keys}))
+    assert [block_rows(str(folder), depth) for depth in (3, 6, 9)] == rows
+
+
+def test_a_block_costs_the_same_however_deep_its_graph_is(tmp_path):
+    seen = Report(Path(report(tmp_path)))
+    model = Model(seen.machine(seen.workload()), seen.acceptance(), seen.workload(), block=400)
+    deep, flat = (model.speculating(1.0, Form(4, depth, 16)) for depth in (len(seen.acceptance().depth), 1))
+    assert deep > flat
+    assert model.speculating(1.0, Form(4, 1, 16)) < replace(model, block=1).speculating(1.0, Form(4, 1, 16))
 
 
 def test_a_missing_matplotlib_is_noticed_before_anything_is_written(tmp_path, monkeypatch):

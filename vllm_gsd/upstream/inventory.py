@@ -369,6 +369,15 @@ CHANGES = (
         contract="test_inventory.py::test_windows_of_attention_and_of_its_cache",
     ),
     Patch(
+        "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model",
+        by="drafts.normalise_keys_by_layer",
+        when="engine",
+        delta="On CPUs, normalises the keys of a block draft's context with each layer's own weights.",
+        reason="vLLM's kernel for CPUs uses the first layer's weights for all layers.",
+        expiry="The kernel takes a row of weights for each layer, as that for GPUs does.",
+        contract="test_inventory.py::test_keys_of_the_context_of_blocks",
+    ),
+    Patch(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",
         by="drafts.take_logits",
         when="engine",

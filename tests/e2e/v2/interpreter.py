@@ -54,25 +54,11 @@ def turn_on_async_scheduling() -> None:
 def attend_as_on_gpus() -> None:
     """Use vLLM's Triton attention backend, extended by our attention along graphs, and the KV layout of GPUs."""
     import torch
-    from vllm import _custom_ops
     from vllm.platforms import current_platform
-
-    from vllm_gsd.engine.draft import context_kv
 
     backend = "vllm_gsd.engine.attention.cuda.TreeTritonAttentionBackend"
     type(current_platform).get_attn_backend_cls = classmethod(lambda *_, **__: backend)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # only launch parameters depend on it
-    context_kv.layers_at_once = lambda _: True
-    upstream = _custom_ops.rms_norm
-
-    def rms_norm(out, values, weight, epsilon):
-        if weight is not None and weight.dim() == 2:  # a row for each layer; vLLM's CPU kernel uses only the first
-            for layer, own in enumerate(weight):
-                upstream(out[layer], values[layer], own, epsilon)
-        else:
-            upstream(out, values, weight, epsilon)
-
-    _custom_ops.rms_norm = rms_norm
 
 
 def split_attention_groups() -> None:

@@ -10,7 +10,7 @@ from vllm_gsd.tools.errors import ToolError
 
 # The kinds of drafts, and the defaults of the options that only some of them have.
 KINDS: dict[str, dict[str, Any]] = {
-    "dspark": {"vocab_size": 8192, "layers": 1, "depth": 7, "rank": 64},
+    "dspark": {"vocab_size": 8192, "layers": 1, "depth": 7, "rank": 64, "intermediate_size": None},
     "eagle3": {"vocab_size": 8192, "depth": 3},
     "lm": {"vocab_size": 12288, "layers": 4, "width": None},
 }
@@ -78,6 +78,9 @@ class Options:
     ] = None
     rank: Annotated[
         int | None, Option(min=1, help=f"Rank of a block's bias for the token before; {_by_default('rank')}.")
+    ] = None
+    intermediate_size: Annotated[
+        int | None, Option(min=1, help="Width of the MLP in a block's layers; by default the target's.")
     ] = None
     width: Annotated[
         int | None,

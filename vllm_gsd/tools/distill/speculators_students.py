@@ -135,8 +135,10 @@ class BlockStudent(SpeculatorsStudent):
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
         from transformers import Qwen3Config
 
+        layer = target.layer_shape()
+        layer["intermediate_size"] = options.of_kind("intermediate_size") or layer["intermediate_size"]
         return {
-            "verifier_config": Qwen3Config(num_hidden_layers=options.of_kind("layers"), **target.layer_shape()),
+            "verifier_config": Qwen3Config(num_hidden_layers=options.of_kind("layers"), **layer),
             "target_layer_ids": layers,
             "block_size": options.of_kind("depth"),
             "markov_rank": min(options.of_kind("rank"), target.config["hidden_size"]),

@@ -38,6 +38,7 @@ class Model:
     machine: Machine
     acceptance: Acceptance
     workload: Workload
+    block: int | None = None  # rows of the one forward of a draft of whole blocks; None if every level has its own
 
     def speculating(self, requests: float, form: Form) -> float:
         """Tokens per millisecond of decoding if every step drafts, with the best number of levels and nodes."""
@@ -50,7 +51,7 @@ class Model:
         best = 0.0
         for levels in range(1, min(form.max_depth, len(self.acceptance.depth)) + 1):
             chances, depths = self.acceptance.graph(form.top_k, levels, form.num_speculative_tokens)
-            rows = count * level_rows(depths, levels)
+            rows = count * (level_rows(depths, levels) if self.block is None else np.array([self.block]))
             drafting = sum(machine.costs.draft_ms(level) + machine.level_ms for level in rows)
             best = max(best, best_rate(tables, count, context, spent + drafting, np.repeat(chances, count)))
         return best * requests / count

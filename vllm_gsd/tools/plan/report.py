@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_gsd.config import GSDConfig
 from vllm_gsd.config.draft_check import kind_of_model
-from vllm_gsd.config.draft_kind import BLOCK_KINDS, MTP
+from vllm_gsd.config.draft_kind import MTP
 from vllm_gsd.config.source import with_underscores
 from vllm_gsd.planner.costs import Costs
 from vllm_gsd.planner.overhead import LEAST_GRAPH_MS
@@ -25,8 +25,7 @@ class Report:
     """A ``bench.json``, of which only some batch sizes are looked at if ``batches`` are given.
 
     Raises:
-        ToolError: the file is no report, or lacks a method, a batch size or a draft, or the draft predicts whole
-            blocks.
+        ToolError: the file is no report, or lacks a method, a batch size or a draft, or the draft is an MTP module.
     """
 
     def __init__(self, path: Path, batches: list[int] | None = None):
@@ -40,7 +39,7 @@ class Report:
         if draft is None:
             raise ToolError(f"{path} was measured without a draft model, which plans need; give bench a --draft.")
         self.draft = draft
-        check_draft(draft, settings.get("draft_kind"))
+        self.kind = checked_kind(draft, settings.get("draft_kind"))
         self.batches = sorted(batches or self.all)
         for batch in self.batches:
             rows = self.all.get(batch, {})
@@ -125,12 +124,11 @@ class Report:
         return curve([*points, (1e9, points[-1][1])])
 
 
-def check_draft(draft: str, kind: str | None = None) -> None:
-    """Refuse a draft whose forward pass gives more than one level of the graph, and MTP modules.
+def checked_kind(draft: str, kind: str | None = None) -> str:
+    """The kind of a draft. Refuses MTP modules.
 
     ``kind`` is the draft's kind, if it was found on the machine that has the draft.
     """
-    if (kind := kind or kind_of_model(draft)) in (*BLOCK_KINDS, MTP):
-        raise ToolError(
-            f"{draft} is of kind {kind}, but plans are for drafts that are language models, EAGLE or EAGLE-3 heads."
-        )
+    if (kind := kind or kind_of_model(draft)) == MTP:
+        raise ToolError(f"{draft} is of kind {kind}, but plans are for drafts in a folder of their own.")
+    return kind

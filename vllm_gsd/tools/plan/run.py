@@ -5,14 +5,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_gsd.config.draft_kind import BLOCK_KINDS
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder, write_whole
 from vllm_gsd.tools.plan.fleet import BUSY, replicas
 from vllm_gsd.tools.plan.gpus import GPUS, machine_of
 from vllm_gsd.tools.plan.model import Form, Model, Workload
 from vllm_gsd.tools.plan.options import Options
-from vllm_gsd.tools.plan.report import Report, check_draft
-from vllm_gsd.tools.plan.shapes import read_shapes
+from vllm_gsd.tools.plan.report import Report, checked_kind
+from vllm_gsd.tools.plan.shapes import block_rows, read_shapes
 from vllm_gsd.tools.plan.trace import observed
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -35,7 +36,7 @@ def plan(options: Options) -> dict[str, Any]:
         raise ToolError(f'--machine is "{options.machine}", but must be report or one of {", ".join(GPUS)}.')
     report = Report(options.report)
     draft = report.draft if options.draft is None else str(options.draft)
-    check_draft(draft)
+    kind = report.kind if options.draft is None else checked_kind(draft)
     make_folder(options.out, "--out")
     workload = report.workload()
     workload = Workload(options.prompt_tokens or workload.prompt, options.answer_tokens or workload.answer)
@@ -47,7 +48,8 @@ def plan(options: Options) -> dict[str, Any]:
         shapes = read_shapes(options.target), read_shapes(Path(draft), report.keys.get("draft_vocab_size"))
         machine = machine_of(options.machine, *shapes, workload)
     traced = observed(options.trace) if options.trace else None
-    model, limits = Model(machine, report.acceptance(traced), workload), report.form
+    limits = report.form
+    model = Model(machine, report.acceptance(traced), workload, _block(kind, draft, limits))
     most = min(BATCHES[-1], machine.most or BATCHES[-1])
     fleet: dict[str, Any] | None = None
     usual = 1
@@ -73,6 +75,12 @@ def plan(options: Options) -> dict[str, Any]:
     return found
 
 
+def _block(kind: str, draft: str, form: Form) -> int | None:
+    """See ``Model.block``."""
+    most = min(form.max_depth, form.num_speculative_tokens)
+    return block_rows(draft, most) if kind in BLOCK_KINDS else None
+
+
 def _row(model: Model, batch: int, limits: Form) -> dict[str, float]:
     """Tokens per second at a batch size, and the gains of graph and chain."""
     chain = replace(limits, top_k=1)
@@ -95,7 +103,8 @@ def validate(path: Path, learn: list[int]) -> list[dict[str, Any]]:
     """
     report = Report(path, learn)
     workload = report.workload()
-    model = Model(report.machine(workload), report.acceptance(), workload)
+    block = _block(report.kind, report.draft, report.form)
+    model = Model(report.machine(workload), report.acceptance(), workload, block)
     rows: list[dict[str, Any]] = []
     for batch, methods in sorted(report.all.items()):
         running = report.running(batch)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gsd.config.draft_kind import EAGLE, EAGLE3, LANGUAGE_MODEL, kind_of_config
+from vllm_gsd.config.draft_kind import BLOCK_KINDS, EAGLE, EAGLE3, LANGUAGE_MODEL, kind_of_config, read_config
 from vllm_gsd.config.eagle3_folder import flattened
 from vllm_gsd.tools.errors import ToolError
 
@@ -21,7 +21,7 @@ class Shapes:
 
 
 def read_shapes(folder: Path, drafted: int | None = None) -> Shapes:
-    """The shapes of a Llama-like dense model, or of an EAGLE or EAGLE-3 head.
+    """The shapes of a Llama-like dense model, of an EAGLE or EAGLE-3 head, or of a draft of whole blocks.
 
     Args:
         drafted: tokens that its LM head computes ("draft_vocab_size"); None for what its folder says.
@@ -53,8 +53,25 @@ def shapes_of(config: dict[str, Any]) -> Shapes:
     kv = 2 * size * (config.get("num_key_value_heads") or heads)
     layer = hidden * (2 * size * heads + kv) + 3 * hidden * inner
     # EAGLE projects a token's embedding and state to one row. In EAGLE-3 queries, keys and values read both.
+    # Blocks join several states of the target.
     kind = kind_of_config(config)
     joins = {EAGLE: 2 * hidden * hidden, EAGLE3: hidden * (size * heads + kv)}.get(kind, 0)
+    if kind in BLOCK_KINDS:
+        joins = len(config.get("aux_hidden_state_layer_ids") or config.get("target_layer_ids") or ()) * hidden * hidden
     apart = kind == LANGUAGE_MODEL and not config.get("tie_word_embeddings", False)
     embedding = float(vocab * hidden) if apart else 0.0
     return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv), layers, embedding)
+
+
+def block_rows(draft: str, max_depth: int) -> int:
+    """Rows of the forward pass of a draft of whole blocks that drafts up to ``max_depth`` tokens.
+
+    Raises:
+        ToolError: the draft is no folder on this machine, or its config.json does not say how long a block is.
+    """
+    config = flattened(read_config(Path(draft)) or {})
+    size = config.get("block_size") or config.get("dspark_block_size")
+    if not isinstance(size, int):
+        raise ToolError(f'{draft} has no config.json with the "block_size" of its blocks here; give it with --draft.')
+    anchored = kind_of_config(config) == "dspark" and config.get("sample_from_anchor", True)
+    return min(size, max_depth + (not anchored))
