@@ -29,7 +29,7 @@ def expected(start_built_in):
 @pytest.fixture(scope="module")
 def server(expected, built_in_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
-    config = {"method": "gsd", "model": str(built_in_pair.draft), "sources": ["draft", "ngram"]}
+    config = {"method": "gsd", "model": str(built_in_pair.draft), "sources": ["draft", "ngram"], "budget": 16}
     (folder / "gsd.json").write_text(json.dumps(config))
     with serving(built_in_pair.target, folder, command=[VLLM], speculative_config=folder / "gsd.json") as server:
         server.wait()
