@@ -17,6 +17,7 @@ from vllm_gsd.method import lattice
 from vllm_gsd.ops import HAVE_EXTENSION
 from vllm_gsd.ops.lattice import api as lattice_api
 from vllm_gsd.ops.lattice.api import choose_candidates
+from vllm_gsd.upstream.drafts import normalise_keys_by_layer
 
 VOCAB, HIDDEN, RANK, DEPTH = 24, 8, 5, 3
 
@@ -239,3 +240,14 @@ def test_share_of_pool():
 )
 def test_shapes_of_blocks(anchored, size, shape):
     assert block_shape(anchored, size, 6) == shape
+
+
+def test_each_layer_normalises_its_keys():
+    """As PyTorch's own norm with each layer's weights does."""
+    weights, keys = torch.rand(3, 16) + 0.5, torch.randn(3, 7, 2, 16)
+    model = SimpleNamespace(model=SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-6))
+    normalise_keys_by_layer(model)
+    for layer, found in enumerate(model.model._normalize_context_k(keys)):
+        norm = nn.RMSNorm(16, eps=1e-6)
+        norm.weight.data.copy_(weights[layer])
+        torch.testing.assert_close(found, norm(keys[layer]))

@@ -238,6 +238,8 @@ class TestStudents:
         model = student("dspark", tmp_path)
         model.start(load_answers(files(work), 640), model.packs(StoredStates(work / "states")), new=True)
         assert model.model.config.markov_rank == 32
+        wide = student("dspark", tmp_path, intermediate_size=48)
+        assert {layer.mlp.gate_proj.out_features for layer in wide.model.layers} == {48}
         with pytest.raises(ToolError, match="needs a target of hidden size 64 or more"):
             run.distill(Options(target=str(tmp_path), kind="lm"), tmp_path / "out", tmp_path / "other")
 
