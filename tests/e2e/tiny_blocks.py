@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
 WINDOWS = {"layer_types": LAYERS * ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
+BLOCK_SIZE = 4  # rows: the root's and three that no other draft row precedes
 MOST_OF_PAIRS = 4096  # the largest vocabulary for which a matrix of all pairs of tokens is built
 # Drafts by name: kind and more arguments of ``build_tiny_block``.
 BLOCKS = {
@@ -41,7 +42,7 @@ def _config(kind: str, vocab: int) -> dict:
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
-        "block_size": 8,
+        "block_size": BLOCK_SIZE,
     }
 
 

@@ -57,6 +57,7 @@ def test_batches_equal_the_specification(seed, merge, implementation):
         expected = lattice.choose_candidates(of_one, DEPTH, k, merge)
         assert places[row].tolist() == expected[0].tolist()
         np.testing.assert_allclose(probs[row].numpy(), expected[1], rtol=2e-6)
+        assert (expected[1][:, :, 0].max(1) > 0).all()  # by which NaN is told from edges that are left out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -236,10 +237,18 @@ def test_share_of_pool():
 
 
 @pytest.mark.parametrize(
-    ("anchored", "size", "shape"), [(True, 4, (4, 0)), (False, 4, (3, 1)), (True, None, (6, 0)), (False, 16, (6, 1))]
+    ("anchored", "size", "rows", "predicting"),
+    [
+        (True, 4, 4, slice(0, 4)),
+        (False, 4, 4, slice(1, 4)),
+        (True, None, 6, slice(0, 6)),  # as long as graphs are deep
+        (True, 8, 8, slice(0, 6)),  # a trained block stays whole
+        (False, 8, 8, slice(1, 7)),
+        (False, 16, 11, slice(1, 7)),  # up to the room in KV blocks
+    ],
 )
-def test_shapes_of_blocks(anchored, size, shape):
-    assert block_shape(anchored, size, 6) == shape
+def test_shapes_of_blocks(anchored, size, rows, predicting):
+    assert block_shape(anchored, size, max_depth=6, most=10) == (rows, predicting)
 
 
 def test_each_layer_normalises_its_keys():

@@ -117,6 +117,8 @@ def test_the_best_form_may_be_the_largest():
     limits = Form(top_k=3, max_depth=3, num_speculative_tokens=6)
     assert free.speculating(1, limits) > 1.01 * free.speculating(1, Form(3, 3, 4))
     assert free.best_form(1, limits).num_speculative_tokens == 6
+    costly = Model(machine(), GUESSES, WORK, block=5)
+    assert costly.best_form(60, FORM).num_speculative_tokens >= 5  # with fewer nodes a block would be shorter
 
 
 def test_replicas_follow_littles_law():

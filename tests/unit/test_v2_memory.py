@@ -70,7 +70,7 @@ def drafting(config=CONFIG, requests=REQUESTS, kind="tokens"):
     if kind == "blocks":
         drafter = BlockDrafter.__new__(BlockDrafter)
         drafter.config, drafter.mask_token, drafter.causal, drafter.max_slots = config, 2, False, 0
-        drafter.first_row, drafter.num_rows = 0, config.max_depth
+        drafter.predicting, drafter.num_rows = slice(0, None), config.max_depth
     drafter.model, drafter.features, drafter.max_positions, drafter.max_rows = draft_model(), None, LENGTH, TOKENS
     drafter.stats = SimpleNamespace(counts={"draft_rows": 0, "draft_forwards": 0})
     if kind == "blocks":

@@ -217,6 +217,19 @@ def test_graphs_that_have_not_arrived(plan):
     assert plan._expected(np.array([1]), np.array([COPIES_ONLY]))[1] == [0]
 
 
+def test_a_block_has_all_depths_after_one_forward():
+    flat = Costs(ROWS, np.full(5, 10.0), np.full((1, 5), 0.1), attention=0.0)
+    plan = Plan(new_speculation(Planner(4, LEVELS, NODES, flat)), 4, NODES, num_levels=1)
+    value, depth = np.array([[0.9, 0.8, 0.7, 0.1, 0, 0, 0, 0]]), np.array([[1, 2, 3, 1, 0, 0, 0, 0]])
+    graphs = {"graph_size": np.array([4]), "graph_value": value, "graph_depth": depth}
+    graphs |= {"graph_origin": np.where(value > 0, ORIGIN_DRAFT, 0), "graph_survival": value}
+    plan.arrived(np.array([1]), np.array([DRAFTED]), Phase(1, 1), graphs)
+    for levels in (1, None):
+        plan.phase = Phase(1, levels)
+        values, size = plan._expected(np.array([1]), np.array([DRAFTED]))
+        assert size == [4] and values[0] == pytest.approx(value[0])
+
+
 def test_empty_graphs_tell_of_a_draft_that_gives_nan(plan):
     """Otherwise the device has drafted nothing, as at the end of an answer."""
     graphs, planner = {name: np.zeros((1, NODES), np.int64) for name in NAMES}, plan.speculation.planner

@@ -49,10 +49,11 @@ class Planner:
     Args:
         top_k, max_depth, num_nodes: maximum children of a node, draft levels, and verified nodes of a graph.
         costs: costs on this machine; None to draft every level and verify every node.
+        first_rows: rows of a request in the draft's first forward if it has missed nothing: its last token, or a block.
     """
 
-    def __init__(self, top_k: int, max_depth: int, num_nodes: int, costs: Costs | None = None):
-        self.costs = costs
+    def __init__(self, top_k: int, max_depth: int, num_nodes: int, costs: Costs | None = None, first_rows: int = 1):
+        self.costs, self.first_rows = costs, first_rows
         self.limits = top_k, max_depth, num_nodes
         self.forget()
 
@@ -66,6 +67,7 @@ class Planner:
         # Per drafted request: probability of its graph's best, second best... node, and rows of each level.
         self.worth = FIRST_CHANCE * DECAY ** np.arange(num_nodes)
         self.levels = np.ones(max_depth)
+        self.levels[0] = self.first_rows
         self.level_share = 1.0 * (np.arange(max_depth) == 0)  # share of drafting steps that run the level
         self.drafting = True  # whether drafting pays at present
         self.given_levels: int | None = None  # levels to draft where a plan is given
@@ -247,7 +249,7 @@ class Planner:
             # The first level runs over the last accepted tokens. Missed text is caught up only once, so its rows are
             # capped.
             self.num_drafted = rows
-            rows = min(max(self.caught_up_rows, rows), rows * (len(self.levels) + 1))
+            rows = min(max(self.caught_up_rows, rows), rows * (len(self.levels) + self.first_rows))
         self.rows.append(rows)
 
     def num_levels(

@@ -69,7 +69,7 @@ def toy_drafter(config: GSDConfig, draft: str):
     if draft == BLOCKS:
         drafter = BlockDrafter.__new__(BlockDrafter)
         drafter.config, drafter.mask_token, drafter.causal, drafter.max_slots = config, 2, False, 0
-        drafter.first_row, drafter.num_rows = 1, 1 + config.max_depth
+        drafter.predicting, drafter.num_rows = slice(1, None), 1 + config.max_depth
     drafter.model, drafter.features, drafter.max_positions, drafter.max_rows = toy_model(draft), features, LENGTH, 1000
     drafter.stats = SimpleNamespace(counts={"draft_rows": 0, "draft_forwards": 0})
     return drafter

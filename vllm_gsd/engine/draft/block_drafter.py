@@ -32,14 +32,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def block_shape(anchored: bool, size: int | None, most: int) -> tuple[int, int]:
-    """The depth of a drafted block, at most ``most``, and the first of its rows that predicts.
+def block_shape(anchored: bool, size: int | None, max_depth: int, most: int) -> tuple[int, slice]:
+    """The number of rows of a drafted block, and those of them whose predictions are used.
 
-    The root's row predicts if the draft is ``anchored``, as most DSpark drafts are. ``size`` is the number of rows of
-    the blocks that it was trained on, if known.
+    A block has as many rows as those that the draft was trained on, ``size`` if that is known. Its rows attend to each
+    other, so with fewer of them it guesses worse at every depth. KV blocks have room for ``most`` rows behind the root.
+    The root's row predicts if the draft is ``anchored``, as most DSpark drafts are.
     """
     first = int(not anchored)
-    return (most if size is None else min(most, size - first)), first
+    rows = min(size or first + max_depth, first + most)
+    return rows, slice(first, min(rows, first + max_depth))
 
 
 class BlockDrafter(Drafter):
@@ -57,15 +59,15 @@ class BlockDrafter(Drafter):
         super().__init__(vllm_config, config, stats, planner, vocab_size=None)
         assert config.model is not None
         hf_config = self.model.model_config.hf_config
-        most = min(config.max_depth, config.num_speculative_tokens)
         # vLLM's translation of speculators folders leaves the size of a block out.
         stored = get_hf_file_to_dict("config.json", config.model, self.model.model_config.revision) or {}
         size = stored.get("block_size") or stored.get("dspark_block_size")
         anchored = self.model.kind == "dspark" and getattr(hf_config, "sample_from_anchor", True)
-        self.depth, self.first_row = block_shape(anchored, size, most)
+        self.num_rows, self.predicting = block_shape(anchored, size, config.max_depth, config.num_speculative_tokens)
         self.mask_token = get_parallel_drafting_token_id(hf_config)
-        self.model.block_depth = self.depth
-        self.num_rows = self.first_row + self.depth
+        self.model.block_depth = self.num_rows - self.predicting.start
+        planner.first_rows = self.num_rows
+        planner.forget()
 
     def check_layers(self, layers: dict[str, Any]) -> None:
         """Set how the rows of a block attend to each other.
@@ -77,7 +79,7 @@ class BlockDrafter(Drafter):
         if window is not None and window < self.num_rows:  # rows of a block all see each other
             raise GSDConfigError(
                 f'"model" is {self.config.model!r}, a draft of blocks of {self.num_rows} rows, which must fit into its '
-                f'sliding window of {window} tokens; set "max_depth" below that.'
+                f'sliding window of {window} tokens; set "num_speculative_tokens" below that.'
             )
         keep_all_keys(layers.values())
         causal = set(self.model.model.get_draft_attn_causal())
@@ -121,6 +123,12 @@ class BlockDrafter(Drafter):
         (chosen,) = drafted.nonzero()
         if len(chosen) == 0:
             return drafted, None
+        most = max(1, self.max_rows // self.num_rows)
+        parts = [self._run(batch, chosen[first : first + most]) for first in range(0, len(chosen), most)]
+        return drafted, torch.cat(parts)
+
+    def _run(self, batch: DraftBatch, chosen: np.ndarray) -> torch.Tensor:
+        """The hidden states that predict, [len(chosen), depth, hidden], from one forward over a block per request."""
         count, rows, to_device = len(chosen), self.num_rows, self.model.to_device
         tokens = np.full((count, rows), self.mask_token, np.int64)
         tokens[:, 0] = self._roots(batch, chosen)
@@ -139,7 +147,7 @@ class BlockDrafter(Drafter):
         self.planner.caught_up(count * rows)
         self.ran(count * rows)
         hidden = self.model.run_rows(self.model.tokens(tokens.ravel()), slots, tree)
-        return drafted, hidden.view(count, rows, -1)[:, self.first_row :]
+        return hidden.view(count, rows, -1)[:, self.predicting]
 
     def _roots(self, batch: DraftBatch, chosen: np.ndarray) -> np.ndarray:
         """The last committed tokens of these requests, int64."""
@@ -149,7 +157,8 @@ class BlockDrafter(Drafter):
         """Lay the lattices of drafted blocks into the graphs."""
         roots = self.model.to_device(self._roots(requests.batch, requests.index[drafted]))
         tokens, probs = (tensor.cpu().numpy() for tensor in self.candidates(hidden, roots))
-        self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, 0, 0] == 0))
+        # A sound depth reaches its first candidate from at least one of those before.
+        self.stats.counts["draft_rows_invalid"] += int(np.count_nonzero(probs[:, :, :, 0].max(axis=2) == 0))
         first = np.zeros((len(probs), self.config.top_k), np.float32)
         first[:, : tokens.shape[2]] = probs[:, 0, 0]
         self.planner.drafted(first)
@@ -179,6 +188,6 @@ class BlockDrafter(Drafter):
         return tensors_from_first_rank(tokens, probs.contiguous())
 
     def idle_level(self, num_rows: int) -> None:
-        count = max(1, num_rows // self.num_rows)
-        hidden = self.model.run_idle(count * self.num_rows).view(count, self.num_rows, -1)[:, self.first_row :]
+        count = -(-num_rows // self.num_rows)
+        hidden = self.model.run_idle(count * self.num_rows).view(count, self.num_rows, -1)[:, self.predicting]
         self.candidates(hidden, torch.zeros(count, dtype=torch.int64, device=self.model.device))

@@ -251,7 +251,7 @@ class DeviceDrafting:
         elif isinstance(self.drafter, BlockDrafter):
             hidden = self.drafter.model.run_rows(rows.token, rows.slot, tree).view(count, self.width, -1)
             roots = bucket.graphs.nodes[:, TOKEN, 0].long()
-            tokens, probs = self.drafter.candidates(hidden[:, self.drafter.first_row :], roots)
+            tokens, probs = self.drafter.candidates(hidden[:, self.drafter.predicting], roots)
             add_lattices(bucket.graphs, tokens, probs, self.limits)
         elif isinstance(self.drafter, LevelDrafter):
             self._grow(self.drafter, bucket, levels, blocks)

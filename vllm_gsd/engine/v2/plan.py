@@ -168,8 +168,11 @@ class Plan:
         They are those of the request's latest graph, without the drafted nodes that will not be drafted again. After a
         graph that was not drafted, a drafted one is expected to be the average one.
         """
-        levels = np.where(kinds == COPIES_ONLY, 0, self.levels[-1] if self.phase.levels is None else self.phase.levels)
-        left_out = ~self.copied[slots] & (self.depth[slots] > levels[:, None])
+        levels = self.phase.levels
+        if levels in (None, self.levels[-1]):  # all are drafted again; a block's one level has nodes of every depth
+            levels = self.num_nodes
+        deepest = np.where(kinds == COPIES_ONLY, 0, levels)
+        left_out = ~self.copied[slots] & (self.depth[slots] > deepest[:, None])
         values = np.where(self._real(slots) & ~left_out, self.value[slots], 0.0).astype(np.float32)
         values = -np.sort(-values, axis=1)
         size = np.where(kinds == NO_GRAPH, 0, np.count_nonzero(values, axis=1)).astype(np.int32)

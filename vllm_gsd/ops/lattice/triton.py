@@ -65,7 +65,10 @@ def lattice_kernel(
     probs += graph * depth * K * K
     lane, level = tl.arange(0, PLACES), tl.arange(0, LEVELS)
     drafted = tl.load(state + FRONTIER) > 0
+    # A sound depth reaches its first candidate from at least one of those before.
     first = tl.load(probs + level * K * K, mask=level < depth, other=1.0)
+    for before in range(1, K):
+        first = tl.maximum(first, tl.load(probs + (level * K + before) * K, mask=level < depth, other=1.0))
     tl.atomic_add(counts + 4, tl.sum((drafted & (first == 0.0)).to(tl.int64), 0))
     above, likely = tl.where(lane == 0, 0, -1), tl.where(lane == 0, 1.0, 0.0)  # at first, the root alone
     size = tl.load(state + SIZE)

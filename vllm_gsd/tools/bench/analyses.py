@@ -29,6 +29,8 @@ BASE = {"top_k": 4, "merge_ngram": 2, "theta_prob": 0.05, "theta_sib": 0.1}
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 # The numbers of verified nodes at which the forms of the graph are compared.
 NODES = [8, 16, 32]
+# Drafts whose rows per step differ by less than this factor draft alike; how many steps draft differs by chance.
+SAME_COST = 1.05
 
 
 def ablations_of(draft: str) -> dict[str, list[Any]]:
@@ -87,8 +89,9 @@ def _row(result: dict[str, Any]) -> dict[str, float]:
     """What one run shows.
 
     Returns:
-        ``tokens_per_step`` and ``tokens_per_second``; ``tokens_per_draft_forward``; ``draft_rows_per_step``, the rows
-        of the draft's forwards per target step; ``drafted_per_accepted``, the same per accepted token;
+        ``tokens_per_step`` and ``tokens_per_second``; ``tokens_per_draft_forward``; ``verified_per_step``, the
+        nodes that the target verified; ``draft_rows_per_step``, the rows of the draft's forwards per target step;
+        ``drafted_per_accepted``, the same per accepted token;
         ``merged_share``, the share of merged edges among all edges; and ``accepted_merged_share``, that of accepted
         nodes that were reached through a merged edge.
     """
@@ -99,6 +102,7 @@ def _row(result: dict[str, Any]) -> dict[str, float]:
         "tokens_per_step": tokens_per_step(result),
         "tokens_per_second": tokens_per_second(result),
         "tokens_per_draft_forward": generated / max(1.0, counters["vllm:gsd_draft_forwards"]),
+        "verified_per_step": counters["vllm:gsd_nodes_verified"] / steps,
         "draft_rows_per_step": rows / steps,
         "drafted_per_accepted": rows / max(1.0, accepted),
         "merged_share": counters["vllm:gsd_nodes_merged"] / max(1.0, counters["vllm:gsd_nodes_added"]),
@@ -110,16 +114,19 @@ def _graph_over_tree(graph: list[dict[str, float]], tree: list[dict[str, float]]
     """How many more tokens a step the graph gives than the tree without merging.
 
     Returns:
-        by number of ``nodes`` of the graph, the ratio of tokens per step ``at_equal_nodes`` and ``at_equal_cost``. At
-        equal cost the tree has as many nodes as make its drafting take as many rows per step as the graph's
-        (interpolated, and nowhere beyond the trees that ran). A block takes the same rows whatever becomes of it.
+        by number of ``nodes`` of the graph, the ratio of tokens per step ``at_equal_nodes``, where the tree has as many
+        verified nodes per step, and ``at_equal_cost``, where its drafting takes as many rows per step. The tree is
+        interpolated between those that ran, and nowhere beyond them. A block takes the same rows whatever becomes of
+        it, so its cost is equal where its nodes are.
     """
-    found = []
-    for row, other in zip(graph, tree, strict=True):
-        costs, tokens = zip(*sorted((t["draft_rows_per_step"], t["tokens_per_step"]) for t in tree), strict=True)
-        equal = other["tokens_per_step"]
-        if costs[-1] - costs[0] > 1e-3 * costs[-1]:
-            equal = float(np.interp(row["draft_rows_per_step"], costs, tokens))
-        ratios = {"at_equal_nodes": row["tokens_per_step"] / other["tokens_per_step"]}
-        found.append({"nodes": row["nodes"], **ratios, "at_equal_cost": row["tokens_per_step"] / equal})
-    return found
+    rows = [row["draft_rows_per_step"] for row in tree]
+    cost = "draft_rows_per_step" if max(rows) > SAME_COST * min(rows) else "verified_per_step"
+
+    def ratio(row: dict[str, float], name: str) -> float:
+        numbers, tokens = zip(*sorted((t[name], t["tokens_per_step"]) for t in tree), strict=True)
+        return row["tokens_per_step"] / float(np.interp(row[name], numbers, tokens))
+
+    return [
+        {"nodes": row["nodes"], "at_equal_nodes": ratio(row, "verified_per_step"), "at_equal_cost": ratio(row, cost)}
+        for row in graph
+    ]

@@ -72,7 +72,8 @@ class FormSwitch:
         mine = self.speculation
         config = self.config.model_copy(update=FORMS[form])
         if form not in self.planners:
-            self.planners[form] = Planner(config.top_k, config.max_depth, mine.num_nodes, mine.planner.costs)
+            costs, rows = mine.planner.costs, mine.planner.first_rows
+            self.planners[form] = Planner(config.top_k, config.max_depth, mine.num_nodes, costs, rows)
         self.form = form
         mine.copies.top_k = config.top_k
         for part in (mine, mine.drafter):

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from vllm_gsd.tools.distill.data import Answer
+from vllm_gsd.tools.distill.optimizer import MuonAndAdamW
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.packs import Packs, batches
 from vllm_gsd.tools.distill.stages import kept, logger, stage
 from vllm_gsd.tools.distill.students import Student
 
 WARM_UP = 0.05
+WEIGHT_DECAY = 0.01
 # Packs up to this much longer than usual are padded to one size; longer ones take twice that.
 SLACK = 1.35
 # The number of positions in a block of flex attention.
@@ -41,7 +43,7 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(WARM_UP * steps)),
-        weight_decay=0.01,
+        weight_decay=WEIGHT_DECAY,
         remove_unused_columns=False,
         dataloader_pin_memory=False,  # batches are on the device already
         label_names=[],
@@ -57,7 +59,13 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
     # A run that was killed while it saved left a folder without this file, which is written last.
     saved = [file.parent for file in Path(arguments.output_dir).glob("checkpoint-*/trainer_state.json")]
     last = max(saved, key=lambda folder: int(folder.name.split("-")[1]), default=None)
-    trainer: Any = Trainer(model=model, args=arguments, train_dataset=data, data_collator=packs.collate)
+    trainer: Any = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        data_collator=packs.collate,
+        optimizers=(MuonAndAdamW(model, options.learning_rate, WEIGHT_DECAY), None),
+    )
     # A pack of an unusual size that does not compile is computed without.
     with stage(f"training in {steps} steps"), torch._dynamo.config.patch(suppress_errors=True):
         trainer.train(resume_from_checkpoint=last and str(last))

@@ -86,7 +86,8 @@ class Model:
     def best_form(self, requests: float, limits: Form) -> Form:
         """The smallest graph within 1% of the fastest one at this number of requests."""
         most = limits.num_speculative_tokens
-        sizes = [size for size in (4, 8, 12, 16, 24, 32, 48, 64) if size < most]
+        least = self.block or 0  # fewer nodes would shorten the block
+        sizes = [size for size in (4, 8, 12, 16, 24, 32, 48, 64) if least <= size < most]
         forms = [Form(limits.top_k, depth, size) for size in [*sizes, most] for depth in range(1, limits.max_depth + 1)]
         rates = [self.speculating(requests, form) for form in forms]
         return next(form for form, rate in zip(forms, rates, strict=True) if rate >= 0.99 * max(rates))

@@ -77,8 +77,7 @@ def plan(options: Options) -> dict[str, Any]:
 
 def _block(kind: str, draft: str, form: Form) -> int | None:
     """See ``Model.block``."""
-    most = min(form.max_depth, form.num_speculative_tokens)
-    return block_rows(draft, most) if kind in BLOCK_KINDS else None
+    return block_rows(draft, form.num_speculative_tokens) if kind in BLOCK_KINDS else None
 
 
 def _row(model: Model, batch: int, limits: Form) -> dict[str, float]:

@@ -63,8 +63,8 @@ def shapes_of(config: dict[str, Any]) -> Shapes:
     return Shapes(float(layers * layer + vocab * hidden + joins), float(2 * layers * kv), layers, embedding)
 
 
-def block_rows(draft: str, max_depth: int) -> int:
-    """Rows of the forward pass of a draft of whole blocks that drafts up to ``max_depth`` tokens.
+def block_rows(draft: str, most: int) -> int:
+    """Rows of the forward pass of a draft of whole blocks, at most ``most`` of which are behind the root's.
 
     Raises:
         ToolError: the draft is no folder on this machine, or its config.json does not say how long a block is.
@@ -74,4 +74,4 @@ def block_rows(draft: str, max_depth: int) -> int:
     if not isinstance(size, int):
         raise ToolError(f'{draft} has no config.json with the "block_size" of its blocks here; give it with --draft.')
     anchored = kind_of_config(config) == "dspark" and config.get("sample_from_anchor", True)
-    return min(size, max_depth + (not anchored))
+    return min(size, most + (not anchored))

@@ -1,0 +1,39 @@
+"""The optimiser of students: Muon for matrices, as the speculators package's trainer uses it, and AdamW for the rest."""
+
+from typing import Any
+
+import torch
+from speculators.train.optimizers import split_named_params_for_muon
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for the matrices of layers, AdamW for embeddings, LM heads, biases and norms.
+
+    Muon's steps are scaled to the size of AdamW's (Liu et al. 2025), so one learning rate serves both.
+    """
+
+    def __init__(self, model: torch.nn.Module, lr: float, weight_decay: float):
+        matrices, others = split_named_params_for_muon(model)
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            self.parts.append(muon)
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay))
+        super().__init__(self._groups(), {})
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parts' own groups, so that a scheduler that sets their learning rates reaches the parts."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = self._groups()  # loading replaced them
