@@ -4,7 +4,7 @@ import pytest
 from engine_probes import forget_prefixes
 from engine_process import Engine, draft_every_level, run
 from rounding import assert_close, generates
-from tiny_blocks import BLOCKS, greedy_texts
+from tiny_blocks import BLOCKS, DEPTH, greedy_texts
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 # Long prompts are read in chunks, and their prefixes are cached.
@@ -12,7 +12,7 @@ ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 32}
 # On CPUs, vLLM 0.32 cannot sample with seeds if a prompt is chunked. Seeded prompts are cut to fit into one step.
 SEEDED = [{**GREEDY, "temperature": 0.7 + 0.1 * i, "top_p": 0.9, "seed": i} for i in range(8)]
 # CHAIN drafts only the best candidate at each depth. GRAPH has every path of two candidates per depth.
-CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": 3, "num_speculative_tokens": 3, "budget": 3}
+CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": DEPTH, "num_speculative_tokens": DEPTH, "budget": DEPTH}
 CHAIN |= {"theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0}
 GRAPH = {**CHAIN, "top_k": 2, "num_speculative_tokens": 14, "budget": 14}
 
@@ -70,6 +70,16 @@ def test_more_candidates_accept_no_less(start_engine, tiny_blocks, prompts):
         engine = start_engine({"model": str(tiny_blocks["dspark"]), **config}, **ENGINE)
         steps.append([counted(engine, [prompt])[1]["target_steps"] for prompt in prompts[:4]])
     assert all(graph <= chain for chain, graph in zip(*steps, strict=True))
+
+
+def test_shallow_graphs_do_not_shorten_blocks(start_engine, tiny_blocks, prompts, expected):
+    shallow = {**GRAPH, "max_depth": 1}
+    engine = start_engine({"model": str(tiny_blocks["dspark"]), **shallow}, **ENGINE)
+    before = engine.metrics()
+    assert run(engine, prompts[:2], GREEDY) == expected[0][:2]
+    after = engine.metrics()
+    rows, drafts = (after[name] - before[name] for name in ("gsd_draft_rows", "spec_decode_num_drafts"))
+    assert rows >= DEPTH * drafts > 0
 
 
 def test_a_large_vocabulary_in_bfloat16(wide_block):

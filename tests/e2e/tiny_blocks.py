@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK, MASK = 64, 2, 4, 2, 32, 48, 3
 WINDOWS = {"layer_types": LAYERS * ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
-BLOCK_SIZE = 4  # rows: the root's and three that no other draft row precedes
+DEPTH = 3  # tokens of a block
 MOST_OF_PAIRS = 4096  # the largest vocabulary for which a matrix of all pairs of tokens is built
 # Drafts by name: kind and more arguments of ``build_tiny_block``.
 BLOCKS = {
@@ -42,7 +42,6 @@ def _config(kind: str, vocab: int) -> dict:
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
-        "block_size": BLOCK_SIZE,
     }
 
 
@@ -92,6 +91,8 @@ def build_tiny_block(
         weights |= _convolutions_and_selector(vocab)
     folder.mkdir(parents=True)
     config |= keys
+    anchored = kind == "dspark" and keys.get("sample_from_anchor", True)
+    config["block_size"] = DEPTH if anchored else 1 + DEPTH
     if speculators:
         config = as_speculators(kind, config, target)
     (folder / "config.json").write_text(json.dumps(config))

@@ -10,7 +10,7 @@ from engine_process import run
 from hard_requests import SCARCE, ask, check_counts, hard_prompts
 from safetensors.torch import load_file, save_file
 from step_watch import report, watch_steps
-from tiny_blocks import BLOCKS
+from tiny_blocks import BLOCKS, DEPTH
 from tiny_eagle3 import HEADS
 from v2_engine import V2Engine
 
@@ -18,7 +18,6 @@ from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.speculators_students import BlockStudent
 from vllm_gsd.tools.distill.target import Target
 
-DEPTH = 3
 CHAIN = {"sources": ["draft"], "top_k": 1, "max_depth": DEPTH, "num_speculative_tokens": DEPTH, "budget": DEPTH}
 CHAIN |= {"theta_prob": 0.0, "theta_sib": 0.0, "merge_ngram": 0}
 GRAPH = {**CHAIN, "top_k": 2, "num_speculative_tokens": 14, "budget": 14}  # with every path of two candidates a depth
