@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from made_up_report import report as made_up_report
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.categories import forms as forms_by_category
 from vllm_gsd.tools.bench.engine import TimedRun
 from vllm_gsd.tools.bench.engine import run as answer_job
+from vllm_gsd.tools.bench.engine import untaught
 from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
 from vllm_gsd.tools.bench.options import Options
 from vllm_gsd.tools.bench.page import bench_page
@@ -413,3 +415,16 @@ def test_prompts_that_are_too_long_are_refused_by_the_first_engine(tmp_path, mon
     llm = SimpleNamespace(get_tokenizer=lambda: None, llm_engine=config)
     with pytest.raises(ValueError, match="a prompt has 9 tokens, but --max-model-len is 9"):
         answer_job(llm, None, chats=[[1]], concurrency=1, max_tokens=1, later=[[1], [1] * 9])
+
+
+def test_opted_out_turns_teach_the_planner_nothing():
+    planner = Planner(5, 8, 8)
+    worth, factor = planner.worth.copy(), planner.calibration.factor.copy()
+    with untaught(SimpleNamespace(speculation=SimpleNamespace(planner=planner))):
+        planner.worth *= 0.5
+        planner.calibration.factor[:] = 0.25
+        planner.steps = 7
+    assert np.array_equal(planner.worth, worth) and np.array_equal(planner.calibration.factor, factor)
+    assert planner.steps == 1
+    with untaught(SimpleNamespace()):  # plain vLLM
+        pass

@@ -4,12 +4,15 @@
 and each further line is one job. The engine core runs in this process, so its parts can be timed and nothing polls.
 """
 
+import copy
 import json
 import os
 import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from vllm_gsd.tools.bench.contexts import with_context
@@ -87,7 +90,8 @@ def run(
         llm, params, clock if with_parts else None, before if with_parts and concurrency == 1 else None
     )
     start = time.perf_counter()
-    timed_run.answer(prompts, concurrency)
+    with untaught(runner_of(llm)) if opted_out else nullcontext():
+        timed_run.answer(prompts, concurrency)
     return {
         "seconds": time.perf_counter() - start,
         "requests": timed_run.requests,
@@ -180,6 +184,19 @@ def forget_responses(runner: Any) -> None:
             cache.evict_cached_response(request_id)
     if (ours := getattr(runner, "speculation", None)) is not None:
         ours.copies.clear()
+
+
+@contextmanager
+def untaught(runner: Any) -> Iterator[None]:
+    """Let our planner forget what it learns inside this context.
+
+    The turns of ``gsd-off`` and ``gsd`` share an engine. A server of graphs never sees so many plain steps.
+    """
+    planner = getattr(getattr(runner, "speculation", None), "planner", None)
+    kept = copy.deepcopy(vars(planner)) if planner is not None else {}
+    yield
+    if planner is not None:
+        vars(planner).update(kept)
 
 
 def planner_of(runner: Any) -> dict[str, Any] | None:

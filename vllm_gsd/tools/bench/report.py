@@ -27,7 +27,7 @@ def make_report(chosen: dict[str, dict[int, Any]], runs: Runs, work: Work, skipp
                 "setting": chosen[method][batch]["setting"].name,
                 "tried": chosen[method][batch]["tried"],
                 **_row(runs.timed[method][batch], runs.parts[method][batch]),
-                **_ratios(runs.timed[method][batch], plain, off if method in FORMS else None),
+                **_ratios(method, runs.timed[method][batch], plain, off),
             }
             for method in runs.timed
         }
@@ -99,22 +99,26 @@ def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _ratios(
-    results: list[dict[str, Any]], plain: list[dict[str, Any]] | None, off: list[dict[str, Any]] | None
+    method: str,
+    results: list[dict[str, Any]],
+    plain: list[dict[str, Any]] | None,
+    off: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     """Ratios of a method's speed to plain vLLM's, and to our engine's with every request opted out, turn by turn.
 
     Returns:
         ``ratio_to_plain``, what a user gains, and ``ratio_to_off``, what the graph itself gains, as median, min and
-        max; ``efficiency``, the last of these ratios that exists divided by the tokens per step.
+        max; ``efficiency``, what speculation itself gains divided by the tokens per step. It is the graph's gain, or for
+        vLLM's own methods the gain over plain vLLM.
     """
     ratios: dict[str, Any] = {}
-    for name, others in (("ratio_to_plain", plain), ("ratio_to_off", off)):
+    gain = "ratio_to_off" if method in FORMS else "ratio_to_plain"
+    for name, others in (("ratio_to_plain", plain), ("ratio_to_off", off if method in FORMS else None)):
         if others is not None:
             pairs = zip(results, others, strict=True)
             ratios[name] = spread([tokens_per_second(ours) / tokens_per_second(other) for ours, other in pairs])
-    if ratios:
-        steps = median(tokens_per_step(result) for result in results)
-        ratios["efficiency"] = list(ratios.values())[-1]["median"] / steps
+    if gain in ratios and method not in ("plain", OFF):
+        ratios["efficiency"] = ratios[gain]["median"] / median(tokens_per_step(result) for result in results)
     return ratios
 
 
