@@ -19,7 +19,7 @@ def arguments(given: list[str]) -> list[str]:
     """The model and the options of ``vllm serve``, for the arguments given to this program."""
     pair = built_in_pair()
     sources = ["draft", "ngram"]
-    if importlib.util.find_spec("arctic_inference"):  # pip install 'vllm-gsd[shared]'
+    if importlib.util.find_spec("arctic_inference"):  # docs/drafts.md says how to install it
         sources.append("shared")
     gsd = {"method": "gsd", "model": str(pair.draft), "sources": sources}
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

@@ -103,7 +103,7 @@ class Simulation:
 
 
 def recorded_acceptance(trace: Path | None = None) -> Acceptance:
-    """The acceptance in a trace, or of the built-in pair as it was recorded.
+    """The acceptance in a trace, or of an early EAGLE head for the built-in target as it was recorded.
 
     Raises:
         ToolError: the file is no trace, or nothing was accepted in it.

@@ -12,8 +12,9 @@ from vllm_gsd.upstream import wire
 
 COUNTERS = {
     "target_steps": "Steps of the target, counted once per request that emitted tokens, with or without drafts.",
-    "draft_rows": "Rows that the draft model computes: graph nodes, committed tokens and, with V2, padding.",
-    "draft_nodes": "Graph nodes that the draft model ran.",
+    "draft_rows": "Rows that the draft model computes: graph nodes, committed tokens, rows of blocks and, with V2, "
+    "padding.",
+    "draft_nodes": "Graph nodes that the draft model ran; 0 for drafts of whole blocks.",
     "draft_rows_invalid": "Draft rows without a valid softmax (NaN or infinite logits); nothing is drafted from them.",
     "draft_forwards": "Forward passes of the draft model.",
     "nodes_added": "Candidates added to token graphs, as nodes or as merged edges.",
