@@ -217,6 +217,8 @@ def test_all_our_methods_have_the_kernels_that_were_asked_for():
         for name in ("gsd-off", "gsd", "gsd-tree")
     )
     assert off.engine == graph  # so that only the graph differs
+    kernels = settings_of("kernels", drafts=Drafts.of("d"), gsd={"top_k": 3}, lengths=[1], modes=["eager"])[0]
+    assert kernels.speculative == {"method": "gsd", "model": None, "sources": []}
     assert off.speculative["cpu_kernels"] == tree.speculative["cpu_kernels"] == "off"
 
 

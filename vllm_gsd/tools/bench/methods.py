@@ -11,8 +11,11 @@ from vllm_gsd.config.draft_check import kind_of_model
 from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, MTP
 from vllm_gsd.tools.errors import ToolError
 
-METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
-# The engine of "gsd" with every request opted out of the graph. It shows the gain of our CPU kernels alone.
+METHODS = ("plain", "draft_model", "eagle", "ngram", "suffix", "kernels", "gsd-off", "gsd", "gsd-tree", "gsd-chain")
+# Our CPU kernels without a draft. Only a draft's upkeep tells "gsd-off" from it.
+KERNELS = "kernels"
+BY_DEFAULT = [method for method in METHODS if method != KERNELS]
+# The engine of "gsd" with every request opted out of the graph.
 OFF = "gsd-off"
 MODES = ("eager", "compiled")
 # The keys that restrict the graph to a tree and to a chain.
@@ -102,6 +105,8 @@ def settings_of(
         configs = {f"K={k}": {"method": method, "num_speculative_tokens": k, **more} for k in lengths}
     elif method == "suffix":
         configs = {"": {"method": "suffix", **({} if keeps_answers else {"suffix_decoding_max_cached_requests": 0})}}
+    elif method == KERNELS:
+        configs = {"": checked(None, {"sources": [], **{key: gsd[key] for key in gsd if key == "cpu_kernels"}})}
     elif method != "plain":
         configs = {"": checked(drafts.own, {**gsd, **FORMS.get(method, {})})}
     return [
@@ -132,10 +137,16 @@ def missing_for(method: str, drafts: Drafts) -> str | None:
     if method == "eagle" and drafts.eagle is None:
         return "needs a draft that reads the target's hidden states"
     if method == "eagle" and drafts.eagle is not None and (kind := kind_of_model(drafts.eagle)) in ON_GPUS:
-        import torch
-
-        if not torch.cuda.is_available():
+        if not _has_gpu():
             return f"needs a GPU for drafts of kind {kind}"
+    if method == KERNELS and _has_gpu():
+        return "multiplies on CPUs only"
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         return "needs the package arctic-inference"
     return None
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from vllm_gsd.config import GSDConfig
-from vllm_gsd.tools.bench.methods import METHODS
+from vllm_gsd.tools.bench.methods import BY_DEFAULT, METHODS
 from vllm_gsd.tools.errors import ToolError
 
 # The keys that --gsd may have; the method and the draft have options of their own.
@@ -42,10 +42,10 @@ class Options:
         str,
         Option(
             show_default=False,  # it would be cut off
-            help=f"Comma-separated, by default all: {', '.join(METHODS)}. Ratios are over plain, and for graphs also "
-            "over gsd-off, our engine without one.",
+            help=f"Comma-separated: {', '.join(METHODS)}; by default all but kernels. Ratios are over plain, and for "
+            "graphs also over gsd-off, our engine without one.",
         ),
-    ] = ",".join(METHODS)
+    ] = ",".join(BY_DEFAULT)
     modes: Annotated[str, Option(help="eager, compiled, or both. With both, the faster one counts.")] = "eager,compiled"
     chain_lengths: Annotated[str, Option(help="Draft lengths to try for vLLM's chains.")] = "1,2,3,4,5,6"
     gsd: Annotated[str, Option(help=f"Keys of gsd.json for all forms of the graph, as JSON: {', '.join(KEYS)}.")] = "{}"
