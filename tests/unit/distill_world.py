@@ -8,6 +8,10 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.tools.distill import states
+from vllm_gsd.tools.distill.lm import LanguageModel
+from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
+from vllm_gsd.tools.distill.target import Target
 
 CONFIG = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -33,6 +37,14 @@ def write_answers(folder: Path, target: Path) -> Path:
         Dataset.from_list(rows).to_parquet(str(folder / "answers" / f"{name}.parquet"))
     states.write_missing(target, files(folder), folder / "states", batch_tokens=64)
     return folder
+
+
+def student(kind, target, **options):
+    """A new student with a vocabulary of 256 tokens, or one that starts from ``init``."""
+    size = {} if "init" in options else {"vocab_size": 256}
+    arguments = Options(target=str(target), kind=kind, **size, **options)
+    cls = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}[kind]
+    return cls.make(arguments, Target(target), np.append(np.arange(256)[::-1], np.arange(256, 300)))
 
 
 def files(work: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from distill_world import CONFIG, PROMPT, files, write_answers, write_target
+from distill_world import CONFIG, PROMPT, files, student, write_answers, write_target
 from speculators.models import attention as flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,10 +18,9 @@ from vllm_gsd.config.draft_vocab import read_draft_vocab
 from vllm_gsd.tools.distill import engine, generate, recorder, run, states, students
 from vllm_gsd.tools.distill.data import Answer, count_tokens, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
-from vllm_gsd.tools.distill.lm import LanguageModel, project
+from vllm_gsd.tools.distill.lm import project
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.packs import Packs
-from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
 from vllm_gsd.tools.distill.states import ComputedStates, StoredStates, state_layers
 from vllm_gsd.tools.distill.target import Target
 from vllm_gsd.tools.distill.train import train
@@ -45,14 +44,6 @@ def assert_rows_close(rows, exact):
     assert errors.max() < 0.05, errors
 
 
-def student(kind, target, **options):
-    """A new student with a vocabulary of 256 tokens, or one that starts from ``init``."""
-    size = {} if "init" in options else {"vocab_size": 256}
-    arguments = Options(target=str(target), kind=kind, **size, **options)
-    cls = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}[kind]
-    return cls.make(arguments, Target(target), np.append(np.arange(256)[::-1], np.arange(256, 300)))
-
-
 class TestStates:
     @pytest.mark.parametrize(
         ("depth", "layers"), [(30, [8, 16, 24, 30]), (32, [8, 16, 24, 32]), (5, [2, 4, 5]), (2, [1, 2]), (1, [1])]
@@ -64,7 +55,7 @@ class TestStates:
         """They equal those of transformers. The last layer's precede the final norm and give the target's logits."""
         whole = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
         data, stored = load_answers(files(work), 30), StoredStates(work / "states")
-        assert 0 < len(data) < 24 and max(len(row.input_ids) for row in data) <= 30
+        assert len(data) == 24 and max(len(row.input_ids) for row in data) == 30
         for row, layers in zip(data, stored(data), strict=True):
             with torch.no_grad():
                 output = whole(torch.from_numpy(row.input_ids)[None], output_hidden_states=True)
@@ -346,12 +337,18 @@ def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monke
         return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[completion])
 
     monkeypatch.setattr(recorder.Recorder, "attached", lambda llm: None)
-    (tmp_path / "answers").mkdir()
+    for folder in ("answers", "states"):
+        (tmp_path / folder).mkdir()
+    left = tmp_path / "states" / "first-00000.safetensors"  # by a killed run, for other answers
+    left.touch()
     monkeypatch.setattr(generate, "_generate", lambda llm, chats, *rest: [output(length) for length in (4, 1, 3)])
     texts = generate.answer(lambda: AskingTarget("template"), [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
     assert texts == ["4 tokens", "1 tokens", "3 tokens"]
     data = load_answers(files(tmp_path), 640)
-    assert [row.first for row in data] == [0, 6 + 3]
+    assert [row.first for row in data] == [0, 6 + 3] and not left.exists()
+    (tmp_path / "answers" / "first-00000.parquet").write_bytes(b"")
+    with pytest.raises(ToolError, match=r"first-00000\.parquet' cannot be read as a file of answers"):
+        generate.answer(None, [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
 
 
 def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
@@ -380,12 +377,12 @@ def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
         return generate.answer(lambda: target, chats, tmp_path, "first", max_tokens=9, seed=0, batch=batch)
 
     first = texts(batch=9)
-    assert target.turns == [8, 8, 2] and [text.split()[0] for text in first] == [f"[{i}]" for i in range(18)]
+    assert target.turns == [12, 6] and [text.split()[0] for text in first] == [f"[{i}]" for i in range(18)]
     for number in (1, 4):
         generate.shard_path(tmp_path / "answers", "first", number).unlink()
     assert texts(batch=4) == first
-    assert target.turns == [8, 8, 2, 4, 2]
-    assert texts(batch=4) == first and len(target.turns) == 5
+    assert target.turns == [12, 6, 4, 2]
+    assert texts(batch=4) == first and len(target.turns) == 4
 
 
 class AskingTarget:
@@ -430,6 +427,15 @@ class TestOwnRequests:
         assert params.stop == ["</u>"] and params.temperature == 1.0
         assert len(target.turns) == 2  # half of the texts in each turn are repeats
         assert generate.own_requests(None, 200, tmp_path / "own.json") == chats  # read from the file
+
+    def test_a_killed_run_keeps_what_was_made_up(self, tmp_path):
+        target = AskingTarget("template")
+        target.generate = lambda *args, ask=target.generate, **kwargs: 1 / 0 if target.turns else ask(*args, **kwargs)
+        with pytest.raises(ZeroDivisionError):
+            generate.own_requests(lambda: target, 200, tmp_path / "own.json")
+        other = AskingTarget("template")
+        chats = generate.own_requests(lambda: other, 200, tmp_path / "own.json")
+        assert chats[0] == [{"role": "user", "content": "Question 300"}] and len(other.turns) == 1
 
     def test_without_a_chat_template_there_are_none(self, tmp_path):
         target = AskingTarget(None)

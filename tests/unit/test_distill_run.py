@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from distill_world import CONFIG, PROMPT, files, write_answers, write_target
+from distill_world import CONFIG, files, write_answers, write_target
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from vllm_gsd.tools.cli.main import app
-from vllm_gsd.tools.distill import generate, run, states
+from vllm_gsd.tools.distill import engine, generate, run, states
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.data import load_answers
 from vllm_gsd.tools.distill.options import Options
@@ -106,6 +106,39 @@ def test_a_killed_run_leaves_no_process(tmp_path):
     assert len(working) == 2 and not any(map(runs, working))
 
 
+def test_an_engine_ends_with_a_killed_run():
+    """An engine that measures a draft would take time from the run that resumes."""
+    engine = "from vllm_gsd.tools.process import end_with_parent as end; end(); print(flush=True); input()"
+    program = (
+        "import subprocess, sys; from subprocess import PIPE\n"
+        f"process = subprocess.Popen([sys.executable, '-c', {engine!r}], stdin=sys.stdin, stdout=PIPE)\n"
+        "process.stdout.read(1); print(process.pid, flush=True); process.wait()"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = killed.stdout.readline().strip()
+    assert runs(process)
+    killed.kill()
+    killed.wait()
+    deadline = time.monotonic() + 60
+    while runs(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(process)
+
+
+def test_a_measured_gain_is_kept(target, work, tmp_path, monkeypatch):
+    """Three engines take minutes. They are started again only with or without torch.compile."""
+    (tmp_path / "work" / "trained").mkdir(parents=True)
+    (tmp_path / "work" / "results.json").write_text("{}")
+    measured = []
+    monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(engine, "compare", lambda *arguments: measured.append(arguments[4]) or {"ratio_to_plain": 1.5})
+    monkeypatch.setattr(run, "_finish", lambda *_: None)
+    for eager in (False, False, True):
+        options = Options(target=str(target), data=str(work), eager=eager)
+        assert run.distill(options, tmp_path / "out", tmp_path / "work") == {"ratio_to_plain": 1.5}
+    assert measured == [False, True]
+
+
 def test_the_folder_in_which_the_command_runs_is_an_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["distill", "--target", "nowhere", "--out", "."])
@@ -174,6 +207,8 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
         run._in_own_process(save_file, {}, "/dev/null/x")  # as on a full disk
     with pytest.raises(ToolError, match=r"Tensors could not be read or written \(.*\); start the command again"):
         run._in_own_process(torch.save, torch.zeros(1 << 20), "/dev/full")
+    with pytest.raises(ToolError, match=r"The GPU's memory ran out \(2 GiB asked\); .* lower --longest\.$"):
+        run._in_own_process(exec, "import torch; raise torch.OutOfMemoryError('2 GiB asked.')")
     with pytest.raises(RuntimeError, match="no running event loop"):
         run._in_own_process(asyncio.get_running_loop)
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
@@ -196,6 +231,7 @@ def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
     (tmp_path / "trained").mkdir()
     data, cards = tmp_path / "data", []
     data.mkdir()
+    (data / "own.json").write_text('["Name a river."]')
     for made_by, top_1 in (({"prompts": "mine/MY.jsonl"}, [0.25]), ({"prompts": None}, [0.3, 0.2])):
         (data / "options.json").write_text(json.dumps(made_by))
         options, out = Options(target=str(target), data=str(data)), tmp_path / f"out{len(top_1)}"
@@ -205,6 +241,11 @@ def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
     assert "tokens), to MY.jsonl |" in cards[0] and "tokens of its chain" not in cards[0]
     assert "to templates and its own requests |" in cards[1] and "| tokens of its chain" in cards[1]
     assert "of which the graph's gain: speed over the same engine without it | 1.25 |" in cards[1]
+    (data / "own.json").write_text("[]")
+    assert run._learned_from(options, data) == "to templates"
+    (data / "options.json").unlink()
+    begun = Options(target=str(target), data=str(data), init="drafts/first")
+    assert run._learned_from(begun, data).startswith("to requests that are not known; begun from the draft 'first'")
 
 
 @pytest.mark.parametrize("own", ["work", "disk.partial"])
@@ -316,17 +357,22 @@ def test_a_result_that_was_cut_off_is_named(target, tmp_path):
         run._check(Options(target=str(target)), tmp_path / "out", tmp_path / "work")
 
 
-def test_answers_that_appear_later_are_found(target, work, tmp_path):
-    """A later run finds answers that were added. If all are too long, it fails before it makes a student."""
-    data, options = tmp_path / "data", {"target": str(target), "longest": 16}
+def test_answers_that_appear_later_are_found(target, tmp_path, monkeypatch):
+    """A later run finds answers that were added. If none fits, it makes no student and can be corrected."""
+    data, options, places = tmp_path / "data", {"target": str(target)}, (tmp_path / "out", tmp_path / "work")
+    monkeypatch.setattr(run, "_in_own_process", lambda function, *arguments: function(*arguments))
     with pytest.raises(ToolError, match="has no answers"):
-        run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
+        run.distill(Options(**options, data=str(data)), *places)
     (data / "answers").mkdir(parents=True)
-    rows = [{"input_ids": [1] * 20, "prompt_len": PROMPT, "text": ""}]
+    rows = [{"input_ids": [1] * 20, "prompt_len": 15, "text": ""}]
     Dataset.from_list(rows).to_parquet(str(data / "answers" / "first-00000.parquet"))
     states.write_missing(target, files(data), data / "states")
-    with pytest.raises(ToolError, match="--longest is 16, but no request"):
-        run.distill(Options(**options, data=str(data)), tmp_path / "out", tmp_path / "work")
+    for longest in (15, 16):
+        (data / "answers" / f"later-{longest}.parquet").hardlink_to(data / "answers" / "first-00000.parquet")
+        with pytest.raises(ToolError, match=f"--longest is {longest}, but no request"):
+            run.distill(Options(**options, data=str(data), longest=longest), *places)
+    run._check(Options(**options, data=str(data), longest=20), *places)
+    assert not (tmp_path / "work" / "files.json").exists()
 
 
 @pytest.mark.parametrize("name", ["file", "file/out"])

@@ -18,6 +18,7 @@ from typing import Any
 from vllm_gsd.tools.bench.contexts import with_context
 from vllm_gsd.tools.bench.forms import FormSwitch
 from vllm_gsd.tools.bench.parts import PartsClock
+from vllm_gsd.tools.process import end_with_parent
 from vllm_gsd.tools.prompt_file import Prompt, token_ids_of
 from vllm_gsd.upstream import wire
 from vllm_gsd.upstream.parts import runner_of
@@ -25,6 +26,7 @@ from vllm_gsd.upstream.parts import runner_of
 
 def main() -> None:
     """Answer jobs until standard input ends."""
+    end_with_parent()  # a job takes minutes, and input is read only after it
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

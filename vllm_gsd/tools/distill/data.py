@@ -3,12 +3,14 @@
 A file of answers is ``answers/{name}.parquet`` with ``input_ids`` (request and answer), ``prompt_len`` and ``text``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from vllm_gsd.tools.distill.stages import logger
 from vllm_gsd.tools.errors import ToolError
 
 # Minimum tokens of an answer to learn from.
@@ -30,9 +32,9 @@ def read_answers(file: Path) -> list[Answer]:
     Raises:
         ToolError: the file is damaged or holds something else.
     """
-    from pyarrow import lib, parquet
+    from pyarrow import parquet
 
-    try:
+    with _damage_named(file):
         table = parquet.read_table(file, columns=["input_ids", "prompt_len"])
         ids = table["input_ids"].combine_chunks()
         ends = np.cumsum(ids.value_lengths().to_numpy())
@@ -40,14 +42,38 @@ def read_answers(file: Path) -> list[Answer]:
         texts = np.split(ids.flatten().to_numpy(zero_copy_only=False, writable=True), ends[:-1])
         rows = zip(texts, table["prompt_len"].to_pylist(), (ends - [len(text) for text in texts]).tolist(), strict=True)
         return [Answer(text, prompt_len, file.stem, first) for text, prompt_len, first in rows]
+
+
+def read_texts(file: Path) -> list[str]:
+    """The texts of a file's answers; raises as ``read_answers`` does."""
+    from pyarrow import parquet
+
+    with _damage_named(file):
+        texts: list[str] = parquet.read_table(file, columns=["text"])["text"].to_pylist()
+    return texts
+
+
+@contextmanager
+def _damage_named(file: Path) -> Iterator[None]:
+    from pyarrow import lib
+
+    try:
+        yield
     except (lib.ArrowException, KeyError, AttributeError, ValueError) as error:
         raise ToolError(f"{str(file)!r} cannot be read as a file of answers ({error}).") from error
 
 
 def load_answers(files: Sequence[Path], longest: int) -> list[Answer]:
-    """The answers of all files, without those longer than ``longest`` tokens and those of a single token."""
+    """The answers of all files, cut to ``longest`` tokens with their requests. Too short ones are left out."""
     found = [answer for file in files for answer in read_answers(file)]
-    return [answer for answer in found if answer.prompt_len + SHORTEST <= len(answer.input_ids) <= longest]
+    cut = [answer._replace(input_ids=answer.input_ids[:longest]) for answer in found]
+    kept = [answer for answer in cut if answer.prompt_len + SHORTEST <= len(answer.input_ids)]
+    if len(kept) < len(found):
+        logger.warning(
+            "%d of %d answers are left out, because they have fewer than %d tokens within --longest %d",
+            len(found) - len(kept), len(found), SHORTEST, longest,
+        )  # fmt: skip
+    return kept
 
 
 def count_tokens(data: list[Answer], vocab_size: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gsd.tools.distill.data import SHORTEST
+from vllm_gsd.tools.distill.data import SHORTEST, read_texts
 from vllm_gsd.tools.distill.stages import kept, logger
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.prompt_file import Chat, token_ids_of
@@ -44,9 +44,8 @@ def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) ->
     from vllm_gsd.tools.distill.hardware import found_hardware
 
     on_cpu = current_platform.is_cpu()
-    if on_cpu:
-        # An engine in its own process polls, which takes a core from the model.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # An engine in a process of its own would hold the GPU after this one is killed. On a CPU it would take a core.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
         return LLM(
             target,
@@ -60,6 +59,7 @@ def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) ->
             disable_log_stats=True,
             # With prefix caching, the hidden states of a shared prefix would be recorded for one answer only.
             enable_prefix_caching=False,
+            tokenizer_mode="hf",  # the one for Mistral's own files has no chat template
         )
     except Exception as error:  # vLLM raises many types
         reason = " ".join(str(error).split()).rstrip(".")
@@ -80,11 +80,11 @@ def own_requests(llm: Callable[[], Any], count: int, file: Path, batch: int = SH
     Returns:
         ``count`` chats, fewer if the target repeats itself, and none if it has no chat template.
     """
-    requests: list[Chat] = kept(file, lambda: _made_up(llm, count, batch))
+    requests: list[Chat] = kept(file, lambda: _made_up(llm, count, file, batch))
     return requests
 
 
-def _made_up(llm: Callable[[], Any], count: int, batch: int) -> list[Chat]:
+def _made_up(llm: Callable[[], Any], count: int, file: Path, batch: int) -> list[Chat]:
     from vllm import SamplingParams
 
     target = llm()
@@ -92,12 +92,16 @@ def _made_up(llm: Callable[[], Any], count: int, batch: int) -> list[Chat]:
     begin, end = user_turn(tokenizer)
     found: dict[str, None] = {}
     at_once = max(LEAST_AT_ONCE, min(batch, count))
-    for turn in range(MOST_TURNS if begin else 0):
+
+    def texts() -> list[str]:
         params = SamplingParams(temperature=1.0, max_tokens=OWN_TOKENS, stop=[end], skip_special_tokens=False)
         asked = target.generate([{"prompt_token_ids": begin}] * at_once, params, use_tqdm=False)
         # Texts that reach the token limit are kept too: they resemble long, truncated requests.
-        texts = (output.outputs[0].text.strip() for output in asked)
-        found.update(dict.fromkeys(text for text in texts if len(text) >= SHORTEST_REQUEST))
+        return [output.outputs[0].text.strip() for output in asked]
+
+    for turn in range(MOST_TURNS if begin else 0):
+        asked = kept(file.with_suffix(f".{turn}.json"), texts)
+        found.update(dict.fromkeys(text for text in asked if len(text) >= SHORTEST_REQUEST))
         logger.info("the target has made up %d of %d requests", min(len(found), count), count)
         if len(found) >= count or len(found) < (turn + 1) * at_once * LEAST_SHARE:
             break
@@ -138,7 +142,7 @@ def fitting(target: str, chats: list[Chat], longest: int) -> list[Chat]:
 
 def wave(batch: int) -> int:
     """The number of shards that ``batch`` concurrent requests answer together."""
-    return max(1, batch // SHARD)
+    return -(-batch // SHARD)
 
 
 def answer(
@@ -168,6 +172,8 @@ def answer(
             count = wave(batch) if recorder is None else 1
             chosen, missing = missing[:count], missing[count:]
             asked = [chats[number * SHARD : (number + 1) * SHARD] for number in chosen]
+            for number in chosen:  # a killed run may have left states of other, sampled answers
+                (work / "states" / f"{paths[number].stem}.safetensors").unlink(missing_ok=True)
             outputs = _generate(target, asked, max_tokens, [seed + number for number in chosen])
             if recorder is not None and (found := recorder.take(outputs)) is not None:
                 write(found, work / "states", paths[chosen[0]].stem)
@@ -178,7 +184,7 @@ def answer(
                 parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
                 partial.rename(paths[number])
             progress.update(len(chosen))
-    return [text for path in paths for text in parquet.read_table(path, columns=["text"])["text"].to_pylist()]
+    return [text for path in paths for text in read_texts(path)]
 
 
 def _generate(llm: LLM, shards: list[list[Chat]], max_tokens: int, seeds: list[int]) -> list[Any]:

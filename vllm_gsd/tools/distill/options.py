@@ -15,7 +15,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lm": {"vocab_size": 12288, "layers": 4, "width": None},
 }
 # The defaults of the options for new answers, which ``--data`` replaces.
-ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 96}
+ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 64}
 
 # Without the requirements of speculators, which replace torch, torchvision and torchaudio.
 INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
@@ -58,9 +58,9 @@ class Options:
     max_tokens: Annotated[
         int | None, Option(min=2, help=f"Maximum tokens of an answer; by default {ANSWERING['max_tokens']}.")
     ] = None
-    longest: Annotated[int, Option(min=16, help="Maximum tokens of request and answer; longer ones are left out.")] = (
-        1024
-    )
+    longest: Annotated[
+        int, Option(min=16, help="Maximum tokens of request and answer; what an answer has beyond them is cut off.")
+    ] = 1024
     minutes: Annotated[
         float | None, Option(callback=finite, help="Time limit; it reduces answers and training steps.")
     ] = None
@@ -90,7 +90,10 @@ class Options:
     learning_rate: Annotated[float, Option(callback=finite)] = 1e-3
     batch: Annotated[
         int | None,
-        Option(min=1, help=f"Concurrent requests while the target answers; by default {ANSWERING['batch']}."),
+        Option(
+            min=1,
+            help=f"Concurrent requests while the target answers, on a CPU at most 64; by default {ANSWERING['batch']}.",
+        ),
     ] = None
     seed: Annotated[int, Option(min=0, max=2**32 - 1)] = 0
     engine: Annotated[bool, Option(help="Measure the draft in the real engine at the end.")] = True

@@ -19,7 +19,8 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.states: dict[str, torch.Tensor] = {}
+        # The positions and states of each step, by request.
+        self.states: dict[str, list[tuple[np.ndarray, torch.Tensor]]] = {}
         self.seen: tuple[np.ndarray, torch.Tensor] | None = None
 
     @classmethod
@@ -38,7 +39,6 @@ class Recorder:
         from vllm.model_executor.models.interfaces import supports_eagle3
 
         self.runner = worker.model_runner
-        self.longest = self.runner.max_model_len
         model = self.runner.get_model()
         if not supports_eagle3(model) or not watch(self.runner, self._begin, self._see, self._keep):
             return False
@@ -60,9 +60,8 @@ class Recorder:
         row = 0
         for request in self.runner.input_batch.req_ids:
             count = scheduler_output.num_scheduled_tokens[request]
-            if request not in self.states:
-                self.states[request] = states.new_full((self.longest, *states.shape[1:]), torch.nan)
-            self.states[request][positions[row : row + count]] = states[row : row + count]
+            part = positions[row : row + count], states[row : row + count]
+            self.states.setdefault(request, []).append(part)
             row += count
 
     def take(self, outputs: list[Any]) -> torch.Tensor | None:
@@ -74,7 +73,12 @@ class Recorder:
         parts = []
         for output in outputs:
             length = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
-            rows = states[output.request_id][:length].clone()
+            positions, known = zip(*states[output.request_id], strict=True)
+            places, found = np.concatenate(positions), torch.cat(known)
+            # The engine may have run a token or two beyond the end.
+            rows = found.new_full((max(length, int(places.max()) + 1), *found.shape[1:]), torch.nan)
+            rows[places] = found
+            rows = rows[:length]
             rows[-1] = 0
             if rows[:, 0, 0].isnan().any():
                 return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -11,7 +10,6 @@ import multiprocessing
 import os
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +35,7 @@ from vllm_gsd.tools.distill.states import state_layers, stored_shape, write_miss
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.process import end_with_parent
 from vllm_gsd.tools.prompt_file import read_requests, thinned
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ OF_ENGINES = ("engine", "eager")
 # Options that are paths, and the name of what is compared beside the options.
 PATHS = ("target", "prompts", "data", "init")
 NAMES = {"prompts_sha256": "the content of --prompts"}
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
@@ -93,6 +91,9 @@ def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
     with stage(f"reading the answers in {len(files)} files"):
         data = load_answers(paths, options.longest)
     if not data:
+        (work / "files.json").unlink()  # so that answers can be added
+        if options.data is not None:  # so that the option can be corrected
+            (work / "options.json").unlink()
         raise ToolError(
             f"--longest is {options.longest}, but no request with an answer of two tokens fits into it; raise it."
         )
@@ -106,7 +107,10 @@ def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
 
         logger.info("decoding %d prompts with and without the draft", min(ENGINE_PROMPTS, len(held_out)))
         chosen = [answer.input_ids[: answer.prompt_len].tolist() for answer in thinned(held_out, ENGINE_PROMPTS)]
-        results |= compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines")
+        results |= kept(
+            work / ("gain-eager.json" if options.eager else "gain.json"),
+            lambda: compare(Path(options.target), work / "trained", chosen, 96, options.eager, work / "engines"),
+        )
     _finish(options, answers, work, out, training, results)
     return results
 
@@ -233,7 +237,7 @@ def _only_run(work: Path) -> Iterator[None]:
 def _begin_process(level: int, parent: int) -> None:
     """Log as the command does, and end when its process ``parent`` does, even if that is killed."""
     logging.basicConfig(level=level, format="%(message)s")
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
 
@@ -249,6 +253,11 @@ def _in_own_process(function, *arguments):
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
             ) from None
         except (SafetensorError, RuntimeError) as error:  # such as a full disk
+            if type(error).__name__ == "OutOfMemoryError":  # PyTorch's
+                raise ToolError(
+                    f"The GPU's memory ran out ({str(error)[:200].rstrip('. ')}); end other programs that use it and "
+                    "start the command again to resume, or start a new run with --data and a lower --longest."
+                ) from None
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # where torch.save writes
                 raise
             reason = str(error).split("\n")[0]
@@ -296,17 +305,31 @@ def _train(
     return {**found, "steps": steps, "batch": model.hardware.batch, "trained": own, "vocab_size": len(model.token_ids)}
 
 
+def _learned_from(options: Options, answers: Path) -> str:
+    """Whose requests were answered, and which draft the run began with, for the model card."""
+    made_by, own = _options_of(answers), answers / "own.json"
+    if asked := made_by.get("prompts"):
+        text = f"to {Path(asked).name}"
+    elif made_by:
+        has_own = own.is_file() and json.loads(own.read_text())
+        text = "to templates and its own requests" if has_own else "to templates"
+    else:
+        text = "to requests that are not known"
+    if options.init is not None:
+        text += f"; begun from the draft {Path(options.init).name!r}, whose own training is not counted"
+    return text
+
+
 def _finish(
     options: Options, answers: Path, work: Path, out: Path, training: list[Answer], results: dict[str, Any]
 ) -> None:
-    asked = _options_of(answers).get("prompts")
     facts = {
         "target": Path(options.target).absolute().name,
         "name": out.name,
         "kind": options.kind,
         "answers": len(training),
         "tokens": sum(len(answer.input_ids) - answer.prompt_len for answer in training),
-        "prompts": f"to {Path(asked).name}" if asked else "to templates and its own requests",
+        "prompts": _learned_from(options, answers),
         "command": shlex.join(["vllm-gsd", *sys.argv[1:]]),
     }
     # Beside the result, because a rename is atomic only within one file system.

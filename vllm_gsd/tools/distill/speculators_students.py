@@ -65,6 +65,7 @@ class SpeculatorsStudent(Student):
             return cls(cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32), target)
         size = min(options.of_kind("vocab_size"), vocab_size)
         chosen = torch.from_numpy(np.sort(ranking[:size]))
+        norms = target.embedding.norm(dim=1).cpu().numpy()[ranking]
         torch.manual_seed(options.seed)
         model = cls.model_class.from_training_args(
             **cls.shape(options, target, state_layers(target.config["num_hidden_layers"])),
@@ -73,7 +74,9 @@ class SpeculatorsStudent(Student):
             verifier_name_or_path=str(target.folder),
             draft_vocab_size=size,
             draft_attn_impl=found_hardware().attention,
-            mask_token_id=int(ranking[-1]),  # the rarest token stands for the unknown ones of a block
+            # The rarest token stands for the unknown ones of a block. Some tokens that a target never learned have
+            # embeddings of zeros, from which a block could ask for nothing.
+            mask_token_id=int(ranking[norms > norms.mean() / 2][-1]),
         )
         return cls(model, target)
 
@@ -84,6 +87,9 @@ class SpeculatorsStudent(Student):
 
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """See ``Student``. In training, the weights of ``fc`` are those for standardised states."""
+        config = self.model.config
+        if getattr(config, "fc_norm", False) or getattr(config, "norm_before_fc", False):
+            return  # what a norm reads cannot be scaled by the weights behind it
         self.scale = packs.standardise(data)[: self.model.fc.in_features]
         if not new:
             self._rescale(1 / self.scale)
@@ -183,7 +189,6 @@ class Eagle3Student(SpeculatorsStudent):
             "target_layer_ids": layers[:EAGLE3_LAYERS],
             "ttt_steps": options.of_kind("depth"),
             "norm_before_residual": True,
-            "fc_norm": True,
         }
 
     @property

@@ -9,6 +9,7 @@ little compared with training the student on the pack. For a large target, every
 cost once. Storing 9M tokens of a small target took 39 GB and more time than its training.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -109,7 +110,7 @@ def write(states: torch.Tensor, folder: Path, name: str) -> None:
     """Write a file of states atomically."""
     from safetensors.torch import save_file
 
-    partial = folder / f"{name}.partial"
+    partial = folder / f"{name}.{os.getpid()}.partial"  # another run may read the same answers
     save_file({"states": states}, partial)
     partial.rename(folder / f"{name}.safetensors")
 

@@ -1,0 +1,108 @@
+"""What a draft's folder computes, what a student begins with, and what it learns from."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from distill_world import PROMPT, files, student, write_answers, write_target
+
+from vllm_gsd.tools.distill import students
+from vllm_gsd.tools.distill.data import load_answers
+from vllm_gsd.tools.distill.hardware import CPU, GPU
+from vllm_gsd.tools.distill.options import Options
+from vllm_gsd.tools.distill.packs import Packs
+from vllm_gsd.tools.distill.recorder import Recorder
+from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
+from vllm_gsd.tools.distill.states import StoredStates
+from vllm_gsd.tools.distill.target import Target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def work(target, tmp_path_factory):
+    return write_answers(tmp_path_factory.mktemp("work"), target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "norms"),
+    [("dspark", {}), ("eagle3", {}), ("eagle3", {"fc_norm": True}), ("eagle3", {"norm_before_fc": True})],
+)
+def test_the_folder_computes_what_was_trained(target, work, tmp_path, monkeypatch, kind, norms):
+    """Engines give a draft the states as they are. A head of another program may have norms before its first layer."""
+    shape = Eagle3Student.shape
+    monkeypatch.setattr(Eagle3Student, "shape", lambda *arguments: {**shape(*arguments), **norms})
+    model, data, stored = student(kind, target), load_answers(files(work), 640), StoredStates(work / "states")
+    size = torch.ones(3, 64)
+    for layer, large in enumerate((60.0, 1000.0, 150.0)):  # as some dimensions of language models are
+        size[layer, layer : layer + 3] = large
+    trained, raw = (
+        Packs(lambda answers: [size * rows for rows in stored(answers)], model.padding, model.shift, torch.float32)
+        for _ in range(2)
+    )
+    model.start(data, trained, new=True)
+    model.save(tmp_path / "draft")
+    loaded, logits = student(kind, target, init=str(tmp_path / "draft")), []
+    for drafting, packs in ((model, trained), (loaded, raw)):
+        drafting.hardware = CPU._replace(dtype=torch.float32)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            logits.append(drafting.drafted(packs.collate(data[:4])).logits)
+    assert (trained.scale is None) == bool(norms)
+    assert (logits[1] - logits[0]).norm() < 1e-3 * logits[0].norm()
+    assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
+
+
+def test_the_mask_of_a_block_has_an_embedding(target):
+    """The rarest tokens of some targets have none: they are reserved, and the target never learned them."""
+    loaded = Target(target)
+    loaded.embedding[290:] = 0
+    options = Options(target=str(target), vocab_size=256)
+    assert BlockStudent.make(options, loaded, np.arange(300)).model.config.mask_token_id == 289
+
+
+def test_answers_are_cut_and_too_short_ones_left_out(work, caplog):
+    whole, cut = (load_answers(files(work), longest) for longest in (640, 20))
+    assert len(cut) == len(whole) and max(len(row.input_ids) for row in whole) > 20
+    for one, other in zip(whole, cut, strict=True):
+        assert one.input_ids[:20].tolist() == other.input_ids.tolist() and one.first == other.first
+    assert not caplog.text
+    assert load_answers(files(work), PROMPT + 1) == []
+    assert "24 of 24 answers are left out, because they have fewer than 2 tokens within --longest 4" in caplog.text
+
+
+def test_a_language_model_is_not_compiled(target, monkeypatch):
+    monkeypatch.setattr(students, "found_hardware", lambda: GPU._replace(device="cpu"))
+    hardware = student("lm", target).hardware
+    assert (hardware.attention, hardware.pack, hardware.batch) == ("sdpa", 4, 32)
+
+
+def test_states_are_recorded_by_request_and_position():
+    def recorder(steps):
+        found = Recorder()
+        model = SimpleNamespace(set_aux_hidden_state_layers=lambda layers: None)
+        found.runner = SimpleNamespace(get_model=lambda: model, _model_forward=None, execute_model=None)
+        for step in steps:
+            positions = np.concatenate([np.arange(*places) for places in step.values()])
+            # A state tells its request and its position.
+            values = [[ord(name[0]), place] for name, places in step.items() for place in range(*places)]
+            found.seen = positions, torch.tensor(values, dtype=torch.bfloat16)[:, None]
+            found.runner.input_batch = SimpleNamespace(req_ids=list(step))
+            counts = {name: end - start for name, (start, end) in step.items()}
+            found._keep(SimpleNamespace(num_scheduled_tokens=counts))
+        return found
+
+    def output(name, prompt, tokens):
+        completion = SimpleNamespace(token_ids=[7] * tokens)
+        return SimpleNamespace(request_id=name, prompt_token_ids=[7] * prompt, outputs=[completion])
+
+    outputs = [output("a", 3, 2), output("b", 2, 1)]
+    # The engine adds suffixes to names, changes the order, and has run beyond the end of the second request.
+    steps = [{"a-1f": (0, 3), "b-2e": (0, 2)}, {"b-2e": (2, 5), "a-1f": (3, 4)}]
+    rows = recorder(steps).take(outputs)[:, 0].tolist()
+    assert rows == [[97, 0], [97, 1], [97, 2], [97, 3], [0, 0], [98, 0], [98, 1], [0, 0]]
+    assert recorder([{"a-1f": (1, 5), "b-2e": (0, 2)}]).take(outputs) is None
