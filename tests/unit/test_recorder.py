@@ -19,7 +19,7 @@ from vllm_gsd.engine.observe.step_record import MOST_PRUNED, SOURCES, Step
 from vllm_gsd.engine.observe.trace_file import TraceFile
 from vllm_gsd.engine.verify.draft_tree import FlatTree, flat_tree
 from vllm_gsd.engine.verify.step import lay_out
-from vllm_gsd.host import flatten
+from vllm_gsd.host import add_lattices, flatten
 from vllm_gsd.method.constants import NUM_BINS, NUM_DEPTHS, NUM_SOURCES, ORIGIN_DRAFT, ORIGIN_SHARED
 from vllm_gsd.method.graph import add_child, new_graphs, reset
 from vllm_gsd.tools.inspect.summary import KINDS
@@ -133,6 +133,23 @@ def test_pruned_candidates_are_bounded():
     record = step.record([11], ["x"], text)
     assert record["pruned"] == 100
     assert record["graph"]["state"].count("pruned") == MOST_PRUNED
+
+
+def test_candidates_of_a_block_that_became_no_node():
+    graphs, traced = new_graphs(2, 32), SimpleNamespace(step=Step())
+    for row in range(2):
+        reset(graphs, row, np.array([5, 7]))
+    tokens = np.array([[[11, 12], [21, 22], [31, 32]]])
+    probs = np.float32([[[[0.6, 0.01], [0.6, 0.01]], [[0.7, 0.2], [0.1, 0.0]], [[0.5, 0.3], [0.0, 0.9]]]])
+    drafted = np.array([False, True])
+    limits = np.full(2, 8, np.int32), np.array([3, 2], np.int32)
+    add_lattices(graphs, drafted, tokens, probs, *limits, 0.1, 0.0)
+    recorder = Recorder.__new__(Recorder)
+    recorder.growing = [(0, None), (1, traced)]
+    recorder.block(graphs, drafted, tokens, probs)
+    traced.step.drafted(graphs, 1, np.arange(1, graphs.size[1]))
+    found = {(node.token, traced.step.nodes[node.parent].token) for node in traced.step._pruned()}
+    assert found == {(12, 7), (31, 21), (32, 21), (32, 22)}  # too weak, and below the deepest level
 
 
 def test_the_answer_ends_at_a_stop_token():

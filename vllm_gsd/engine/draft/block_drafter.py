@@ -21,6 +21,7 @@ from vllm_gsd.engine.draft.drafter import Drafter, slots_of
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.limits import TOO_LONG
 from vllm_gsd.engine.draft.model import LOGIT_BYTES, MAX_LOGITS_BYTES
+from vllm_gsd.engine.observe.recorder import Recorder
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.parallel.ranks import tensors_from_first_rank
 from vllm_gsd.host import add_lattices
@@ -55,8 +56,11 @@ class BlockDrafter(Drafter):
     features: ContextKV | None = None
     causal = False  # whether rows of a block attend only to those before
 
-    def __init__(self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner):
+    def __init__(
+        self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, recorder: Recorder
+    ):
         super().__init__(vllm_config, config, stats, planner, vocab_size=None)
+        self.recorder = recorder
         assert config.model is not None
         hf_config = self.model.model_config.hf_config
         # vLLM's translation of speculators folders leaves the size of a block out.
@@ -172,6 +176,7 @@ class BlockDrafter(Drafter):
             self.config.theta_sib,
             self.config.theta_prob,
         )
+        self.recorder.block(graphs, drafted, tokens, probs)
         self.stats.counts.update(nodes_added=added, nodes_merged=merged, nodes_pruned=pruned)
 
     def candidates(self, hidden: torch.Tensor, roots: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -122,6 +122,22 @@ class Recorder:
             lines = slice(int(ends[row] - frontier_len[row]), int(ends[row]))
             traced.step.ran(frontier[row, : frontier_len[row]].tolist(), tokens[lines], probs[lines])
 
+    def block(self, graphs: GraphBatch, drafted: np.ndarray, tokens: np.ndarray, probs: np.ndarray) -> None:
+        """Keep the candidates of drafted blocks, which are in the graphs; arguments as for ``add_lattices``."""
+        lines = drafted.cumsum() - 1
+        for row, traced in self.growing:
+            if not drafted[row]:
+                continue
+            line, nodes = lines[row], np.arange(graphs.size[row])
+            depth_of, is_merged = graphs.depth[row, nodes], graphs.merged[row, nodes] != NONE
+            places = np.zeros(1, np.int64)  # of the parents among the candidates of the depth before
+            for depth, (chosen, chances) in enumerate(zip(tokens[line], probs[line], strict=True)):
+                parents = nodes[(depth_of == depth) & ~is_merged]
+                if depth:
+                    places = (graphs.token[row, parents, None] == tokens[line, depth - 1]).argmax(axis=1)
+                candidates = np.where(chances[places] > 0, chosen, NONE)  # without merging, most edges are left out
+                traced.step.ran(parents.tolist(), candidates, chances[places])
+
     def grows(self, requests: GraphRequests) -> None:
         """Note which graphs of the coming levels are traced."""
         if not self.batch:
