@@ -20,9 +20,8 @@ from vllm_gsd.planner.planner import Planner
 from vllm_gsd.tools.bench import contexts, forms, methods, run, turns
 from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.categories import forms as forms_by_category
-from vllm_gsd.tools.bench.engine import TimedRun
+from vllm_gsd.tools.bench.engine import TimedRun, untaught
 from vllm_gsd.tools.bench.engine import run as answer_job
-from vllm_gsd.tools.bench.engine import untaught
 from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
 from vllm_gsd.tools.bench.options import Options
 from vllm_gsd.tools.bench.page import bench_page

@@ -1,4 +1,4 @@
-"""The optimiser of students: which part learns what, and that it resumes as if it had never stopped."""
+"""The optimizer of students: which part learns what, and that it resumes as if it had never stopped."""
 
 import copy
 

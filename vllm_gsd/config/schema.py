@@ -54,15 +54,15 @@ class GSDConfig(BaseModel):
         16,
         ge=1,
         le=256,
-        description="Most nodes of the flattened graph that the target verifies per request and step. It also limits the "
-        "length of a drafted block.",
+        description="Most nodes of the flattened graph that the target verifies per request and step. It also limits "
+        "the length of a drafted block.",
     )
     max_depth: int = Field(
         6,
         ge=1,
         le=32,
-        description="Most draft levels, or depths that a graph takes from a drafted block. Merged nodes and copies from "
-        "texts can make paths of a graph longer.",
+        description="Most draft levels, or depths that a graph takes from a drafted block. Merged nodes and copies "
+        "from texts can make paths of a graph longer.",
     )
     top_k: int = Field(8, ge=1, le=32, description="Out-degree of a node: how many candidates the draft gives it.")
     theta_prob: float = Field(

@@ -80,9 +80,9 @@ class Speculation:
         self.recorder = recorder_of(vllm_config, config, self.stats)
         self.drafter: Drafter | None = None
         if self.config.model is not None:
-            common = vllm_config, self.config, self.stats, self.planner
+            common = vllm_config, self.config, self.stats, self.planner, self.recorder
             block = kind_of_draft(vllm_config, self.config.model) in BLOCK_KINDS
-            self.drafter = BlockDrafter(*common, self.recorder) if block else LevelDrafter(*common, capacity, self.recorder)
+            self.drafter = BlockDrafter(*common) if block else LevelDrafter(*common, capacity)
         self.draft_model: DraftModel | NoDraft = NoDraft() if self.drafter is None else self.drafter.model
 
     # --- start-up ---------------------------------------------------------------------------------

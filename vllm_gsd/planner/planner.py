@@ -6,6 +6,7 @@ including "no speculation". Forward costs are measured at start-up, overhead is 
 graphs is learned from the graphs. From time to time the planner tries what its present plan leaves out.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -119,6 +120,15 @@ class Planner:
         """Inside this context, draft ``levels`` levels (None for all) and verify every node; then restore the plan."""
         kept = vars(self).copy()
         self.given_levels = len(self.levels) if levels is None else levels
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    @contextmanager
+    def unlearned(self) -> Iterator[None]:
+        """Forget what is learned inside this context at its end."""
+        kept = copy.deepcopy(vars(self))
         try:
             yield
         finally:

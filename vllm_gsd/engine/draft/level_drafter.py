@@ -66,8 +66,8 @@ class LevelDrafter(Drafter):
         config: GSDConfig,
         stats: GraphStats,
         planner: Planner,
-        capacity: int,
         recorder: Recorder,
+        capacity: int,
     ):
         super().__init__(vllm_config, config, stats, planner, config.draft_vocab_size)
         self.recorder = recorder

@@ -4,7 +4,6 @@
 and each further line is one job. The engine core runs in this process, so its parts can be timed and nothing polls.
 """
 
-import copy
 import json
 import os
 import resource
@@ -195,10 +194,8 @@ def untaught(runner: Any) -> Iterator[None]:
     The turns of ``gsd-off`` and ``gsd`` share an engine. A server of graphs never sees so many plain steps.
     """
     planner = getattr(getattr(runner, "speculation", None), "planner", None)
-    kept = copy.deepcopy(vars(planner)) if planner is not None else {}
-    yield
-    if planner is not None:
-        vars(planner).update(kept)
+    with nullcontext() if planner is None else planner.unlearned():
+        yield
 
 
 def planner_of(runner: Any) -> dict[str, Any] | None:

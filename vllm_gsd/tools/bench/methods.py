@@ -136,9 +136,9 @@ def missing_for(method: str, drafts: Drafts) -> str | None:
         return "needs a draft that is a language model"
     if method == "eagle" and drafts.eagle is None:
         return "needs a draft that reads the target's hidden states"
-    if method == "eagle" and drafts.eagle is not None and (kind := kind_of_model(drafts.eagle)) in ON_GPUS:
-        if not _has_gpu():
-            return f"needs a GPU for drafts of kind {kind}"
+    kind = drafts.eagle and kind_of_model(drafts.eagle)
+    if method == "eagle" and kind in ON_GPUS and not _has_gpu():
+        return f"needs a GPU for drafts of kind {kind}"
     if method == KERNELS and _has_gpu():
         return "multiplies on CPUs only"
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:

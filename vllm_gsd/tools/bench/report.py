@@ -99,17 +99,14 @@ def _decode(results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _ratios(
-    method: str,
-    results: list[dict[str, Any]],
-    plain: list[dict[str, Any]] | None,
-    off: list[dict[str, Any]] | None,
+    method: str, results: list[dict[str, Any]], plain: list[dict[str, Any]] | None, off: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     """Ratios of a method's speed to plain vLLM's, and to our engine's with every request opted out, turn by turn.
 
     Returns:
         ``ratio_to_plain``, what a user gains, and ``ratio_to_off``, what the graph itself gains, as median, min and
-        max; ``efficiency``, what speculation itself gains divided by the tokens per step. It is the graph's gain, or for
-        vLLM's own methods the gain over plain vLLM.
+        max; ``efficiency``, what speculation itself gains (for vLLM's own methods the gain over plain vLLM) divided by
+        the tokens per step.
     """
     ratios: dict[str, Any] = {}
     gain = "ratio_to_off" if method in FORMS else "ratio_to_plain"

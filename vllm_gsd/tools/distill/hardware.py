@@ -11,7 +11,7 @@ class Hardware(NamedTuple):
     device: str  # where the student is
     dtype: torch.dtype  # what the target and the student's forward pass are computed in
     attention: str  # the implementation that speculators' models use; all but "sdpa" need torch.compile
-    batch: int  # texts per optimiser step
+    batch: int  # texts per optimizer step
     pack: int  # texts in one forward pass
     anchors: int  # blocks that are trained per text, at random places of the answer
     untimed: int  # forward passes before the speed is measured

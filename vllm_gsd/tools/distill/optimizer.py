@@ -1,4 +1,4 @@
-"""The optimiser of students: Muon for matrices, as the speculators package's trainer uses it, and AdamW for the rest."""
+"""The optimizer of students: Muon for matrices, as in the speculators package's trainer, and AdamW for the rest."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """The parts' own groups, so that a scheduler that sets their learning rates reaches the parts."""
         return [group for part in self.parts for group in part.param_groups]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for part in self.parts:
             part.step()
 

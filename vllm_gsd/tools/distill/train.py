@@ -101,7 +101,7 @@ def _usual_size(model: Student, data: list[Answer]) -> int:
 def _planned_steps(
     model: Student, work: Path, data: list[Answer], packs: Packs, options: Options, minutes: float | None
 ) -> int:
-    """The number of optimiser steps, decided once, so that a resumed run follows the same schedule."""
+    """The number of optimizer steps, decided once, so that a resumed run follows the same schedule."""
 
     def plan() -> dict[str, int]:
         batch = model.hardware.batch
