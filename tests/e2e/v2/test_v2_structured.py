@@ -9,6 +9,7 @@ import pytest
 from engine_process import Engine, draft_every_level, model_runner
 from planted import plant_costs
 from v2_engine import V2Engine
+from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_gsd.tools.inspect.summary import summarise
 from vllm_gsd.tools.inspect.trace import read_traces
@@ -54,11 +55,26 @@ def requests(text_pair, random_prompts, v2_options):
     plain = Engine(text_pair.target, None, **options)
     answers, (free,) = plain.generate(prompts, params), plain.generate(prompts[:1], FREE)
     plain.close()
-    engine = Engine(text_pair.target, {**GSD, "model": str(text_pair.draft)}, [draft_every_level], **options)
+    own = {**GSD, "model": str(text_pair.draft)}
+    engine = Engine(text_pair.target, own, [draft_every_level, wait_for_grammars], **options)
     engine.generate([prompts[0], *prompts], [FREE, *params])
     steps = engine.metrics()["gsd_target_steps"]
     engine.close()
     return prompts, params, answers, free, steps
+
+
+def wait_for_grammars(llm) -> None:
+    """Compile grammars at once, for the scheduler and on V2 for the worker, which adds no nodes before it has them.
+
+    How soon they are ready, and so the numbers of steps, would depend on how busy the machine is.
+    """
+    upstream = StructuredOutputManager.grammar_init
+
+    def at_once(manager, request):
+        manager._use_async_grammar_compilation = False
+        upstream(manager, request)
+
+    StructuredOutputManager.grammar_init = at_once
 
 
 def note_who_grows(llm) -> None:
@@ -103,6 +119,7 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     config = {**GSD, "model": str(tiny_eagle3 / head if head else text_pair.draft), "trace": str(trace)}
     engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, **OPTIONS)
     engine.call(note_who_grows)
+    engine.call(wait_for_grammars)
     without_grammar, *answers = engine.generate(
         [prompts[0], *prompts], [FREE, *({**keys, **TRACED} for keys in params)]
     )
