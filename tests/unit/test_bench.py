@@ -275,6 +275,7 @@ def command(tmp_path, monkeypatch):
         (["--gsd", '{"method": "ngram"}'], '--gsd has "method"'),
         (["--gsd", '{"sources": ["ngram"]}'], 'add "draft" or give --target without --draft.'),
         (["--gsd", '{"model": "other"}'], '--gsd has "model"'),
+        (["--gsd", '{"sources": []}'], '"sources" in --gsd is empty, so there is no graph to measure'),
         (["--gsd", '{"budget": 8}', "--analyses"], '--gsd has "budget", which --analyses sets itself'),
         (["--gsd", '{"sources": ["draft"]}', "--analyses"], '--gsd has "sources", which --analyses sets itself'),
         (["--contexts", "8,2000"], "--contexts has 2000, but"),

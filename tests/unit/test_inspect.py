@@ -189,6 +189,12 @@ def test_the_trace_is_kept_where_the_config_or_the_option_says(tmp_path, monkeyp
     assert (f"OSError: {tmp_path / kept})" if kept else "/trace.jsonl)") in done.stderr
 
 
+def test_without_sources_there_is_no_graph_to_show():
+    gsd = json.dumps({"method": "gsd", "model": None, "sources": []})
+    done = CliRunner().invoke(app, ["inspect", "--prompt", "x", "--target", "t", "--gsd", gsd])
+    assert done.exit_code == 1 and '"sources" in --gsd is empty, so there is no graph to show' in done.stderr
+
+
 @pytest.mark.parametrize(("positions", "length"), [(2048, 2048), (131072, 4096)])
 def test_an_engine_has_no_more_positions_than_its_target(tmp_path, monkeypatch, positions, length):
     def no_engine(*_, max_model_len, **__):

@@ -110,5 +110,6 @@ def _pair(target: str | None, draft: str | None, gsd: str | None) -> tuple[str, 
         keys["model"] = None
     if draft is not None:
         keys = {**keys, "model": draft}
-    GSDConfig.load(keys, None if gsd is None else origin_of(gsd))
+    if not GSDConfig.load(keys, None if gsd is None else origin_of(gsd)).speculates:
+        fail('"sources" in --gsd is empty, so there is no graph to show; name a source or leave it out.')
     return target, keys
