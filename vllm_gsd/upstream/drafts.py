@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.model_executor.models.interfaces import supports_multimodal
 
 from vllm_gsd.upstream.patching import replaced
@@ -94,8 +95,10 @@ def normalise_keys_by_layer(model: Any) -> None:
 
     def normalise(keys: torch.Tensor) -> torch.Tensor:
         """Keys [layers, n, heads, head size]; the weights are [layers, head size]."""
-        weights = inner._k_norm_weights[:, None, None]
-        return torch.nn.functional.rms_norm(keys, keys.shape[-1:], eps=inner._rms_norm_eps) * weights
+        found = torch.empty_like(keys)
+        for out, rows, weight in zip(found, keys, inner._k_norm_weights, strict=True):
+            ops.rms_norm(out, rows, weight, inner._rms_norm_eps)
+        return found
 
     inner._normalize_context_k = normalise
 
