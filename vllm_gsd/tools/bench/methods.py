@@ -106,7 +106,8 @@ def settings_of(
     elif method == "suffix":
         configs = {"": {"method": "suffix", **({} if keeps_answers else {"suffix_decoding_max_cached_requests": 0})}}
     elif method == KERNELS:
-        configs = {"": checked(None, {"sources": [], **{key: gsd[key] for key in gsd if key == "cpu_kernels"}})}
+        kernels = {key: gsd[key] for key in gsd if key == "cpu_kernels"}
+        configs = {"": {"method": "gsd", "model": None, "sources": [], **kernels}}
     elif method != "plain":
         configs = {"": checked(drafts.own, {**gsd, **FORMS.get(method, {})})}
     return [
@@ -122,6 +123,11 @@ def checked(model: str | None, gsd: dict[str, Any]) -> dict[str, Any]:
     Raises:
         GSDConfigError: a key or a value is wrong.
     """
+    if gsd.get("sources") == []:
+        raise GSDConfigError(
+            '"sources" in --gsd is empty, so there is no graph to measure; name a source, or leave it out and add '
+            '"kernels" to --methods.'
+        )
     config = {"method": "gsd", "model": model, **gsd}
     try:
         GSDConfig.load(config, "--gsd")
