@@ -25,3 +25,19 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target with random weights, for the tests of ``vllm-gsd distill``."""
+    from distill_world import write_target  # loads PyTorch, which other tests do without
+
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def work(target, tmp_path_factory):
+    """A work folder of ``vllm-gsd distill`` with answers of the target and their states."""
+    from distill_world import write_answers
+
+    return write_answers(tmp_path_factory.mktemp("work"), target)

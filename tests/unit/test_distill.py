@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from distill_world import CONFIG, PROMPT, files, student, write_answers, write_target
+from distill_world import CONFIG, PROMPT, files, student, write_answers
 from speculators.models import attention as flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,16 +26,6 @@ from vllm_gsd.tools.distill.target import Target
 from vllm_gsd.tools.distill.train import train
 from vllm_gsd.tools.distill.validate import agreement
 from vllm_gsd.tools.errors import ToolError
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def work(target, tmp_path_factory):
-    return write_answers(tmp_path_factory.mktemp("work"), target)
 
 
 def assert_rows_close(rows, exact):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from distill_world import CONFIG, files, write_answers, write_target
+from distill_world import CONFIG, files
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -25,16 +25,6 @@ from vllm_gsd.tools.distill.data import load_answers
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def work(target, tmp_path_factory):
-    return write_answers(tmp_path_factory.mktemp("work"), target)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from distill_world import PROMPT, files, student, write_answers, write_target
+from distill_world import PROMPT, files, student
 
 from vllm_gsd.tools.distill import students
 from vllm_gsd.tools.distill.data import load_answers
@@ -16,16 +16,6 @@ from vllm_gsd.tools.distill.recorder import Recorder
 from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
 from vllm_gsd.tools.distill.states import StoredStates
 from vllm_gsd.tools.distill.target import Target
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def work(target, tmp_path_factory):
-    return write_answers(tmp_path_factory.mktemp("work"), target)
 
 
 @pytest.mark.parametrize(
