@@ -247,6 +247,19 @@ def test_keys_of_the_context_of_blocks():
         )
 
 
+def test_projections_of_the_context_of_blocks():
+    """``drafts.pack_context_projections`` uses what vLLM does if the weights of the layers are not fused."""
+    built = inspect.getsource(DFlashQwen3Model._build_context_kv_buffers)
+    assert "kv_weights = [a.qkv_proj.weight[a.q_size :] for a in layers_attn]" in built
+    assert "torch.cat(kv_weights, dim=0)" in built
+    assert "self._fused_kv_bias = None" in built
+    applied = inspect.getsource(DFlashQwen3Model._project_context_kv)
+    assert "self._context_qkv_projs, self._context_q_sizes, strict=True" in applied
+    assert "qkv, _ = proj(normed_context_states)" in applied
+    assert "qkv[:, q_size:].view(num_ctx, 2, num_kv_heads, head_dim)" in applied
+    assert not hasattr(Gemma4DSparkModel, "_fused_kv_weight")
+
+
 def test_heads_of_one_layer():
     """What the attention of an EAGLE head reads, and how it computes keys and values, as in ``TextKV``."""
     attention = inspect.getsource(LlamaAttention.forward)

@@ -183,12 +183,19 @@ class Speculation:
         """Learn which nodes of a step's trees the target accepted."""
         emitting = paths.num_tokens > 0
         has_tree = emitting & step.has_tree
+        self.recorder.verified(request_ids, step, paths.last, has_tree)
+        self.stats.counts["target_steps"] += int(np.count_nonzero(emitting))
+        if has_tree.any():
+            self._learn(request_ids, step, paths, has_tree)
+        elif emitting.any():
+            self.planner.calibration.rest()
+        self.trust.fade(request_ids[request] for request in (emitting & ~has_tree).nonzero()[0])
+
+    def _learn(self, request_ids: list[str], step: VerifyStep, paths: Paths, has_tree: np.ndarray) -> None:
+        """Count and learn from the nodes of ``has_tree``, bool [num_requests]."""
         rows = step.trees.parent, step.trees.starts, paths.last, has_tree, step.depth, step.source, step.survival
         seen, length, deepest, (tree, source, depth, survival, accepted) = tally(*rows)
-        self.recorder.verified(request_ids, step, paths.last, has_tree)
-        counts = self.stats.counts
-        total = seen.tolist()
-        counts["target_steps"] += int(np.count_nonzero(emitting))
+        counts, total = self.stats.counts, seen.tolist()
         counts["nodes_verified"] += total[VERIFIED]
         counts["chain_requests"] += int(np.count_nonzero(has_tree & step.chains))
         counts["kv_rows_moved"] += total[MOVED]
@@ -199,13 +206,9 @@ class Speculation:
         nodes = np.add.reduceat(step.trees.parent >= 0, step.trees.starts[:-1], dtype=np.int64)
         graphs = np.stack([deepest, nodes, length], axis=1)[requests]
         self.stats.verified.update(map(tuple, graphs.tolist()))
-        if with_tree:
-            chance = self.planner.calibration.value(source, depth, survival)
-            self.trust.observe(with_tree, tree, source, chance, accepted)
-            self.planner.calibration.observe(source, depth, survival, accepted)
-        elif emitting.any():
-            self.planner.calibration.rest()
-        self.trust.fade(request_ids[request] for request in (emitting & ~has_tree).nonzero()[0])
+        chance = self.planner.calibration.value(source, depth, survival)
+        self.trust.observe(with_tree, tree, source, chance, accepted)
+        self.planner.calibration.observe(source, depth, survival, accepted)
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
@@ -233,17 +236,24 @@ class Speculation:
         self.grammar_trees = {}  # the scheduler takes them from one rank only
         speculates, grammar, max_depth = self._request_limits(batch)
         self.recorder.begin(batch)
-        wanted = speculates & batch.sampled & (max_depth > 0)
         self.planner.begin(num_requests, int(length.sum()))
+        proposals = [NO_NODES] * num_requests
+        wanted = speculates & batch.sampled & (max_depth > 0)
+        # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size or the answer
+        # will be too short to draft for: nothing is drafted for its first token and its last.
+        prompts = speculates & ~batch.sampled & (max_depth > 1)
+        if not (wanted.any() or prompts.any()):
+            if self.drafter is not None:
+                self.planner.put_off()
+            self.recorder.proposed(self.planner, self.drafter is not None)
+            return proposals
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
         trees, grown = self._grow(requests) if self.copies else None, np.zeros(len(requests.index), np.bool_)
         if self.drafter is not None:
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
             drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)
-            # The draft also runs over unfinished prompts, unless drafting does not pay at this batch size or the
-            # answer will be too short to draft for: nothing is drafted for its first token and its last.
-            prompts = speculates & ~batch.sampled & (max_depth > 1) & (missed <= self.most_missed)
+            prompts &= missed <= self.most_missed
             if prompts.any() and self.planner.drafts_pay():
                 due = np.where(prompts, length, due)
             hidden = None
@@ -254,7 +264,6 @@ class Speculation:
                 if self.planner.alone:  # the planner learns from graphs without copies only
                     leave_out_copies(requests.trust, grown)
                 trees = self._grow(requests, grown, hidden)
-        proposals = [NO_NODES] * num_requests
         if trees is not None:
             self._propose(proposals, requests, trees, grown)
         for index in (wanted & grammar).nonzero()[0].tolist():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.models.interfaces import supports_multimodal
 
+from vllm_gsd.cpu.linear import linear, pack_weight
 from vllm_gsd.upstream.patching import replaced
 
 if TYPE_CHECKING:
@@ -101,6 +102,28 @@ def normalise_keys_by_layer(model: Any) -> None:
         return found
 
     inner._normalize_context_k = normalise
+
+
+def pack_context_projections(model: Any, packs: Callable[[torch.Tensor], bool]) -> None:
+    """Make a draft of whole blocks compute the keys and values of its context with ``vllm_gsd.cpu.linear``.
+
+    vLLM multiplies the weights of all layers at once. Only if they are quantised does it call the projection of each
+    layer, and these can be replaced. Weights that ``packs`` does not accept stay as they are.
+    """
+    inner = model.model
+    weight = getattr(inner, "_fused_kv_weight", None)  # Gemma 4's drafts compute both from other weights
+    if weight is None or inner._fused_kv_bias is not None:
+        return
+    parts = weight.chunk(inner._num_attn_layers)
+    if not packs(parts[0]):
+        return
+
+    def projection(packed: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, None]]:
+        return lambda states: (linear(states, packed), None)
+
+    inner._fused_kv_weight = None
+    inner._context_qkv_projs = [projection(pack_weight(part)) for part in parts]
+    inner._context_q_sizes = [0] * len(parts)
 
 
 def take_logits(model: Any) -> None:

@@ -378,6 +378,17 @@ CHANGES = (
         contract="test_inventory.py::test_keys_of_the_context_of_blocks",
     ),
     Patch(
+        "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._project_context_kv",
+        by="drafts.pack_context_projections",
+        when="CPU",
+        delta="Computes the keys and values of a block draft's context with our kernel where it is the faster one.",
+        reason="vLLM computes them outside of the draft's layers, in every step of the target.",
+        expiry="vLLM computes them with the layers' own linear method.",
+        contract="test_inventory.py::test_projections_of_the_context_of_blocks",
+        kind="method",
+        parameters=("self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"),
+    ),
+    Patch(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",
         by="drafts.take_logits",
         when="engine",

@@ -12,6 +12,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from vllm_gsd.config import GSDConfig, GSDConfigError
+from vllm_gsd.cpu.packed_weights import packs_weights, uses_cpu_kernels
 from vllm_gsd.engine.attention.layers import window_of
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.draft.batch import DraftBatch, GraphRequests
@@ -97,7 +98,9 @@ class BlockDrafter(Drafter):
     def prepare(self, num_blocks: int, block_size: int, pool: AbstractContextManager[Any]) -> None:
         """Find the draft's KV caches, which are allocated."""
         context = self.model.vllm_config.compilation_config.static_forward_context
-        self.features = ContextKV(self.model.model, {name: context[name] for name in self.model.layer_names})
+        layers = {name: context[name] for name in self.model.layer_names}
+        kernels = uses_cpu_kernels(self.model.vllm_config)
+        self.features = ContextKV(self.model.model, layers, lambda weight: kernels and packs_weights(weight))
 
     def keep(
         self, slots: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, aux: Sequence[torch.Tensor] | None

@@ -5,12 +5,13 @@ When nodes are accepted, both move together. So a block of the KV cache that has
 draft's too: also those that the prefix cache serves.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm_gsd.engine.verify.target_kv import target_kv_of
-from vllm_gsd.upstream.drafts import normalise_keys_by_layer
+from vllm_gsd.upstream.drafts import normalise_keys_by_layer, pack_context_projections
 
 
 class ContextKV:
@@ -19,13 +20,15 @@ class ContextKV:
     Args:
         model: vLLM's draft model, a ``DFlashQwen3ForCausalLM`` or a subclass, such as ``Gemma4DSparkForCausalLM``.
         layers: its attention layers by name.
+        packs: whether our kernel for CPUs shall multiply with a weight.
     """
 
-    def __init__(self, model: Any, layers: dict[str, Any]):
+    def __init__(self, model: Any, layers: dict[str, Any], packs: Callable[[torch.Tensor], bool]):
         self.model = model
         self.kv = target_kv_of(layers, list(layers), [])
         if next(model.parameters()).device.type == "cpu":
             normalise_keys_by_layer(model)
+            pack_context_projections(model, packs)
 
     def write(self, slots: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
         """Compute keys and values of ``states`` [n, hidden] at ``positions`` and store them in ``slots``, int64 [n]."""

@@ -221,7 +221,8 @@ class GraphModelRunner(CPUModelRunner):
         is cut into chunks would end the engine.
         """
         generators = self.input_batch.generators
-        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
+        mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        discarded = np.flatnonzero(mask).tolist() if generators else []
         kept = {place: generators.pop(place) for place in discarded if place in generators}
         try:
             yield
