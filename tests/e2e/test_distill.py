@@ -131,12 +131,22 @@ def test_a_block_of_the_same_answers(of_same_answers, target, tmp_path):
     assert texts[0] == texts[1]
 
 
-def test_a_language_model_of_the_same_answers(of_same_answers, tmp_path):
+def test_a_language_model_of_the_same_answers(of_same_answers, target, tmp_path):
+    """vLLM's own method and gsd draft with it."""
     from transformers import AutoModelForCausalLM
 
     made = of_same_answers(tmp_path / "draft", "--kind", "lm", "--layers", "2", "--epochs", "10")
     assert len(made["top_1"]) == 1
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.num_hidden_layers == 2
+    texts = []
+    for config in (None, {"method": "draft_model", "num_speculative_tokens": 3}, {"method": "gsd", **CHAIN}):
+        model = None if config is None else {**config, "model": str(tmp_path / "draft")}
+        engine = Engine(target, model, skip_tokenizer_init=True)
+        texts.append([answer.tokens for answer in engine.generate(PROMPTS[1:5], [GREEDY] * 4)])
+        if config is not None:
+            assert engine.metrics()["spec_decode_num_accepted_tokens"] > 5
+        engine.close()
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(

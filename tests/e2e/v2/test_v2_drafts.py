@@ -86,9 +86,16 @@ def test_same_head_same_chain(text_pair, graph, draft, kind, prompts):
 
 
 def test_a_distilled_block_is_loaded_by_vllm(text_pair, prompts, tmp_path):
-    """Untrained: vLLM's own method drafts the same chains from the folder as gsd."""
+    """Whatever its weights are, vLLM's own method drafts the same chains from the folder as gsd."""
     options = Options(target=str(text_pair.target), depth=DEPTH, rank=16, vocab_size=400)
-    BlockStudent.make(options, Target(text_pair.target), np.arange(512)).save(tmp_path)
+    student = BlockStudent.make(options, Target(text_pair.target), np.arange(512))
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in student.model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn(weight.shape, generator=random)
+    student.scale = torch.rand(student.scale.shape, generator=random) + 0.5
+    student.save(tmp_path)
     found = []
     for config in {"method": "dspark", "num_speculative_tokens": DEPTH}, {"method": "gsd", **CHAIN}:
         engine = V2Engine(text_pair.target, {**config, "model": str(tmp_path)}, **ENGINE)
