@@ -251,6 +251,7 @@ class Speculation:
         trees, grown = self._grow(requests) if self.copies else None, np.zeros(len(requests.index), np.bool_)
         if self.drafter is not None:
             missed = self.drafter.missed(self.draft_kv, request_ids, length)
+            missed = np.where(self.planner.reading_pays(missed, max_depth), missed, TOO_LONG)
             drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)
             prompts &= missed <= self.most_missed

@@ -40,6 +40,9 @@ TAKE_UP_ABOVE = 1.03
 PLAIN_AFTER, PLAIN_EVERY, LARGE_GAIN = 4, 100, 0.2
 # The least speed of a step relative to the table. It bounds the effect of wrong estimates.
 LEAST_SPEED = 0.3
+# Reading text takes the draft about this share of the time of as many rows of a level, whose candidates are scored too.
+# Nothing is asked of so few rows, and the cost of a row is that of the rows beyond READ_ROWS.
+READING, FEW_MISSED, READ_ROWS = 0.5, 64, 128
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6
 
@@ -148,6 +151,25 @@ class Planner:
         if self.rates and not self.drafting:
             return False
         return self._drafts_rate(np.zeros(0), 1.0, self.num_requests) > self._plain_rate() * self._hurdle
+
+    def reading_pays(self, missed: np.ndarray, left: np.ndarray) -> np.ndarray:
+        """Whether answers are long enough to make up for the time in which the draft reads their texts.
+
+        Args:
+            missed: int64 [n], tokens that the draft would have to read first.
+            left: int64 [n], tokens of the answer that can be drafted.
+
+        Returns:
+            bool [n]; all True where drafts promise nothing, as then only a probe reads.
+        """
+        if self.costs is None or self.costs.by_level or self.given_levels is not None or (missed <= FEW_MISSED).all():
+            return np.ones(len(missed), np.bool_)
+        with_drafts, plain = self._drafts_rate(np.zeros(0), 1.0, self.num_requests), self._plain_rate()
+        if with_drafts <= plain:
+            return np.ones(len(missed), np.bool_)
+        saved_ms = left * (1.0 / plain - 1.0 / with_drafts)
+        row_ms = (self.costs.draft_ms(2 * READ_ROWS) - self.costs.draft_ms(READ_ROWS)) / READ_ROWS
+        return (missed <= FEW_MISSED) | (READING * row_ms * missed < saved_ms)
 
     def put_off(self) -> None:
         """If this step was to probe, probe in the next one instead, because there is no request to draft for.
