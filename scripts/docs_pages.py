@@ -125,12 +125,21 @@ def _public(path: Path) -> bool:
     return any(isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_" for node in tree.body)
 
 
+# The title of a note in experiments of the time before the third column.
+MIXED = "Ratios to plain vLLM include our CPU kernels"
+
+
 def experiments() -> str:
-    """One line per experiment, newest first: its title and its result, the first paragraph of the file."""
+    """One line per experiment, newest first: its title and its result, the first paragraph of the file.
+
+    A note that ratios mix our kernels with speculation is repeated here.
+    """
     lines = []
     for path in sorted(DOCS.glob("experiments/2*.md"), reverse=True):
-        title, first = path.read_text().split("\n\n")[:2]
-        lines.append(f"- {path.name[:10]} [{title.removeprefix('# ')}]({path.name}): {' '.join(first.split())}")
+        text = path.read_text()
+        title, first = text.split("\n\n")[:2]
+        note = f" *{MIXED}.*" if f'!!! note "{MIXED}"' in text else ""
+        lines.append(f"- {path.name[:10]} [{title.removeprefix('# ')}]({path.name}): {' '.join(first.split())}{note}")
     return "\n".join(lines)
 
 

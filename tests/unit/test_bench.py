@@ -22,7 +22,7 @@ from vllm_gsd.tools.bench.bounds import mean_with_bounds
 from vllm_gsd.tools.bench.categories import forms as forms_by_category
 from vllm_gsd.tools.bench.engine import TimedRun, untaught
 from vllm_gsd.tools.bench.engine import run as answer_job
-from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of
+from vllm_gsd.tools.bench.methods import Drafts, Setting, settings_of, with_off
 from vllm_gsd.tools.bench.options import Options
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import _decode, tokens_per_step
@@ -430,3 +430,9 @@ def test_opted_out_turns_teach_the_planner_nothing():
     assert planner.steps == 1
     with untaught(SimpleNamespace()):  # plain vLLM
         pass
+
+
+def test_what_the_graph_itself_gains_is_always_measured():
+    assert with_off(["plain", "gsd", "gsd-tree"]) == ["plain", "gsd-off", "gsd", "gsd-tree"]
+    for methods in (["gsd", "gsd-off"], ["plain", "kernels", "ngram"]):
+        assert with_off(methods) == methods

@@ -260,7 +260,9 @@ def test_a_plan(tmp_path):
     assert done.exit_code == 0, done.output
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     assert list(plan["batches"]) == [str(2**power) for power in range(10)]
-    assert plan["batches"]["1"]["graph_over_plain"] > plan["batches"]["1"]["chain_over_plain"] > 1
+    first = plan["batches"]["1"]
+    assert first["graph_over_plain"] > first["chain_over_plain"] > 1
+    assert first["graph_over_off"] == pytest.approx(first["graph"] / first["off"])
     keys = plan["gsd_json"]
     assert keys["method"] == "gsd" and keys["model"] == "small" and keys["theta_prob"] == 0.01
     assert plan["fleet"]["graph"]["replicas"] <= plan["fleet"]["plain"]["replicas"]

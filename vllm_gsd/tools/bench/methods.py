@@ -30,6 +30,14 @@ NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 NAMES, ON_GPUS = {"dflash2": "dflash", MTP: "mtp"}, ("dspark", "dflash2")
 
 
+def with_off(methods: list[str]) -> list[str]:
+    """These methods, with ``gsd-off`` before the first form of the graph: what the graph itself gains is always shown."""
+    place = next((place for place, method in enumerate(methods) if method in FORMS), None)
+    if place is None or OFF in methods:
+        return methods
+    return [*methods[:place], OFF, *methods[place:]]
+
+
 @dataclass(frozen=True)
 class Drafts:
     """Folders of the drafts that methods use. Each may be None."""

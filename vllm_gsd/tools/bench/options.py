@@ -43,7 +43,7 @@ class Options:
         Option(
             show_default=False,  # it would be cut off
             help=f"Comma-separated: {', '.join(METHODS)}; by default all but kernels. Ratios are over plain, and for "
-            "graphs also over gsd-off, our engine without one.",
+            "graphs also over gsd-off, our engine without one, which always runs beside them.",
         ),
     ] = ",".join(BY_DEFAULT)
     modes: Annotated[str, Option(help="eager, compiled, or both. With both, the faster one counts.")] = "eager,compiled"

@@ -14,7 +14,7 @@ from vllm_gsd.config.draft_check import check_draft, local_folder
 from vllm_gsd.config.draft_kind import read_text_config
 from vllm_gsd.tools.bench import contexts, forms
 from vllm_gsd.tools.bench.analyses import analyse, num_runs
-from vllm_gsd.tools.bench.methods import FORMS, OFF, Drafts, checked, missing_for, settings_of
+from vllm_gsd.tools.bench.methods import FORMS, OFF, Drafts, checked, missing_for, settings_of, with_off
 from vllm_gsd.tools.bench.options import Options, numbers
 from vllm_gsd.tools.bench.page import bench_page
 from vllm_gsd.tools.bench.report import make_report
@@ -35,7 +35,7 @@ def bench(
     Raises:
         ToolError, GSDConfigError: the comparison cannot run as asked, nothing can be written, or an engine died.
     """
-    methods, modes, own = options.methods.split(","), options.modes.split(","), drafts.own
+    methods, modes, own = with_off(options.methods.split(",")), options.modes.split(","), drafts.own
     lengths = numbers(options.chain_lengths, "--chain-lengths")
     longer = numbers(options.contexts, "--contexts") if options.contexts else []
     skipped = {method: reason for method in methods if (reason := missing_for(method, drafts))}

@@ -22,10 +22,11 @@ def plan(**given: Any) -> None:
         if options.validate:
             _validate(options)
         found = run(options)
-    table = Table("requests at once", "plain", "our engine", "chain", "graph", "over plain", "speculate")
+    table = Table("requests at once", "plain", "our engine", "chain", "graph", *GAINS, "speculate")
     for batch, row in found["batches"].items():
         speeds = [f"{row[name]:.0f}" for name in ("plain", "off", "chain", "graph")]
-        table.add_row(batch, *speeds, f"{row['graph_over_plain']:.2f}", "yes" if row["pays"] else "no")
+        gains = [f"{row[name]:.2f}" for name in GAINS.values()]
+        table.add_row(batch, *speeds, *gains, "yes" if row["pays"] else "no")
     err.print(table)
     last = found["speculation_off_from"]
     losing = [batch for batch, row in found["batches"].items() if not row["pays"]]
@@ -58,3 +59,5 @@ def _validate(options: Options) -> NoReturn:
 
 
 SHOWN = ("predicted", "measured", "error")
+# Columns with the gains of the graph, and their names in the plan.
+GAINS = {"over plain": "graph_over_plain", "over our engine": "graph_over_off"}
