@@ -40,9 +40,9 @@ TAKE_UP_ABOVE = 1.03
 PLAIN_AFTER, PLAIN_EVERY, LARGE_GAIN = 4, 100, 0.2
 # The least speed of a step relative to the table. It bounds the effect of wrong estimates.
 LEAST_SPEED = 0.3
-# Reading text takes the draft about this share of the time of as many rows of a level, whose candidates are scored too.
-# Nothing is asked of so few rows, and the cost of a row is that of the rows beyond READ_ROWS.
-READING, FEW_MISSED, READ_ROWS = 0.5, 64, 128
+# A row of text takes the draft about READING times what a row of a level does, whose candidates are scored too; it is
+# the cost of the rows beyond READ_ROWS that counts. Texts of at most FEW_MISSED tokens are always read.
+READING, READ_ROWS, FEW_MISSED = 0.5, 128, 64
 # Prior of a draft: probability of its best child, and the ratio of each further child to the one before.
 FIRST_CHANCE, DECAY = 0.5, 0.6
 
