@@ -22,9 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-FEATURES = {
-    "presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_tokens": 9, "logit_bias": {7: 2.0},
-}  # fmt: skip
+PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+FEATURES = {**PENALTIES, "min_tokens": 9, "logit_bias": {7: 2.0}}
 CHUNKED = {"max_num_batched_tokens": 128, "enable_prefix_caching": False}
 CASES = {
     "greedy": (GREEDY, CHUNKED),

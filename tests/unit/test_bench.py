@@ -434,5 +434,5 @@ def test_opted_out_turns_teach_the_planner_nothing():
 
 def test_what_the_graph_itself_gains_is_always_measured():
     assert with_off(["plain", "gsd", "gsd-tree"]) == ["plain", "gsd-off", "gsd", "gsd-tree"]
-    for methods in (["gsd", "gsd-off"], ["plain", "kernels", "ngram"]):
-        assert with_off(methods) == methods
+    for given in (["gsd", "gsd-off"], ["plain", "kernels", "ngram"]):
+        assert with_off(given) == given

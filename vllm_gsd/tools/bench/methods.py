@@ -31,7 +31,7 @@ NAMES, ON_GPUS = {"dflash2": "dflash", MTP: "mtp"}, ("dspark", "dflash2")
 
 
 def with_off(methods: list[str]) -> list[str]:
-    """These methods, with ``gsd-off`` before the first form of the graph: what the graph itself gains is always shown."""
+    """These methods, with ``gsd-off`` before the first form of the graph, so that a report shows its own gain."""
     place = next((place for place, method in enumerate(methods) if method in FORMS), None)
     if place is None or OFF in methods:
         return methods
