@@ -38,7 +38,7 @@ CASES = {
 def check_bits(engine, generate, prompts, params, least_drafted=100):
     """Texts and log-probabilities are equal alone, in a batch, and in a batch where some requests have no graph.
 
-    ``generate(prompts, params)`` returns the completions of each prompt; ``params`` is one dict or a list of them.
+    ``generate(prompts, params)`` returns the completions of each prompt; its ``params`` are one dict for each.
     """
 
     def alone(params):
