@@ -21,9 +21,9 @@ PROMPT = 3
 
 
 def write_target(folder: Path) -> Path:
-    """Write a target with random weights."""
+    """Write a target with random weights. They are numbers in bfloat16, which drafts are saved in."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder, safe_serialization=True)
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16().float().save_pretrained(folder, safe_serialization=True)
     return folder
 
 

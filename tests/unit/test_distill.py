@@ -81,7 +81,6 @@ class TestStates:
         for source in (StoredStates(work / "states"), ComputedStates(target, "cpu", batch_tokens=100)):
             model = student(kind, target)
             packs = model.packs(source)
-            packs.multiple = 64
             model.start(data, packs, new=True)
             results.append((packs.collate([data[i] for i in (0, 20, 5)]), agreement(model, data, packs)))
         (batch, agreed), (computed, other) = results
@@ -241,7 +240,7 @@ class TestStudents:
             name: rows.float() if rows.is_floating_point() else rows for name, rows in packs.collate([data[1]]).items()
         }
         (anchor,) = [len(data[1].input_ids) - 1 - model.depth]
-        batch["loss_mask"] = torch.arange(batch["loss_mask"].shape[1])[None] >= anchor  # keep one anchor
+        batch["loss_mask"] = torch.arange(batch["loss_mask"].shape[1])[None] == anchor  # keep one anchor
         changes = []
         for distance in (1, 4):
             changed = {**batch, "hidden_states": batch["hidden_states"].clone()}
@@ -250,23 +249,6 @@ class TestStudents:
                 drafted, other = model.drafted(batch), model.drafted(changed)
             changes.append((drafted.logits - other.logits).abs().mean())
         assert changes[0] > 2 * changes[1]
-
-    @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
-    def test_padding_does_not_change_the_loss(self, target, work, kind):
-        model, data = student(kind, target), load_answers(files(work), 640)
-        model.hardware, packs = CPU._replace(pack=3), model.packs(StoredStates(work / "states"))
-        losses = []
-        for multiple in (1, 128):
-            packs.multiple = multiple
-            batch = packs.collate([data[i] for i in (0, 1, 20)])
-            assert batch["input_ids"].shape[1] % multiple == 0
-            torch.manual_seed(1)
-            with torch.autocast("cpu", torch.bfloat16, enabled=False):
-                batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
-                losses.append(model.float()(**batch)["loss"])
-            losses[-1].backward()
-            assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
     def test_float32_and_bfloat16(self, target, work, monkeypatch, kind):
@@ -279,40 +261,6 @@ class TestStudents:
             with model.hardware.autocast():
                 losses.append(model(**batch)["loss"].float())
         torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.02)
-
-    def test_blocks_that_find_no_place_do_not_count(self, target, work):
-        """A pack has a fixed number of blocks. If it exceeds the number of positions, it does not affect the loss."""
-        model, data = student("dspark", target), load_answers(files(work), 640)
-        batch = model.packs(StoredStates(work / "states")).collate([data[0]])
-        batch = {name: rows.float() if rows.is_floating_point() else rows for name, rows in batch.items()}
-        losses = []
-        for anchors in (50, 80):
-            model.hardware = CPU._replace(anchors=anchors)
-            assert batch["loss_mask"].sum() < anchors
-            with torch.no_grad():
-                losses.append(model(**batch)["loss"])
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
-
-    @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
-    def test_where_compiling_fails_training_goes_on_without(self, target, work, tmp_path, monkeypatch, caplog, kind):
-        """Flex attention, which fails here, is replaced. States are computed, as on a GPU."""
-        flex = CPU._replace(attention="simple_flex_attention", batch=8, pack=8)
-        for module in ("students", "speculators_students"):
-            monkeypatch.setattr(f"vllm_gsd.tools.distill.{module}.found_hardware", lambda: flex)
-        monkeypatch.setattr(flex_attention, "flex_attention", lambda *_, **__: 1 / 0)
-        model, data = student(kind, target), load_answers(files(work), 640)
-        packs = model.packs(ComputedStates(target, "cpu"))
-        options = Options(target=str(target), kind=kind, epochs=10)
-        model.start(data, packs, new=True)
-        try:
-            assert train(model, tmp_path, data, packs, options, 5) == 30
-            assert agreement(model, data, packs)["chain"] > 0
-        finally:
-            torch.compiler.set_stance("default")
-        assert "continues without torch.compile" in caplog.text
-        assert model.hardware == flex._replace(attention="sdpa", pack=4)
-        model.save(tmp_path / "draft")
-        assert "flex" not in (tmp_path / "draft" / "config.json").read_text()
 
     def test_projection_keeps_what_is_alike(self):
         base = torch.randn(100, 4) @ torch.randn(4, 64)

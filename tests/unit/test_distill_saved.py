@@ -7,9 +7,8 @@ import pytest
 import torch
 from distill_world import PROMPT, files, student
 
-from vllm_gsd.tools.distill import students
 from vllm_gsd.tools.distill.data import load_answers
-from vllm_gsd.tools.distill.hardware import CPU, GPU
+from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.recorder import Recorder
@@ -63,12 +62,6 @@ def test_answers_are_cut_and_too_short_ones_left_out(work, caplog):
     assert not caplog.text
     assert load_answers(files(work), PROMPT + 1) == []
     assert "24 of 24 answers are left out, because they have fewer than 2 tokens within --longest 4" in caplog.text
-
-
-def test_a_language_model_is_not_compiled(target, monkeypatch):
-    monkeypatch.setattr(students, "found_hardware", lambda: GPU._replace(device="cpu"))
-    hardware = student("lm", target).hardware
-    assert (hardware.attention, hardware.pack, hardware.batch) == ("sdpa", 4, 32)
 
 
 def test_states_are_recorded_by_request_and_position():

@@ -21,7 +21,6 @@ class LanguageModel(Student):
 
     def __init__(self, model, listed: np.ndarray, target: Target):
         super().__init__(model, torch.from_numpy(np.sort(listed)), target)
-        self.hardware = self.hardware.plain()  # transformers' Llama compiles nothing and keeps texts apart by a mask
         self.listed = listed
 
     @classmethod

@@ -25,8 +25,6 @@ class Packs:
     def __init__(self, source: Source, padding: int = 0, shift: bool = False, dtype: torch.dtype = torch.bfloat16):
         self.source, self.padding, self.shift, self.dtype = source, padding, shift, dtype
         self.scale: torch.Tensor | None = None
-        # Batches are padded to a multiple of this many positions.
-        self.multiple = 1
 
     def standardise(self, data: list[Answer]) -> torch.Tensor:
         """Scale the hidden states of later batches, each dimension by its usual size over the data.
@@ -49,25 +47,15 @@ class Packs:
             ``input_ids``, ``position_ids`` and ``document_ids``, int64 [1, n]; ``hidden_states`` [1, n,
             layers * hidden], scaled if ``standardise`` was called; ``verifier_last_hidden_states``, those of the last
             layer as they are; ``loss_mask``, bool [1, n]: whether the target's state at a position is known and
-            predicts a token of the answer. Padding is like a text of which nothing is learned.
+            predicts a token of the answer.
         """
         texts = [self._text(number, answer) for number, answer in enumerate(answers)]
-        fill = -sum(len(text["input_ids"]) for text in texts) % self.multiple
-        place = torch.arange(fill)
-        texts.append(
-            {
-                "input_ids": torch.zeros_like(place),
-                "position_ids": place,
-                "document_ids": torch.full_like(place, len(answers)),
-                "loss_mask": torch.zeros_like(place, dtype=torch.bool),
-            }
-        )
         states = [pad(rows.to(self.dtype), (0, 0, 0, 0, 0, self.padding)) for rows in self.source(answers)]
         hidden = torch.cat([rows[: len(rows) - self.shift] for rows in states]).flatten(1)
         last = torch.cat([rows[self.shift :, -1] for rows in states])
         batch = {name: torch.cat([text[name] for text in texts]).to(hidden.device) for name in texts[0]}
-        batch["hidden_states"] = pad(hidden if self.scale is None else hidden * self.scale, (0, 0, 0, fill))
-        batch["verifier_last_hidden_states"] = pad(last, (0, 0, 0, fill))
+        batch["hidden_states"] = hidden if self.scale is None else hidden * self.scale
+        batch["verifier_last_hidden_states"] = last
         return {name: rows[None] for name, rows in batch.items()}
 
     def _text(self, number: int, answer: Answer) -> dict[str, torch.Tensor]:

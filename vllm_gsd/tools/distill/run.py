@@ -274,6 +274,7 @@ def _train(
     Only a CPU has ``states``, the folder of the target's states over the answers.
     """
     import numpy as np
+    import torch
 
     from vllm_gsd.tools.distill.data import count_tokens
     from vllm_gsd.tools.distill.hardware import found_hardware
@@ -284,6 +285,7 @@ def _train(
     from vllm_gsd.tools.distill.train import train
     from vllm_gsd.tools.distill.validate import agreement
 
+    torch.compiler.set_stance("force_eager")  # speculators compiles on GPUs, for each size of a batch again
     folder, (device, dtype, *_) = Path(options.target), found_hardware()
     with stage("loading the target and making the student"):
         target = Target(folder, device, dtype)

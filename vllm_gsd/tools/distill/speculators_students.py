@@ -1,7 +1,8 @@
 """Students of the speculators package, DSpark blocks and EAGLE-3 heads, trained by its own forward passes and losses.
 
-Its trainer and its data loaders need a GPU. Its models run on a CPU, too, with transformers' "sdpa" attention. On a GPU
-they compile themselves, with flex attention, which skips the parts of a pack that do not see each other.
+Its trainer and its data loaders need a GPU. Its models run on a CPU, too: EAGLE-3 heads with transformers' "sdpa"
+attention, and blocks with the forward pass of ``blocks``. On a GPU they would compile themselves, which takes longer than
+it saves here.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ import numpy as np
 import torch
 from speculators import SpeculatorModelConfig
 from speculators.losses import resolve_loss_config
-from speculators.losses.eager import tv_loss
-from speculators.models.attention import flex_attention_forward
 from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
-from torch.nn.attention.flex_attention import create_mask
-from transformers import AttentionInterface
 
 from vllm_gsd.tools.distill.data import Answer
-from vllm_gsd.tools.distill.hardware import found_hardware
+from vllm_gsd.tools.distill import blocks
 from vllm_gsd.tools.distill.least_squares import start_block
+from vllm_gsd.tools.distill.loss import HeadLoss
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
 from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.states import state_layers
@@ -33,21 +31,16 @@ from vllm_gsd.tools.distill.target import Target
 LOSS = resolve_loss_config("kl_div", "eager")
 
 
-def _flex_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Flex attention of speculators, for the float32 queries and keys that autocast leaves behind their norms."""
-    # Not every PyTorch casts them itself, and flex attention takes only one type.
-    return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
-
-
-AttentionInterface.register("simple_flex_attention", _flex_attention)
+# What a block learns from: blocks at this share of an answer's places, and this many of the target's likeliest tokens.
+# A guess is learned from with exp(-1 / DECAY) of the chance of the one before it, without which it would be in vain.
+SHARE, LIKELIEST, DECAY = 0.6, 16, 3.0
 
 
 class SpeculatorsStudent(Student):
     """A student whose model computes its own loss."""
 
     model_class: type[Any]
+    attention = "sdpa"  # the implementation that its layers use
 
     def __init__(self, model: Any, target: Target):
         full = torch.arange(target.config["vocab_size"])
@@ -61,7 +54,7 @@ class SpeculatorsStudent(Student):
         if options.init is not None:
             config = SpeculatorModelConfig.from_pretrained(options.init)
             config.speculators_config.verifier.name_or_path = str(target.folder)
-            config.transformer_layer_config._attn_implementation = found_hardware().attention
+            config.transformer_layer_config._attn_implementation = cls.attention
             return cls(cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32), target)
         size = min(options.of_kind("vocab_size"), vocab_size)
         chosen = torch.from_numpy(np.sort(ranking[:size]))
@@ -73,7 +66,7 @@ class SpeculatorsStudent(Student):
             d2t=chosen - torch.arange(size),
             verifier_name_or_path=str(target.folder),
             draft_vocab_size=size,
-            draft_attn_impl=found_hardware().attention,
+            draft_attn_impl=cls.attention,
             # The rarest token stands for the unknown ones of a block. Some tokens that a target never learned have
             # embeddings of zeros, from which a block could ask for nothing.
             mask_token_id=int(ranking[norms > norms.mean() / 2][-1]),
@@ -93,12 +86,6 @@ class SpeculatorsStudent(Student):
         self.scale = packs.standardise(data)[: self.model.fc.in_features]
         if not new:
             self._rescale(1 / self.scale)
-
-    def go_plain(self) -> None:
-        """See ``Student``. Attention is "sdpa" then."""
-        super().go_plain()
-        self.model.config.transformer_layer_config._attn_implementation = self.model._attn_impl = "sdpa"
-        self.model._create_mask_fn = create_mask
 
     def _rescale(self, factor: torch.Tensor) -> None:
         with torch.no_grad():
@@ -127,15 +114,16 @@ class BlockStudent(SpeculatorsStudent):
     """
 
     model_class = DSparkDraftModel
+    attention = blocks.NAME
 
     def __init__(self, model: Any, target: Target):
         super().__init__(model, target)
         self.padding = self.depth = model.block_size
 
     @property
-    def anchors(self) -> int:
-        """Blocks of a pack, the same for every pack. Those that find no place do not count."""
-        return self.hardware.anchors * self.hardware.pack
+    def pack(self) -> int:
+        """See ``Student``. Blocks see no other text, so there is no limit but memory."""
+        return self.hardware.batch
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
@@ -157,17 +145,35 @@ class BlockStudent(SpeculatorsStudent):
         if new:
             start_block(self.model, self.target, data, packs)
 
+    def _read(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the LM head and the bias read of random blocks, [m, size, hidden + rank], and their ``Blocks.rows``."""
+        found = blocks.chosen_blocks(batch["loss_mask"][0], batch["document_ids"][0], self.depth, SHARE)
+        before = self.model.markov_head.prev_embeddings(batch["input_ids"][0, found.rows])
+        hidden = blocks.hidden_states(self.model, batch, found)
+        return torch.cat([hidden, before], 2).to(self.hardware.dtype), found.rows
+
+    def _head(self) -> torch.Tensor:
+        """The weights that read it, [drafted tokens, hidden + rank]."""
+        return torch.cat([self.model.lm_head.weight, self.model.markov_head.markov_w2.weight], 1)
+
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        _, loss, _ = self.model(**batch, loss_config=LOSS, tv_loss_fn=tv_loss, max_anchors=self.anchors)
-        return {"loss": loss}
+        read, rows = self._read(batch)
+        known = batch["loss_mask"][0]
+        with torch.no_grad():
+            logits = self.target.logits(batch["verifier_last_hidden_states"][0, known], self.token_ids).float()
+            best, ids = logits.topk(LIKELIEST, 1)
+            chances = (best - logits.logsumexp(1, keepdim=True)).exp()
+            depths = torch.arange(self.depth, device=rows.device)
+            chosen = known[rows] & (torch.rand(rows.shape, device=rows.device) < torch.exp(-depths / DECAY))
+            place = known.cumsum(0)[rows[chosen]] - 1  # of each row's position among the known
+        total = HeadLoss.apply(read[chosen], self._head(), ids[place], chances[place])
+        return {"loss": total / len(place)}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        _, logits, _, known, rows = self.model._backbone_forward(**batch, max_anchors=self.anchors)
-        before = batch["input_ids"][:, rows]
-        logits = logits + self.model.markov_head.block_bias(prev_token_ids=before, hidden_states=logits)
-        known = known.view(self.anchors, -1)
-        chains = torch.arange(len(rows), device=rows.device).view(self.anchors, -1)
-        return Drafted(logits[0], rows, chains[known.bool().all(1)])
+        read, rows = self._read(batch)
+        logits = read.flatten(0, 1) @ self._head().to(read.dtype).T
+        chains = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+        return Drafted(logits, rows.flatten(), chains[batch["loss_mask"][0, rows].all(1)])
 
 
 class Eagle3Student(SpeculatorsStudent):

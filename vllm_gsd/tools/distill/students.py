@@ -45,11 +45,10 @@ class Student(nn.Module):
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """Prepare for training on the answers; a new student gets better first weights than random ones."""
 
-    def go_plain(self) -> None:
-        """Do without torch.compile from now on."""
-        if self.hardware.attention != "sdpa":
-            self.hardware = self.hardware.plain()
-            torch.compiler.set_stance("force_eager")
+    @property
+    def pack(self) -> int:
+        """Texts in one forward pass."""
+        return self.hardware.pack
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of a batch of ``Packs.collate``."""

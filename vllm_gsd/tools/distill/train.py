@@ -11,15 +11,13 @@ from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.optimizer import MuonAndAdamW
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.packs import Packs, batches
-from vllm_gsd.tools.distill.stages import kept, logger, stage
+from vllm_gsd.tools.distill.stages import kept, stage
 from vllm_gsd.tools.distill.students import Student
 
 WARM_UP = 0.05
 WEIGHT_DECAY = 0.01
-# Packs up to this much longer than usual are padded to one size; longer ones take twice that.
-SLACK = 1.35
-# The number of positions in a block of flex attention.
-ATTENTION_BLOCK = 128
+# Batches before the speed of training is measured, and those that it is measured over.
+UNTIMED, TIMED = 1, 8
 
 
 def train(model: Student, work: Path, data: list[Answer], packs: Packs, options: Options, minutes: float | None) -> int:
@@ -30,7 +28,6 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
     from transformers import Trainer, TrainingArguments
 
     model.train()
-    _try(model, data, packs)
     steps = _planned_steps(model, work, data, packs, options, minutes)
     hardware = model.hardware
     arguments = TrainingArguments(
@@ -38,8 +35,8 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         use_cpu=hardware.device == "cpu",
         bf16=hardware.dtype == torch.bfloat16,
         max_steps=steps,
-        per_device_train_batch_size=hardware.pack,
-        gradient_accumulation_steps=hardware.batch // hardware.pack,
+        per_device_train_batch_size=model.pack,
+        gradient_accumulation_steps=hardware.batch // model.pack,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(WARM_UP * steps)),
@@ -66,36 +63,9 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         data_collator=packs.collate,
         optimizers=(MuonAndAdamW(model, options.learning_rate, WEIGHT_DECAY), None),
     )
-    # A pack of an unusual size that does not compile is computed without.
-    with stage(f"training in {steps} steps"), torch._dynamo.config.patch(suppress_errors=True):
+    with stage(f"training in {steps} steps"):
         trainer.train(resume_from_checkpoint=last and str(last))
-    packs.multiple = 1
     return steps
-
-
-def _try(model: Student, data: list[Answer], packs: Packs) -> None:
-    """Compile the model if that helps, and continue without torch.compile if it fails."""
-    if model.hardware.attention == "sdpa":
-        return
-    packs.multiple = _usual_size(model, data)
-    batch = packs.collate([data[i % len(data)] for i in range(model.hardware.pack)])
-    try:
-        with stage("compiling the student"):
-            _learn(model, batch)
-            model.hardware.wait()
-    except Exception as error:
-        logger.warning("training continues without torch.compile, which failed: %s", error)
-        model.go_plain()
-    model.zero_grad()
-    packs.multiple = _usual_size(model, data)
-
-
-def _usual_size(model: Student, data: list[Answer]) -> int:
-    """Positions that nearly all packs fit in, for which the model is compiled; 1 where nothing is compiled."""
-    if model.hardware.attention == "sdpa":
-        return 1
-    size = SLACK * model.hardware.pack * (float(np.mean([len(answer.input_ids) for answer in data])) + model.padding)
-    return -(-int(size) // ATTENTION_BLOCK) * ATTENTION_BLOCK
 
 
 def _planned_steps(
@@ -117,21 +87,16 @@ def _planned_steps(
 
 def _seconds_per_text(model: Student, data: list[Answer], packs: Packs, seed: int) -> float:
     """Mean time to read random texts and to learn from them. The weights do not change."""
-    size, count = model.hardware.pack, model.hardware.untimed + model.hardware.timed
-    order = np.resize(np.random.default_rng(seed).permutation(len(data)), count * size)
+    size = model.hardware.batch
+    order = np.resize(np.random.default_rng(seed).permutation(len(data)), (UNTIMED + TIMED) * size)
     begun = 0.0
-    for number, batch in enumerate(batches([data[i] for i in order], packs, size), 1):
-        _learn(model, batch)
-        model.zero_grad()
-        if number == model.hardware.untimed:
+    for number, batch in enumerate(batches([data[i] for i in order], packs, model.pack)):
+        if number == UNTIMED * size // model.pack:
             model.hardware.wait()
             begun = time.perf_counter()
+        with model.hardware.autocast():
+            loss = model(**batch)["loss"]
+        loss.backward()
+        model.zero_grad()
     model.hardware.wait()
-    return (time.perf_counter() - begun) / (size * model.hardware.timed)
-
-
-def _learn(model: Student, batch: dict[str, torch.Tensor]) -> None:
-    """A forward and a backward pass, as the Trainer makes them."""
-    with model.hardware.autocast():
-        loss = model(**batch)["loss"]
-    loss.backward()
+    return (time.perf_counter() - begun) / (size * TIMED)

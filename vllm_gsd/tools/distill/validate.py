@@ -20,9 +20,8 @@ def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, lis
     """
     torch.manual_seed(0)
     model.eval()
-    model.go_plain()  # compiling would take longer than it saves
     found = []
-    for batch in batches(data, packs, model.hardware.pack):
+    for batch in batches(data, packs, model.pack):
         with model.hardware.autocast():
             drafted = model.drafted(batch)
         best = model.target.logits(batch["verifier_last_hidden_states"][0, drafted.rows]).argmax(1)
