@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from distill_world import CONFIG, PROMPT, files, student, write_answers
-from speculators.models import attention as flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft

@@ -1,7 +1,7 @@
 """The forward pass of speculators' DSpark blocks, with attention that costs what the blocks see.
 
-Its own forward pass attends with a mask over the whole batch, in which most places are hidden. Here each text is attended
-to by its own blocks only, in plain matrix products, which need neither torch.compile nor a GPU.
+Its own forward pass attends with a mask over the whole batch, in which most places are hidden. Here each text is
+attended to by its own blocks only, in plain matrix products, which need neither torch.compile nor a GPU.
 """
 
 from typing import Any, NamedTuple

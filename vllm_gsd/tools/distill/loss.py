@@ -1,7 +1,7 @@
 """The loss of an LM head: cross-entropy with the target's likeliest tokens, a few rows at a time.
 
-The logits of many rows over a vocabulary take more memory than the model, and the passes over them more time than
-the products. Here a few rows' logits, their loss and their gradient are computed together, as in Liger (Hsu et al. 2024).
+The logits of many rows over a vocabulary take more memory than the model, and the passes over them more time than the
+products. Here a few rows' logits, their loss and their gradient are computed together, as in Liger (Hsu et al. 2024).
 """
 
 from typing import Any

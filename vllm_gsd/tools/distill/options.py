@@ -8,11 +8,18 @@ from typer import Option
 from vllm_gsd.tools.cli.options import finite, flag
 from vllm_gsd.tools.errors import ToolError
 
-# The kinds of drafts, and the defaults of the options that only some of them have.
+# The kinds of drafts, and the defaults of the options that differ between them or that only some of them have.
 KINDS: dict[str, dict[str, Any]] = {
-    "dspark": {"vocab_size": 8192, "layers": 1, "depth": 7, "rank": 64, "intermediate_size": None},
-    "eagle3": {"vocab_size": 8192, "depth": 3},
-    "lm": {"vocab_size": 12288, "layers": 4, "width": None},
+    "dspark": {
+        "vocab_size": 8192,
+        "layers": 1,
+        "depth": 7,
+        "rank": 64,
+        "intermediate_size": None,
+        "learning_rate": 2e-3,
+    },
+    "eagle3": {"vocab_size": 8192, "depth": 3, "learning_rate": 1e-3},
+    "lm": {"vocab_size": 12288, "layers": 4, "width": None, "learning_rate": 1e-3},
 }
 # The defaults of the options for new answers, which ``--data`` replaces.
 ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 64}
@@ -27,7 +34,7 @@ EAGLE3_LAYERS = 3
 
 
 def _by_default(name: str) -> str:
-    """The defaults of an option that only some kinds have, for its help."""
+    """The kinds' defaults of an option, for its help."""
     return "by default " + ", ".join(f"{given[name]} ({kind})" for kind, given in KINDS.items() if name in given)
 
 
@@ -87,7 +94,9 @@ class Options:
         Option(min=NARROWEST, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),
     ] = None
     epochs: Annotated[float, Option(callback=finite, help="Passes over the answers.")] = 6.0
-    learning_rate: Annotated[float, Option(callback=finite)] = 1e-3
+    learning_rate: Annotated[
+        float | None, Option(callback=finite, help=f"The highest of training; {_by_default('learning_rate')}.")
+    ] = None
     batch: Annotated[
         int | None,
         Option(
@@ -109,7 +118,7 @@ class Options:
                 continue
             if name not in KINDS[self.kind]:
                 raise ToolError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
-            if self.init is not None:
+            if self.init is not None and name != "learning_rate":
                 raise ToolError(f"With --init the draft's own {flag(name)} holds; leave it out.")
         self._check_numbers()
         if self.data is None:
@@ -136,7 +145,7 @@ class Options:
                     raise ToolError(f"--depth is {depth}, but {flag(name)} allows answers of only {most} tokens.")
 
     def of_kind(self, name: str) -> Any:
-        """The value of an option that only some kinds have: what was given, or this kind's default."""
+        """The value of an option in ``KINDS``: what was given, or this kind's default."""
         given = getattr(self, name)
         return KINDS[self.kind][name] if given is None else given
 

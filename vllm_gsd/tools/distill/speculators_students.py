@@ -1,8 +1,7 @@
 """Students of the speculators package, DSpark blocks and EAGLE-3 heads, trained by its own forward passes and losses.
 
 Its trainer and its data loaders need a GPU. Its models run on a CPU, too: EAGLE-3 heads with transformers' "sdpa"
-attention, and blocks with the forward pass of ``blocks``. On a GPU they would compile themselves, which takes longer than
-it saves here.
+attention, and blocks with the forward pass of ``blocks``. None of them is compiled.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from speculators.losses import resolve_loss_config
 from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
 
-from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill import blocks
+from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.least_squares import start_block
 from vllm_gsd.tools.distill.loss import HeadLoss
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
