@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from distill_world import CONFIG, files
+from distill_world import CONFIG, files, student
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -293,6 +293,21 @@ def test_heads_that_training_cannot_go_on_with(target, tmp_path, layers, sentenc
     options = Options(target=str(target), kind="eagle3", init=str(tmp_path / "head"))
     with pytest.raises(ToolError, match=sentence) if sentence else nullcontext():
         run._check(options, tmp_path / "out", tmp_path / "work")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, []),
+        ({"sample_from_anchor": False, "markov_rank": 0}, ["sample_from_anchor", "markov_rank"]),
+        ({"enable_confidence_head": True}, ["enable_confidence_head"]),
+        ({"transformer_layer_config": {"layer_types": ["sliding_attention"]}}, ["layer_types"]),
+    ],
+)
+def test_blocks_that_training_cannot_go_on_with(target, tmp_path, changed, named):
+    student("dspark", target).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert run._untrained({**config, **changed}) == [f'"{name}"' for name in named]
 
 
 @pytest.mark.parametrize("noted", [True, False])

@@ -25,7 +25,7 @@ class Hardware(NamedTuple):
 # Processors without instructions for bfloat16 multiply it less than half as fast as float32.
 CPU_DTYPE = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32
 # On a CPU packs of one text are fastest, since texts of a pack do not attend to each other.
-CPU = Hardware("cpu", CPU_DTYPE, batch=16, pack=1)
+CPU = Hardware("cpu", CPU_DTYPE, batch=8, pack=1)
 GPU = Hardware("cuda", torch.bfloat16, batch=32, pack=4)
 
 

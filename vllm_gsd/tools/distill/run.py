@@ -189,6 +189,21 @@ def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
         raise ToolError(f"--init {init!r} is not in the format of speculators, the only one to train on.")
     if (read := draft.get("eagle_aux_hidden_state_layer_ids") or draft.get("aux_hidden_state_layer_ids")) != layers:
         raise ToolError(f"--init {init!r} reads the target's layers {read}, but drafts are trained on {layers}.")
+    if kind == "dspark" and (differing := _untrained(draft)):
+        raise ToolError(
+            f"--init {init!r} is a block that is not trained here, by {', '.join(differing)} in its config.json."
+        )
+
+
+def _untrained(draft: dict[str, Any]) -> list[str]:
+    """The keys of a block's config.json by which it differs from the blocks that ``blocks`` computes."""
+    fits = {
+        "sample_from_anchor": draft.get("sample_from_anchor", True),
+        "markov_rank": draft.get("markov_rank", 1),
+        "enable_confidence_head": not draft.get("enable_confidence_head", True),
+        "layer_types": "sliding_attention" not in (draft["transformer_layer_config"].get("layer_types") or ()),
+    }
+    return [f'"{name}"' for name, holds in fits.items() if not holds]
 
 
 def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
@@ -304,7 +319,7 @@ def _train(
     with stage("measuring agreement"):
         found = agreement(model, held_out, packs)
     own = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return {**found, "steps": steps, "batch": model.hardware.batch, "trained": own, "vocab_size": len(model.token_ids)}
+    return {**found, "steps": steps, "batch": model.batch, "trained": own, "vocab_size": len(model.token_ids)}
 
 
 def _learned_from(options: Options, answers: Path) -> str:

@@ -46,6 +46,11 @@ class Student(nn.Module):
         """Prepare for training on the answers; a new student gets better first weights than random ones."""
 
     @property
+    def batch(self) -> int:
+        """Texts per optimizer step."""
+        return self.hardware.batch
+
+    @property
     def pack(self) -> int:
         """Texts in one forward pass."""
         return self.hardware.pack

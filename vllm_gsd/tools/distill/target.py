@@ -11,6 +11,8 @@ from vllm_gsd.config.source import shown
 from vllm_gsd.tools.errors import ToolError
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+# States whose logits are in memory at the same time.
+AT_ONCE = 1024
 
 
 def check_target(folder: Path) -> dict[str, Any]:
@@ -66,6 +68,16 @@ class Target:
         size = states.square().mean(-1, keepdim=True) + self.config.get("rms_norm_eps", 1e-6)
         head = self.head if token_ids is None else self.head[token_ids]
         return (self.norm * states * size.rsqrt()).to(head.dtype) @ head.T
+
+    def likeliest(self, states: torch.Tensor, token_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``count`` likeliest of ``token_ids`` after each state: their indices, int64, and probabilities among all."""
+        found = []
+        for rows in states.split(AT_ONCE):
+            logits = self.logits(rows, token_ids).float()
+            best, indices = logits.topk(count, 1)
+            found.append((indices, (best - logits.logsumexp(1, keepdim=True)).exp()))
+        indices, chances = zip(*found, strict=True)
+        return torch.cat(indices), torch.cat(chances)
 
     def copy_tokenizer(self, out: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):

@@ -36,7 +36,7 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         bf16=hardware.dtype == torch.bfloat16,
         max_steps=steps,
         per_device_train_batch_size=model.pack,
-        gradient_accumulation_steps=hardware.batch // model.pack,
+        gradient_accumulation_steps=model.batch // model.pack,
         learning_rate=options.of_kind("learning_rate"),
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(WARM_UP * steps)),
@@ -74,7 +74,7 @@ def _planned_steps(
     """The number of optimizer steps, decided once, so that a resumed run follows the same schedule."""
 
     def plan() -> dict[str, int]:
-        batch = model.hardware.batch
+        batch = model.batch
         steps = max(1, round(options.epochs * len(data) / batch))
         if minutes is not None:
             with stage("measuring the speed of training"):
@@ -87,7 +87,7 @@ def _planned_steps(
 
 def _seconds_per_text(model: Student, data: list[Answer], packs: Packs, seed: int) -> float:
     """Mean time to read random texts and to learn from them. The weights do not change."""
-    size = model.hardware.batch
+    size = model.batch
     order = np.resize(np.random.default_rng(seed).permutation(len(data)), (UNTIMED + TIMED) * size)
     begun = 0.0
     for number, batch in enumerate(batches([data[i] for i in order], packs, model.pack)):
