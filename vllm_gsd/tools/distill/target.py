@@ -70,7 +70,7 @@ class Target:
         return (self.norm * states * size.rsqrt()).to(head.dtype) @ head.T
 
     def likeliest(self, states: torch.Tensor, token_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The indices of the ``count`` likeliest of ``token_ids`` after each state, and their probabilities among all."""
+        """Indices of the ``count`` likeliest of ``token_ids`` after each state, and their probabilities among all."""
         found = []
         for rows in states.split(AT_ONCE):
             logits = self.logits(rows, token_ids).float()
