@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.draft import level_drafter
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.draft.level_drafter import LevelDrafter
 from vllm_gsd.engine.verify.draft_tree import FlatTree
 from vllm_gsd.engine.verify.step import lay_out
+from vllm_gsd.method.constants import NUM_SOURCES
+from vllm_gsd.method.draft_level import DraftSlots
 from vllm_gsd.ops.attention.cpu import _attended
 
 CHUNK = 16384
@@ -92,3 +96,32 @@ def test_catching_up_has_no_masks():
     (tree,) = given
     assert tree.mask.shape == (counts.sum(), 0) and tree.prefix_lens.tolist() == [CHUNK - 4, 6]
     assert attended(tree, 1) == [list(range(3 + row)) for row in range(4)]
+
+
+def test_a_level_has_no_more_rows_than_a_step(monkeypatch):
+    """vLLM's compiled models take at most ``--max-num-batched-tokens`` rows; the likeliest nodes are run."""
+    ran, nodes = [], np.array([[1, 2, 3], [1, 2, 0]])
+
+    def next_frontier(graphs, first_new, num_nodes, room, theta, frontier, frontier_len):
+        frontier[:, :3], frontier_len[:] = nodes, [3, 2]
+
+    def run_level(drafter, growing, hidden):
+        ran.append((growing.frontier.copy(), growing.frontier_len.tolist()))
+
+    monkeypatch.setattr(level_drafter, "next_frontier", next_frontier)
+    monkeypatch.setattr(level_drafter, "frontier_chances", lambda *_: np.array([0.9, 0.1, 0.5, 0.8, 0.2]))
+    monkeypatch.setattr(LevelDrafter, "_add_children", lambda *_: None)
+    monkeypatch.setattr(LevelDrafter, "_run_level", run_level)
+    drafter = LevelDrafter.__new__(LevelDrafter)
+    drafter.model, drafter.max_rows, drafter.max_slots, drafter.max_positions = SimpleNamespace(shift=0), 3, 8, 99
+    drafter.config = GSDConfig(method="gsd", model="draft", max_depth=2)
+    drafter.frontier, drafter.node_rows = np.zeros((2, 8), np.int32), np.zeros((2, 9), np.int64)
+    drafter.slots = DraftSlots(np.zeros(2, np.int32), np.zeros((2, 9, 1), np.int64))
+    drafter.planner = SimpleNamespace(calibration=SimpleNamespace(factor=1), level_size=len)
+    requests = SimpleNamespace(
+        batch=SimpleNamespace(block_table=torch.zeros(2, 4), capacity=np.full(2, 99)),
+        length=np.full(2, 9), index=np.arange(2), max_depth=np.full(2, 2), trust=np.ones((2, NUM_SOURCES)), num_nodes=8,
+    )  # fmt: skip
+    drafter.grow(SimpleNamespace(size=np.ones(2)), np.ones(2, np.bool_), torch.zeros(2, 4), requests)
+    ((frontier, lengths),) = ran
+    assert lengths == [2, 1] and frontier[0, :2].tolist() == [1, 3] and frontier[1, 0] == 1

@@ -213,7 +213,8 @@ class LevelDrafter(Drafter):
             size = self.planner.level_size(chances)
             if size == 0:
                 break
-            keep_best(frontier, frontier_len, chances, size)
+            # vLLM's compiled models take no more rows than the target's steps have.
+            keep_best(frontier, frontier_len, chances, min(size, self.max_rows))
             hidden = self._run_level(growing, hidden)
 
     def _add_children(self, growing: _Growing, hidden: torch.Tensor) -> None:
