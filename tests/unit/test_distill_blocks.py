@@ -63,10 +63,14 @@ def test_a_block_at_the_first_token_sees_itself_alone(target, work):
 def test_the_loss_and_its_gradients(monkeypatch, rows, at_once):
     monkeypatch.setattr(losses, "ROWS", at_once)
     torch.manual_seed(rows)
-    read, head = torch.randn(rows, 12, requires_grad=True), torch.randn(40, 12, requires_grad=True)
+    read, head, bias = (
+        torch.randn(rows, 12, requires_grad=True),
+        torch.randn(40, 9),
+        torch.randn(40, 3, requires_grad=True),
+    )
     token_ids = torch.stack([torch.randperm(40)[:5] for _ in range(rows)])
     chances = torch.rand(rows, 5) / 5
-    expected = -(chances * (read @ head.T).log_softmax(1).gather(1, token_ids)).sum()
-    found = HeadLoss.apply(read, head, token_ids, chances)
-    results = [[value, *torch.autograd.grad(3 * value, (read, head))] for value in (found, expected)]
+    expected = -(chances * (read @ torch.cat([head, bias], 1).T).log_softmax(1).gather(1, token_ids)).sum()
+    found = HeadLoss.apply(read, head, bias, token_ids, chances)
+    results = [[value, *torch.autograd.grad(3 * value, (read, bias))] for value in (found, expected)]
     torch.testing.assert_close(*results)

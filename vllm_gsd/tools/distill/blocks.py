@@ -72,7 +72,8 @@ def _attend(
     (count, size), groups, width = blocks.rows.shape, key.shape[1], query.shape[3]
     end = sum(blocks.lengths)
     # The heads of a group read the same keys, so their rows are multiplied together.
-    queries = (query * scaling)[0].view(groups, -1, count, size, width).transpose(1, 2).flatten(2, 3)
+    query, key = (query * scaling).to(value.dtype), key.to(value.dtype)
+    queries = query[0].view(groups, -1, count, size, width).transpose(1, 2).flatten(2, 3)
     of_texts = [rows[0, :, :end].split(blocks.lengths, 1) for rows in (key, value)]
     of_blocks = [rows[0, :, end:].unflatten(1, (count, size)).split(blocks.counts, 1) for rows in (key, value)]
     found, first = [], 0

@@ -16,18 +16,25 @@ class HeadLoss(torch.autograd.Function):
     """The sum of the cross-entropies of rows.
 
     Args of ``apply``:
-        rows: what the head reads, [n, hidden].
-        head: the head's weights, float32 [vocabulary, hidden]; multiplied in the dtype of ``rows``.
+        rows: what is multiplied with both parts of the head, [n, hidden + rank].
+        head: the LM head, which is not trained, [vocabulary, hidden].
+        bias: the trained part, float32 [vocabulary, rank].
         token_ids, chances: the likeliest tokens, int64 [n, k], and their probabilities, float32 [n, k]. The rest of
             the vocabulary is left out.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, head: torch.Tensor, token_ids: torch.Tensor, chances: torch.Tensor
+        ctx: Any,
+        rows: torch.Tensor,
+        head: torch.Tensor,
+        bias: torch.Tensor,
+        token_ids: torch.Tensor,
+        chances: torch.Tensor,
     ) -> torch.Tensor:
-        of_rows, of_head, total = torch.empty_like(rows), torch.zeros_like(head), chances.new_zeros(())
-        head, mass = head.to(rows.dtype), chances.sum(1, keepdim=True)
+        of_rows, of_bias, total = torch.empty_like(rows), torch.zeros_like(bias), chances.new_zeros(())
+        hidden, mass = head.shape[1], chances.sum(1, keepdim=True)
+        head = torch.cat([head, bias], 1).to(rows.dtype)
         for first in range(0, len(rows), ROWS):
             part = slice(first, first + ROWS)
             logits = (rows[part] @ head.T).float()
@@ -37,11 +44,11 @@ class HeadLoss(torch.autograd.Function):
             total += (mass[part] * sums.log()).sum() - (chances[part] * of_likeliest).sum()
             slope = logits.mul_(mass[part] / sums).scatter_add_(1, token_ids[part], -chances[part]).to(rows.dtype)
             of_rows[part] = slope @ head
-            of_head += slope.T @ rows[part]
-        ctx.save_for_backward(of_rows, of_head)
+            of_bias += slope.T @ rows[part, hidden:]
+        ctx.save_for_backward(of_rows, of_bias)
         return total
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_rows, of_head = ctx.saved_tensors
-        return slopes[0] * of_rows, slopes[0] * of_head, None, None
+        of_rows, of_bias = ctx.saved_tensors
+        return slopes[0] * of_rows, None, slopes[0] * of_bias, None, None

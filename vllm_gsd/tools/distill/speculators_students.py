@@ -149,16 +149,17 @@ class BlockStudent(SpeculatorsStudent):
         if new:
             start_block(self.model, self.target, data, packs)
 
+    @property
+    def _heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of the LM head, [drafted tokens, hidden], and of the bias, [drafted tokens, rank]."""
+        return self.model.lm_head.weight, self.model.markov_head.markov_w2.weight
+
     def _read(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the LM head and the bias read of random blocks, [m, size, hidden + rank], and their ``Blocks.rows``."""
+        """What ``_heads`` read of random blocks, [m, size, hidden + rank], and the blocks' rows, as in ``Blocks``."""
         found = blocks.chosen_blocks(batch["loss_mask"][0], batch["document_ids"][0], self.depth, SHARE)
         before = self.model.markov_head.prev_embeddings(batch["input_ids"][0, found.rows])
         hidden = blocks.hidden_states(self.model, batch, found)
         return torch.cat([hidden, before], 2).to(self.hardware.dtype), found.rows
-
-    def _head(self) -> torch.Tensor:
-        """The weights that read it, [drafted tokens, hidden + rank]."""
-        return torch.cat([self.model.lm_head.weight, self.model.markov_head.markov_w2.weight], 1)
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         read, rows = self._read(batch)
@@ -169,12 +170,12 @@ class BlockStudent(SpeculatorsStudent):
             depths = torch.arange(self.depth, device=rows.device)
             chosen = known[rows] & (torch.rand(rows.shape, device=rows.device) < torch.exp(-depths / DECAY))
             place = known.cumsum(0)[rows[chosen]] - 1  # of each row's position among the known
-        total = HeadLoss.apply(read[chosen], self._head(), ids[place], chances[place])
+        total = HeadLoss.apply(read[chosen], *self._heads, ids[place], chances[place])
         return {"loss": total / len(place)}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
         read, rows = self._read(batch)
-        logits = read.flatten(0, 1) @ self._head().to(read.dtype).T
+        logits = read.flatten(0, 1) @ torch.cat(self._heads, 1).to(read.dtype).T
         chains = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
         return Drafted(logits, rows.flatten(), chains[batch["loss_mask"][0, rows].all(1)])
 

@@ -64,16 +64,18 @@ class Target:
 
     def logits(self, states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""
+        return self._normalised(states) @ (self.head if token_ids is None else self.head[token_ids]).T
+
+    def _normalised(self, states: torch.Tensor) -> torch.Tensor:
         states = states.float()
         size = states.square().mean(-1, keepdim=True) + self.config.get("rms_norm_eps", 1e-6)
-        head = self.head if token_ids is None else self.head[token_ids]
-        return (self.norm * states * size.rsqrt()).to(head.dtype) @ head.T
+        return (self.norm * states * size.rsqrt()).to(self.head.dtype)
 
     def likeliest(self, states: torch.Tensor, token_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of the ``count`` likeliest of ``token_ids`` after each state, and their probabilities among all."""
-        found = []
+        """Indices of the ``count`` likeliest of ``token_ids`` after each state, and their probabilities among these."""
+        found, head = [], self.head[token_ids]
         for rows in states.split(AT_ONCE):
-            logits = self.logits(rows, token_ids).float()
+            logits = (self._normalised(rows) @ head.T).float()
             best, indices = logits.topk(count, 1)
             found.append((indices, (best - logits.logsumexp(1, keepdim=True)).exp()))
         indices, chances = zip(*found, strict=True)
