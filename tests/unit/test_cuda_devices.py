@@ -18,9 +18,12 @@ from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.verify import staging
 from vllm_gsd.engine.verify.step import TargetLayers
 from vllm_gsd.ops.flatten.api import DeviceTrees
+from vllm_gsd.tools.distill.blocks import Blocks, attend
 from vllm_gsd.tools.distill.data import Answer
+from vllm_gsd.tools.distill.loss import HeadLoss
 from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.states import ComputedStates
+from vllm_gsd.tools.distill.target import Target
 from vllm_gsd.upstream import wire
 
 # A device that every build of PyTorch knows without looking for hardware.
@@ -146,9 +149,32 @@ def test_packs_to_distil_from(monkeypatch, shift):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: target)
     data = [Answer(np.arange(length), 3, "first", 0) for length in (9, 5, 12)]
     packs = Packs(ComputedStates("target", GPU, batch_tokens=20), padding=4, shift=shift)
-    packs.multiple = 64
     assert packs.standardise(data).device == GPU
     batch = packs.collate(data)
     assert {name: rows.device for name, rows in batch.items() if rows.device != GPU} == {}
-    assert {rows.shape[:2] for rows in batch.values()} == {(1, 64)}
+    assert {rows.shape[:2] for rows in batch.values()} == {(1, 9 + 5 + 12 + 3 * (4 - shift))}
     assert batch["hidden_states"].dtype == batch["verifier_last_hidden_states"].dtype == torch.bfloat16
+
+
+def test_what_blocks_learn_from():
+    """Attention, targets and loss are on the device of what they are given, in its types."""
+    with GPU:
+        blocks = Blocks(
+            torch.empty(7, dtype=torch.int64), torch.empty((7, 4), dtype=torch.int64), [9, 5, 12], [4, 0, 3]
+        )
+        query, key, states, token_ids = (
+            torch.randn(1, 6, 28, 16),
+            torch.randn(1, 2, 54, 16),
+            torch.randn(28, 32),
+            torch.arange(40),
+        )
+        rows, bias = torch.randn(28, 36).bfloat16().requires_grad_(), torch.randn(40, 4, requires_grad=True)
+        target = Target.__new__(Target)
+        target.config, target.norm, target.head = {}, torch.ones(32), torch.randn(50, 32).bfloat16()
+    read, _ = attend(torch.nn.Module(), query, key, key.bfloat16(), blocks, scaling=0.25)
+    ids, chances = target.likeliest(states, token_ids, 5)
+    loss = HeadLoss.apply(rows, target.head[:40], bias, ids, chances)
+    gradients = torch.autograd.grad(loss, (rows, bias))
+    assert read.shape == (1, 28, 6, 16) and read.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    assert [rows.dtype for rows in gradients] == [torch.bfloat16, torch.float32]
+    assert {rows.device for rows in (read, ids, chances, loss, *gradients)} == {GPU}

@@ -5,9 +5,11 @@ import torch
 from distill_world import files, student
 from speculators.models.dflash import core
 
-from vllm_gsd.tools.distill import blocks
+from vllm_gsd.tools.distill import blocks, speculators_students, students
 from vllm_gsd.tools.distill import loss as losses
+from vllm_gsd.tools.distill import target as targets
 from vllm_gsd.tools.distill.data import load_answers
+from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.loss import HeadLoss
 from vllm_gsd.tools.distill.states import StoredStates
 
@@ -57,6 +59,26 @@ def test_a_block_at_the_first_token_sees_itself_alone(target, work):
     hidden = blocks.hidden_states(model.model, batch, found)
     batch["hidden_states"] = torch.randn_like(batch["hidden_states"])
     torch.testing.assert_close(blocks.hidden_states(model.model, batch, found), hidden)
+
+
+def test_what_a_block_learns(target, work, monkeypatch):
+    """Every row of a block learns the target's probabilities of the token after its own, if it is the answer's."""
+    monkeypatch.setattr(speculators_students, "SHARE", 1.0)
+    monkeypatch.setattr(speculators_students, "LIKELIEST", 256)
+    monkeypatch.setattr(speculators_students, "DECAY", torch.inf)
+    monkeypatch.setattr(targets, "AT_ONCE", 7)
+    monkeypatch.setattr(students, "found_hardware", lambda: CPU._replace(dtype=torch.float32))
+    model = student("dspark", target)
+    batch, own = packed(work, model, 3), model.model
+    model.target.head = model.target.head.float()
+    anchors = batch["loss_mask"][0].nonzero()[:, 0]
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones_like(anchors).bool()))
+    loss = model(**batch)["loss"]
+    own.config.transformer_layer_config._attn_implementation = "sdpa"
+    _, logits, wanted, known, rows = own._backbone_forward(**batch, max_anchors=len(anchors))
+    logits = logits + own.markov_head.block_bias(prev_token_ids=batch["input_ids"][:, rows], hidden_states=logits)
+    expected = -(wanted.softmax(2) * logits.log_softmax(2)).sum(2)[known.bool()].mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "at_once"), [(1, 8), (20, 8), (24, 8), (20, 512)])

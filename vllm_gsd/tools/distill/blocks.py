@@ -1,6 +1,6 @@
 """The forward pass of speculators' DSpark blocks, with attention that costs what the blocks see.
 
-Its own forward pass attends with a mask over the whole batch, in which most places are hidden. Here each text is
+Their own forward pass attends with a mask over the whole batch, in which most places are hidden. Here each text is
 attended to by its own blocks only, in plain matrix products, which need neither torch.compile nor a GPU.
 """
 
@@ -58,7 +58,7 @@ def hidden_states(model: Any, batch: dict[str, torch.Tensor], blocks: Blocks) ->
     return model.norm(hidden)[0].view(*blocks.rows.shape, -1)
 
 
-def _attend(
+def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -91,4 +91,4 @@ def _attend(
     return output.permute(1, 3, 0, 2, 4).reshape(1, count * size, -1, width), None
 
 
-AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(NAME, attend)

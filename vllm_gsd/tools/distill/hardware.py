@@ -11,7 +11,7 @@ class Hardware(NamedTuple):
     device: str  # where the student is
     dtype: torch.dtype  # what the target and the student's forward pass are computed in
     batch: int  # texts per optimizer step
-    pack: int  # texts in one forward pass of a student that keeps texts apart by a dense mask
+    pack: int  # texts in one forward pass of a student that keeps texts apart by a dense mask, and in measurements
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)

@@ -191,17 +191,19 @@ def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
         raise ToolError(f"--init {init!r} reads the target's layers {read}, but drafts are trained on {layers}.")
     if kind == "dspark" and (differing := _untrained(draft)):
         raise ToolError(
-            f"--init {init!r} is a block that is not trained here, by {', '.join(differing)} in its config.json."
+            f"--init {init!r} cannot be trained further, because of {', '.join(differing)} in its config.json."
         )
 
 
 def _untrained(draft: dict[str, Any]) -> list[str]:
     """The keys of a block's config.json by which it differs from the blocks that ``blocks`` computes."""
+    layer = draft["transformer_layer_config"]
     fits = {
         "sample_from_anchor": draft.get("sample_from_anchor", True),
         "markov_rank": draft.get("markov_rank", 1),
         "enable_confidence_head": not draft.get("enable_confidence_head", True),
-        "layer_types": "sliding_attention" not in (draft["transformer_layer_config"].get("layer_types") or ()),
+        "layer_types": "sliding_attention" not in (layer.get("layer_types") or ()),
+        "use_sliding_window": not layer.get("use_sliding_window"),
     }
     return [f'"{name}"' for name, holds in fits.items() if not holds]
 

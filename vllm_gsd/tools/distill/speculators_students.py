@@ -1,7 +1,7 @@
-"""Students of the speculators package, DSpark blocks and EAGLE-3 heads, trained by its own forward passes and losses.
+"""Students of the speculators package: DSpark blocks and EAGLE-3 heads.
 
-Its trainer and its data loaders need a GPU. Its models run on a CPU, too: EAGLE-3 heads with transformers' "sdpa"
-attention, and blocks with the forward pass of ``blocks``. None of them is compiled.
+Its trainer and its data loaders need a GPU. Its models run on a CPU, too: EAGLE-3 heads with their own forward pass and
+loss and transformers' "sdpa" attention, blocks with those of ``blocks`` and ``loss``. None of them is compiled.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ LOSS = resolve_loss_config("kl_div", "eager")
 
 
 # What a block learns from: blocks at this share of an answer's places, and this many of the target's likeliest tokens.
-# A guess is learned from with exp(-1 / DECAY) of the chance of the one before it, without which it would be in vain.
+# Row k counts with a chance of exp(-k / DECAY), because its guess matters only if those before it are right.
 SHARE, LIKELIEST, DECAY = 0.6, 16, 3.0
+# Texts in a forward pass of blocks. More do not go faster, and attention keeps its weights for the backward pass.
+PACK = 16
 
 
 class SpeculatorsStudent(Student):
-    """A student whose model computes its own loss."""
+    """A student whose model is one of the speculators package."""
 
     model_class: type[Any]
     attention = "sdpa"  # the implementation that its layers use
@@ -126,8 +128,8 @@ class BlockStudent(SpeculatorsStudent):
 
     @property
     def pack(self) -> int:
-        """See ``Student``. Blocks see no other text, so there is no limit but memory."""
-        return self.batch
+        """See ``Student``. Blocks see no other text, so a pack takes no more time than its texts alone."""
+        return min(PACK, self.batch)
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:

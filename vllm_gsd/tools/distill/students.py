@@ -52,7 +52,7 @@ class Student(nn.Module):
 
     @property
     def pack(self) -> int:
-        """Texts in one forward pass."""
+        """Texts in one forward pass of training."""
         return self.hardware.pack
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:

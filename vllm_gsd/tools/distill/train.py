@@ -16,8 +16,8 @@ from vllm_gsd.tools.distill.students import Student
 
 WARM_UP = 0.05
 WEIGHT_DECAY = 0.01
-# Batches before the speed of training is measured, and those that it is measured over.
-UNTIMED, TIMED = 1, 8
+# Optimizer steps before the speed of training is measured, and those that it is measured over.
+UNTIMED, TIMED = 1, 3
 
 
 def train(model: Student, work: Path, data: list[Answer], packs: Packs, options: Options, minutes: float | None) -> int:
@@ -75,7 +75,7 @@ def _planned_steps(
 
     def plan() -> dict[str, int]:
         batch = model.batch
-        steps = max(1, round(options.epochs * len(data) / batch))
+        steps = max(1, round(options.epochs * -(-len(data) // batch)))
         if minutes is not None:
             with stage("measuring the speed of training"):
                 per_step = batch * _seconds_per_text(model, data, packs, options.seed)
@@ -87,16 +87,19 @@ def _planned_steps(
 
 def _seconds_per_text(model: Student, data: list[Answer], packs: Packs, seed: int) -> float:
     """Mean time to read random texts and to learn from them. The weights do not change."""
-    size = model.batch
-    order = np.resize(np.random.default_rng(seed).permutation(len(data)), (UNTIMED + TIMED) * size)
+    optimizer, count = MuonAndAdamW(model, lr=0.0, weight_decay=0.0), model.batch // model.pack
+    order = np.resize(np.random.default_rng(seed).permutation(len(data)), (UNTIMED + TIMED) * model.batch)
     begun = 0.0
-    for number, batch in enumerate(batches([data[i] for i in order], packs, model.pack)):
-        if number == UNTIMED * size // model.pack:
-            model.hardware.wait()
-            begun = time.perf_counter()
+    for number, batch in enumerate(batches([data[i] for i in order], packs, model.pack), 1):
         with model.hardware.autocast():
             loss = model(**batch)["loss"]
         loss.backward()
+        if number % count:
+            continue
+        optimizer.step()
         model.zero_grad()
+        if number == UNTIMED * count:
+            model.hardware.wait()
+            begun = time.perf_counter()
     model.hardware.wait()
-    return (time.perf_counter() - begun) / (size * TIMED)
+    return (time.perf_counter() - begun) / (TIMED * model.batch)

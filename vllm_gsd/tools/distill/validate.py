@@ -21,7 +21,7 @@ def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, lis
     torch.manual_seed(0)
     model.eval()
     found = []
-    for batch in batches(data, packs, model.pack):
+    for batch in batches(data, packs, model.hardware.pack):
         with model.hardware.autocast():
             drafted = model.drafted(batch)
         best = model.target.logits(batch["verifier_last_hidden_states"][0, drafted.rows]).argmax(1)
