@@ -183,7 +183,7 @@ class TestStudents:
         options = Options(target=str(target), kind=kind, epochs=20, learning_rate=3e-3)
         model.start(data, packs, new=True)
         before = agreement(model, data, packs)
-        assert train(model, tmp_path, data, packs, options, None) == (30 if kind == "dspark" else 60)
+        assert train(model, tmp_path, data, packs, options, None) == (40 if kind == "dspark" else 60)
         after = agreement(model, data, packs)
         assert after["chain"] > before["chain"] + 0.1
         assert all(0 <= best <= four <= 1 for best, four in zip(after["top_1"], after["top_4"], strict=True))
