@@ -80,10 +80,10 @@ def attend(
     for places, rows, keys, values, own_keys, own_values in zip(
         blocks.anchors.split(blocks.counts), queries.split(blocks.counts, 1), *of_texts, *of_blocks, strict=True
     ):
-        before = torch.arange(keys.shape[1], device=key.device) < (places - first)[:, None, None]
-        scores = (rows.flatten(1, 2) @ keys.transpose(1, 2)).view(*rows.shape[:3], keys.shape[1])
-        scores = torch.cat([scores.masked_fill(~before, -torch.inf), rows @ own_keys.transpose(2, 3)], 3)
-        weights = scores.softmax(3, torch.float32).to(value.dtype)
+        hidden = torch.arange(keys.shape[1], device=key.device) >= (places - first)[:, None, None]
+        mask = torch.zeros(hidden.shape, dtype=value.dtype, device=key.device).masked_fill_(hidden, -torch.inf)
+        scores = (rows.flatten(1, 2) @ keys.transpose(1, 2)).view(*rows.shape[:3], keys.shape[1]).add_(mask)
+        weights = torch.cat([scores, rows @ own_keys.transpose(2, 3)], 3).softmax(3, torch.float32).to(value.dtype)
         of_text, of_block = weights.split((keys.shape[1], size), 3)
         found.append((of_text.flatten(1, 2) @ values).view(rows.shape) + of_block @ own_values)
         first += keys.shape[1]
