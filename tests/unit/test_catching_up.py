@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gsd.engine.draft.block_drafter import BlockDrafter
+from vllm_gsd.config import GSDConfig
+from vllm_gsd.engine.draft.block_drafter import BlockDrafter, block_shape
 from vllm_gsd.engine.draft.level_drafter import LevelDrafter
-from vllm_gsd.engine.draft.limits import TOO_LONG, within_reach
+from vllm_gsd.engine.draft.limits import TOO_LONG, num_lookahead_tokens, within_reach
 from vllm_gsd.engine.draft.model import NoDraft
 from vllm_gsd.engine.observe.stats import GraphStats
 from vllm_gsd.engine.speculation import Speculation
@@ -23,6 +24,18 @@ def test_least_missed_first_and_none_beyond():
     assert within_reach(np.array([90, 10, 101, 5, 40]), 100).tolist() == [3, 1, 4, 0]  # 55 before the last
     assert within_reach(np.array([100, 100]), 100).tolist() == [0]
     assert within_reach(np.array([], np.int64), 100).tolist() == []
+
+
+@pytest.mark.parametrize("nodes", [3, 16])
+def test_slots_for_what_is_drafted(tmp_path, nodes):
+    """The root's slot, and one for each node that a draft runs or each row of a block that stands behind the root."""
+
+    def reserved(model):
+        return num_lookahead_tokens(GSDConfig(method="gsd", model=model, num_speculative_tokens=nodes))
+
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3DSparkModel"]}')
+    assert reserved(None) == 0 and reserved("a-hub/model") == 1 + 2 * nodes and reserved(str(tmp_path)) == 1 + nodes
+    assert all(block_shape(anchored, 99, 6, nodes)[0] <= 1 + nodes for anchored in (True, False))
 
 
 def drafters(longest):

@@ -3,6 +3,8 @@
 import numpy as np
 
 from vllm_gsd.config import GSDConfig
+from vllm_gsd.config.draft_check import kind_of_model
+from vllm_gsd.config.draft_kind import BLOCK_KINDS
 
 # Tokens of texts that the draft may catch up on in a step; more if the target reads more tokens in a step.
 MOST_MISSED = 4096
@@ -20,8 +22,12 @@ def draft_kv_slots(config: GSDConfig) -> int:
 
 
 def num_lookahead_tokens(config: GSDConfig) -> int:
-    """Slots to reserve after the tokens scheduled for the target: draft KV of the root and of the drafted nodes."""
-    return 1 + draft_kv_slots(config) if config.model is not None else 0
+    """Slots to reserve after the tokens scheduled for the target: draft KV of the root and of what is drafted."""
+    if config.model is None:
+        return 0
+    # A block has at most as many rows behind the root as a graph has nodes.
+    blocks = kind_of_model(config.model) in BLOCK_KINDS
+    return 1 + (config.num_speculative_tokens if blocks else draft_kv_slots(config))
 
 
 def within_reach(missed: np.ndarray, most: int) -> np.ndarray:
