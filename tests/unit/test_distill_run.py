@@ -302,12 +302,17 @@ def test_heads_that_training_cannot_go_on_with(target, tmp_path, layers, sentenc
         ({"sample_from_anchor": False, "markov_rank": 0}, ["sample_from_anchor", "markov_rank"]),
         ({"enable_confidence_head": True}, ["enable_confidence_head"]),
         ({"transformer_layer_config": {"layer_types": ["sliding_attention"]}}, ["layer_types"]),
+        ({"transformer_layer_config": {"use_sliding_window": True}}, ["use_sliding_window"]),
     ],
 )
-def test_blocks_that_training_cannot_go_on_with(target, tmp_path, changed, named):
+def test_blocks_that_training_cannot_go_on_with(target, tmp_path, monkeypatch, changed, named):
     student("dspark", target).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert run._untrained({**config, **changed}) == [f'"{name}"' for name in named]
+    monkeypatch.setattr(run, "read_config", lambda folder: {**config, **changed})
+    options = Options(target=str(target), init=str(tmp_path))
+    with pytest.raises(ToolError, match=f"because of .*{named[-1]}.* in its config") if named else nullcontext():
+        run._check_init(str(tmp_path), options, check_target(target))
 
 
 @pytest.mark.parametrize("noted", [True, False])
