@@ -7,6 +7,7 @@ import pytest
 import torch
 from distill_world import PROMPT, files, student
 
+from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.tools.distill.data import load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.options import Options
@@ -44,6 +45,26 @@ def test_the_folder_computes_what_was_trained(target, work, tmp_path, monkeypatc
     assert (trained.scale is None) == bool(norms)
     assert (logits[1] - logits[0]).norm() < 1e-3 * logits[0].norm()
     assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize(("kind", "stay"), [("dspark", [0, 2, 4]), ("dspark", [4]), ("lm", [0, 4])])
+def test_a_draft_goes_on_with_some_of_its_layers(target, tmp_path, kind, stay):
+    whole = student(kind, target, layers=5)
+    whole.save(tmp_path / "whole")
+    student(kind, target, init=str(tmp_path / "whole"), layers=len(stay)).save(tmp_path / "some")
+    check_draft(str(tmp_path / "some"), 300, target)
+    some = student(kind, target, init=str(tmp_path / "some"))
+    # A language model's layers are in a model within it.
+    layers, expected = (getattr(draft.model, "model", draft.model).layers for draft in (some, whole))
+    assert len(layers) == len(stay)
+    for layer, number in zip(layers, stay, strict=True):
+        weights = expected[number].state_dict()
+        for name, weight in layer.state_dict().items():
+            assert torch.equal(weight.bfloat16(), weights[name].bfloat16())
+    fewer = student(kind, target, layers=len(stay))
+    assert {name: rows.shape for name, rows in some.named_parameters()} == {
+        name: rows.shape for name, rows in fewer.named_parameters()
+    }
 
 
 def test_the_mask_of_a_block_has_an_embedding(target):

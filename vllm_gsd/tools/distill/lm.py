@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_vocab import read_draft_vocab, write_draft_vocab
 from vllm_gsd.tools.distill.options import HEAD_SIZE, NARROWEST, Options
-from vllm_gsd.tools.distill.students import Drafted, Student
+from vllm_gsd.tools.distill.students import Drafted, Student, keep_layers
 from vllm_gsd.tools.distill.target import Target
 
 
@@ -28,6 +28,8 @@ class LanguageModel(Student):
         """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
         if options.init is not None:
             model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+            if options.layers is not None:
+                keep_layers(model.model.layers, model.config, options.layers)
             stored = read_draft_vocab(Path(options.init))
             listed = range(model.config.vocab_size) if stored is None else stored["token_ids"]
             return cls(model, np.array(listed, np.int64), target)

@@ -21,6 +21,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"vocab_size": 8192, "depth": 3, "learning_rate": 1e-3},
     "lm": {"vocab_size": 12288, "layers": 4, "width": None, "learning_rate": 1e-3},
 }
+# With ``--init`` the draft has its shape. These options of ``KINDS`` can be given all the same.
+WITH_INIT = ("learning_rate", "layers")
 # The defaults of the options for new answers, which ``--data`` replaces.
 ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 64}
 
@@ -78,7 +80,10 @@ class Options:
     vocab_size: Annotated[
         int | None, Option(min=256, help=f"Number of tokens that the LM head computes; {_by_default('vocab_size')}.")
     ] = None
-    layers: Annotated[int | None, Option(min=1, help=f"Layers of the draft; {_by_default('layers')}.")] = None
+    layers: Annotated[
+        int | None,
+        Option(min=1, help=f"Layers of the draft; {_by_default('layers')}. With --init, how many of its layers stay."),
+    ] = None
     depth: Annotated[
         int | None,
         Option(min=1, help=f"Tokens of a block, or levels through which a head learns; {_by_default('depth')}."),
@@ -118,7 +123,7 @@ class Options:
                 continue
             if name not in KINDS[self.kind]:
                 raise ToolError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
-            if self.init is not None and name != "learning_rate":
+            if self.init is not None and name not in WITH_INIT:
                 raise ToolError(f"With --init the draft's own {flag(name)} holds; leave it out.")
         self._check_numbers()
         if self.data is None:

@@ -24,7 +24,7 @@ from vllm_gsd.tools.distill.loss import HeadLoss
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
 from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.states import state_layers
-from vllm_gsd.tools.distill.students import Drafted, Student
+from vllm_gsd.tools.distill.students import Drafted, Student, keep_layers
 from vllm_gsd.tools.distill.target import Target
 
 LOSS = resolve_loss_config("kl_div", "eager")
@@ -56,7 +56,10 @@ class SpeculatorsStudent(Student):
             config = SpeculatorModelConfig.from_pretrained(options.init)
             config.speculators_config.verifier.name_or_path = str(target.folder)
             config.transformer_layer_config._attn_implementation = cls.attention
-            return cls(cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32), target)
+            model = cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32)
+            if options.layers is not None:
+                keep_layers(model.layers, model.config.transformer_layer_config, options.layers)
+            return cls(model, target)
         size = min(options.of_kind("vocab_size"), vocab_size)
         chosen = torch.from_numpy(np.sort(ranking[:size]))
         norms = target.embedding.norm(dim=1).cpu().numpy()[ranking]

@@ -1,4 +1,4 @@
-"""A stage of a run: says how long it takes, and keeps its result."""
+"""The stages of a run: how long each takes, and what is kept in the work folder."""
 
 import json
 import logging
@@ -34,3 +34,14 @@ def kept(file: Path, make: Callable[[], Any]) -> Any:
         return json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and it is made again.") from None
+
+
+def options_of(work: Path) -> dict[str, Any]:
+    """The options of the run in a work folder; empty if they are not known."""
+    stored = work / "options.json"
+    return json.loads(stored.read_text()) if stored.is_file() else {}
+
+
+def files_of_answers(folder: Path) -> list[Path]:
+    """The files of answers in a work folder, in order."""
+    return sorted((folder / "answers").glob("*.parquet"))

@@ -21,6 +21,17 @@ class Drafted(NamedTuple):
     chains: torch.Tensor  # int64 [n, depth], the indices in ``logits`` of each chain's tokens, in order
 
 
+def keep_layers(layers: nn.ModuleList, config: Any, count: int) -> None:
+    """Leave all but ``count`` layers out: the last and others at equal distances stay. ``config`` is that of layers."""
+    stay = torch.linspace(len(layers) - 1, 0, count).round().tolist()
+    for number in reversed(range(len(layers))):
+        if number not in stay:
+            del layers[number]
+    config.num_hidden_layers = count
+    if types := getattr(config, "layer_types", None):
+        config.layer_types = types[:count]
+
+
 class Student(nn.Module):
     """A student in training.
 

@@ -1,0 +1,138 @@
+"""What a run refuses before the target answers for hours."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm_gsd.config import GSDConfigError
+from vllm_gsd.config.draft_check import check_draft
+from vllm_gsd.config.draft_kind import EAGLE3, LANGUAGE_MODEL, kind_of, read_config
+from vllm_gsd.config.speculators_folder import is_speculators
+from vllm_gsd.tools.cli.options import flag
+from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, NARROWEST, Options
+from vllm_gsd.tools.distill.stages import files_of_answers, kept, options_of
+from vllm_gsd.tools.distill.states import state_layers, stored_shape
+from vllm_gsd.tools.distill.target import check_target
+from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.output import make_folder
+from vllm_gsd.tools.prompt_file import read_requests
+
+# Options of engines, on which no stored result depends. A run resumes with others.
+OF_ENGINES = ("engine", "eager")
+# Options that are paths, and the name of what is compared beside the options.
+PATHS = ("target", "prompts", "data", "init")
+NAMES = {"prompts_sha256": "the content of --prompts"}
+
+
+def check_run(options: Options, out: Path, work: Path) -> None:
+    """Refuse what cannot work. The options are stored last, so that a mistake in them can be corrected."""
+    config = check_target(Path(options.target))
+    most, heads = config["hidden_size"], config["num_attention_heads"]
+    if options.kind == "eagle3" and config["num_hidden_layers"] < EAGLE3_LAYERS:
+        raise ToolError(
+            f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
+        )
+    if options.kind == "eagle3" and most % heads:
+        raise ToolError(
+            "--kind eagle3 makes a layer of Llama's, where the hidden size must be a multiple of its attention heads, "
+            f"but the target has {most} and {heads}."
+        )
+    if options.kind == "lm" and most < NARROWEST:
+        raise ToolError(f"--kind lm needs a target of hidden size {NARROWEST} or more, but the target's is {most}.")
+    for name in ("width", "rank"):
+        given = getattr(options, name)
+        if given is not None and given > most:
+            raise ToolError(f"{flag(name)} is {given}, but must be at most the target's hidden size, {most}.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "not empty" if out.is_dir() else "no folder"
+        raise ToolError(f"--out {str(out)!r} is {what}; give a new folder.")
+    if options.init is not None:
+        _check_init(options.init, options, config)
+    if options.prompts is not None:
+        read_requests(Path(options.prompts))
+    if options.data is not None:
+        _check_data(Path(options.data), Path(options.target), config)
+    folders = out.resolve(), work.resolve()
+    if any(one in (other, *other.parents) for one, other in (folders, folders[::-1])):
+        raise ToolError(
+            f"--work {str(work)!r} and --out {str(out)!r} must not contain each other; give another folder."
+        )
+    make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
+    make_folder(work, "--work")
+    given = _comparable(options)
+    first = kept(work / "options.json", lambda: given)
+    others = [name for name in {**first, **given} if first.get(name, ...) != given.get(name, ...)]
+    if differing := [NAMES.get(name, flag(name)) for name in others if name not in OF_ENGINES]:
+        raise ToolError(
+            f"{str(work)!r} holds a run with other options ({', '.join(differing)}); give another --work, with --data "
+            f"{str(work)!r} for the same answers, or delete it."
+        )
+
+
+def _comparable(options: Options) -> dict[str, Any]:
+    """The options as a resumed run compares them: paths wherever it is started, and requests by their content."""
+    given: dict[str, Any] = json.loads(json.dumps(asdict(options)))
+    for name in PATHS:
+        given[name] = given[name] and str(Path(given[name]).resolve())
+    if options.prompts is not None:
+        given["prompts_sha256"] = hashlib.sha256(Path(options.prompts).read_bytes()).hexdigest()
+    return given
+
+
+def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
+    """Refuse a draft of another kind or for another target."""
+    if not (Path(init) / "config.json").is_file():
+        raise ToolError(f"--init {init!r} is not a folder with a config.json; give the folder of a draft.")
+    kind = kind_of(Path(init))
+    if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
+        raise ToolError(f"--init {init!r} is of kind {kind}, but --kind is {options.kind}.")
+    try:
+        check_draft(init, config["vocab_size"], options.target)
+    except GSDConfigError as error:
+        raise ToolError(str(error).replace('"model"', "--init", 1)) from None
+    draft, layers = read_config(Path(init)), state_layers(config["num_hidden_layers"])
+    own = draft.get("transformer_layer_config", draft).get("num_hidden_layers", 0)
+    if options.layers is not None and options.layers > own:
+        raise ToolError(f"--layers is {options.layers}, but --init {init!r} has only {own} to keep.")
+    if kind == LANGUAGE_MODEL:
+        return
+    layers = layers[:EAGLE3_LAYERS] if kind == EAGLE3 else layers
+    if not is_speculators(draft):
+        raise ToolError(f"--init {init!r} is not in the format of speculators, the only one to train on.")
+    if (read := draft.get("eagle_aux_hidden_state_layer_ids") or draft.get("aux_hidden_state_layer_ids")) != layers:
+        raise ToolError(f"--init {init!r} reads the target's layers {read}, but drafts are trained on {layers}.")
+    if kind == "dspark" and (differing := _untrained(draft)):
+        raise ToolError(
+            f"--init {init!r} cannot be trained further, because of {', '.join(differing)} in its config.json."
+        )
+
+
+def _untrained(draft: dict[str, Any]) -> list[str]:
+    """The keys of a block's config.json by which it differs from the blocks that ``blocks`` computes."""
+    layer = draft["transformer_layer_config"]
+    fits = {
+        "sample_from_anchor": draft.get("sample_from_anchor", True),
+        "markov_rank": draft.get("markov_rank", 1),
+        "enable_confidence_head": not draft.get("enable_confidence_head", True),
+        "layer_types": "sliding_attention" not in (layer.get("layer_types") or ()),
+        "use_sliding_window": not layer.get("use_sliding_window"),
+    }
+    return [f'"{name}"' for name, holds in fits.items() if not holds]
+
+
+def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
+    """Refuse answers of another target: by the options of the run that made them, or by the shape of its states."""
+    if not files_of_answers(data):
+        raise ToolError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
+    made_by = options_of(data).get("target")
+    if made_by is not None and Path(made_by).resolve() != target.resolve():
+        raise ToolError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")
+    expected = len(state_layers(config["num_hidden_layers"])), config["hidden_size"]
+    for file in sorted((data / "states").glob("*.safetensors")):
+        if (found := stored_shape(file)) != expected:
+            raise ToolError(
+                f"--data {str(data)!r} has states of {found[0]} layers of size {found[1]}, but --target "
+                f"{str(target)!r} has {expected[0]} of size {expected[1]}."
+            )
