@@ -54,22 +54,25 @@ class GSDConfig(BaseModel):
         16,
         ge=1,
         le=256,
-        description="Most nodes of the flattened graph that the target verifies per request and step. It also limits "
-        "the length of a drafted block.",
+        description="Maximum number of nodes of the flattened graph that the target verifies per request and step. It "
+        "also limits the length of a drafted block.",
     )
     max_depth: int = Field(
         6,
         ge=1,
         le=32,
-        description="Most draft levels, or depths that a graph takes from a drafted block. Merged nodes and copies "
-        "from texts can make paths of a graph longer.",
+        description="Maximum number of draft levels, or of depths that a graph takes from a drafted block. Merged "
+        "nodes and copies from texts can make paths of a graph longer.",
     )
     top_k: int = Field(8, ge=1, le=32, description="Out-degree of a node: how many candidates the draft gives it.")
     theta_prob: float = Field(
         0.02, ge=0, le=1, description="A node is not expanded if it is reached with a lower probability than this."
     )
     theta_sib: float = Field(
-        0.03, ge=0, le=1, description="A sibling is dropped if it has less than this share of its best sibling."
+        0.03,
+        ge=0,
+        le=1,
+        description="A sibling is dropped if its probability is below this share of its best sibling's.",
     )
     merge_ngram: int = Field(
         2,
@@ -88,7 +91,7 @@ class GSDConfig(BaseModel):
         },
     )
     shared_responses: int = Field(
-        1000, ge=1, le=1_000_000, description='Most finished responses that the source "shared" keeps.'
+        1000, ge=1, le=1_000_000, description='Maximum number of finished responses that the source "shared" keeps.'
     )
     budget: int | Literal["auto"] = Field(
         "auto",
@@ -100,7 +103,8 @@ class GSDConfig(BaseModel):
     draft_tensor_parallel_size: int | None = Field(
         None,
         ge=1,
-        description="Tensor-parallel size of the draft: the target's; for a language model also 1, a copy per rank.",
+        description="Tensor-parallel size of the draft. It must be the target's; for a language model it may also "
+        "be 1, which gives each rank a whole copy.",
         json_schema_extra={"null": "the target's"},
     )
     draft_vocab_size: int | None = Field(
@@ -111,7 +115,7 @@ class GSDConfig(BaseModel):
         json_schema_extra={"null": "the draft's own"},
     )
     preset: Literal["paper"] | None = Field(
-        None, description=f'"paper" sets the thresholds of the paper ({_PAPER_SHOWN}) where the config has none.'
+        None, description=f'"paper" sets the thresholds of the paper ({_PAPER_SHOWN}), each unless the config sets it.'
     )
     tree_attention: Literal["kernel", "flash_prefix", "xformers"] = Field(
         "kernel",
