@@ -1,5 +1,6 @@
 """A target and a work folder with its answers, for the tests of ``vllm-gsd distill``."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,8 @@ def write_answers(folder: Path, target: Path) -> Path:
         texts = [rng.integers(0, 300, length).tolist() for length in rng.integers(12, 40, 12)]
         rows = [{"input_ids": text, "prompt_len": PROMPT, "text": ""} for text in texts]
         Dataset.from_list(rows).to_parquet(str(folder / "answers" / f"{name}.parquet"))
-    states.write_missing(target, files(folder), folder / "states", batch_tokens=64)
+    (folder / "options.json").write_text(json.dumps({"target": str(target), "prompts": None}))
+    states.write_missing(target, files(folder), folder / "states")
     return folder
 
 

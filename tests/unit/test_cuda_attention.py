@@ -121,9 +121,13 @@ def test_a_batch_of_graphs(cls, attributes, options):
 
 
 @pytest.mark.parametrize(("cls", "upstream"), PAIRS)
-def test_a_mixed_batch(cls, upstream, monkeypatch):
-    """Rows 1, 2, 4, 5 and 6 belong to graphs. vLLM attends the others, with their own metadata."""
-    rows, plain_rows = torch.tensor([1, 2, 4, 5, 6]), torch.tensor([0, 3, 7])
+@pytest.mark.parametrize(
+    ("rows", "plain_rows"),
+    [(torch.tensor([1, 2, 4, 5, 6]), torch.tensor([0, 3, 7])), (slice(0, 5), slice(5, 8))],
+    ids=["scattered", "neighbours"],
+)
+def test_a_mixed_batch(cls, upstream, monkeypatch, rows, plain_rows):
+    """Some rows belong to graphs. vLLM attends the others, with their own metadata."""
     kv_cache, tree, query = batch(rows, plain_rows)
 
     def theirs(self, layer, given, key, value, cache, metadata, output, *scales):

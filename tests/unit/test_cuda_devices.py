@@ -18,6 +18,7 @@ from vllm_gsd.engine.v2.verified_rows import DeviceStep, RowBuffers
 from vllm_gsd.engine.verify import staging
 from vllm_gsd.engine.verify.step import TargetLayers
 from vllm_gsd.ops.flatten.api import DeviceTrees
+from vllm_gsd.tools.distill import states
 from vllm_gsd.tools.distill.blocks import Blocks, attend
 from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.loss import HeadLoss
@@ -86,8 +87,9 @@ def test_rows_of_a_mixed_batch(monkeypatch):
     metadata = {"target": SimpleNamespace()}
     step.attach_tree_rows(buffers, TargetLayers([group], [], metadata), common)
     rows = wire.attached(metadata["target"], wire.TREE_ROWS)
-    for name in ("query_start_loc", "prefix_lens", "block_table", "positions", "mask", "rows", "plain_rows"):
+    for name in ("query_start_loc", "prefix_lens", "block_table", "positions", "mask", "rows"):
         assert getattr(rows, name).device == GPU, name
+    assert rows.plain_rows == slice(5, 8)  # neighbours need no index
     assert rows.max_rows == 5 and rows.mask.shape == (10, 1)
     for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
         assert getattr(seen[0], name).device == GPU, name
@@ -148,7 +150,8 @@ def test_packs_to_distil_from(monkeypatch, shift):
     monkeypatch.setattr(target.base_model, "to", lambda device: target.base_model)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: target)
     data = [Answer(np.arange(length), 3, "first", 0) for length in (9, 5, 12)]
-    packs = Packs(ComputedStates("target", GPU, batch_tokens=20), padding=4, shift=shift)
+    monkeypatch.setitem(states.BATCH_TOKENS, GPU, 20)
+    packs = Packs(ComputedStates("target", GPU), padding=4, shift=shift)
     assert packs.standardise(data).device == GPU
     batch = packs.collate(data)
     assert {name: rows.device for name, rows in batch.items() if rows.device != GPU} == {}

@@ -74,10 +74,11 @@ class TestStates:
             assert torch.equal(rows, plain[name][:, :-1] if name == "hidden_states" else plain[name][:, 1:])
 
     @pytest.mark.parametrize("kind", ["dspark", "eagle3", "lm"])
-    def test_computed_they_are_as_stored(self, target, work, kind):
+    def test_computed_they_are_as_stored(self, target, work, monkeypatch, kind):
         """States computed in several forward passes give the same batches and the same agreement as stored ones."""
+        monkeypatch.setitem(states.BATCH_TOKENS, "cpu", 100)
         data, results = load_answers(files(work), 640), []
-        for source in (StoredStates(work / "states"), ComputedStates(target, "cpu", batch_tokens=100)):
+        for source in (StoredStates(work / "states"), ComputedStates(target, "cpu")):
             model = student(kind, target)
             packs = model.packs(source)
             model.start(data, packs, new=True)
@@ -289,8 +290,8 @@ def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monke
         generate.answer(None, [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
 
 
-def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
-    """Shards run together up to the batch size. A shard's answers do not depend on which others are missing."""
+def test_a_shard_has_as_many_answers_as_requests_run_together(tmp_path, monkeypatch):
+    """Of a slow target it has at least ``SHARD``. Its requests do not depend on which other shards are missing."""
 
     class Target(AskingTarget):
         llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=99))
@@ -308,19 +309,20 @@ def test_as_many_shards_at_once_as_requests_run_together(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder.Recorder, "attached", lambda llm: None)
     monkeypatch.setattr(generate, "token_ids_of", lambda tokenizer, chat: chat)
     monkeypatch.setattr(generate, "SHARD", 4)
-    (tmp_path / "answers").mkdir()
+    for name in ("large", "small"):
+        (tmp_path / name / "answers").mkdir(parents=True)
     target, chats = Target("template"), [[number] for number in range(18)]
 
-    def texts(batch):
-        return generate.answer(lambda: target, chats, tmp_path, "first", max_tokens=9, seed=0, batch=batch)
+    def texts(name, batch):
+        return generate.answer(lambda: target, chats, tmp_path / name, "first", max_tokens=9, seed=0, batch=batch)
 
-    first = texts(batch=9)
-    assert target.turns == [12, 6] and [text.split()[0] for text in first] == [f"[{i}]" for i in range(18)]
-    for number in (1, 4):
-        generate.shard_path(tmp_path / "answers", "first", number).unlink()
-    assert texts(batch=4) == first
-    assert target.turns == [12, 6, 4, 2]
-    assert texts(batch=4) == first and len(target.turns) == 4
+    first = texts("large", batch=8)
+    assert target.turns == [8, 8, 2] and [text.split()[0] for text in first] == [f"[{i}]" for i in range(18)]
+    generate.shard_path(tmp_path / "large" / "answers", "first", 1).unlink()
+    assert texts("large", batch=8) == first and target.turns[3:] == [8]
+    assert texts("large", batch=8) == first and len(target.turns) == 4
+    texts("small", batch=2)
+    assert target.turns[4:] == [4, 4, 4, 4, 2]
 
 
 class AskingTarget:

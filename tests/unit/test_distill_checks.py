@@ -162,22 +162,20 @@ def test_blocks_that_training_cannot_go_on_with(target, tmp_path, monkeypatch, c
         checks._check_init(str(tmp_path), options, check_target(target))
 
 
-@pytest.mark.parametrize("noted", [True, False])
-def test_answers_of_another_target(target, work, tmp_path, noted):
-    """Another target's answers are recognised by that run's options, or else by the shape of its states."""
+def test_answers_of_another_target(target, work, tmp_path):
     other, data = tmp_path / "other", tmp_path / "data"
     shutil.copytree(target, other)
     shutil.copytree(work, data)
-    if noted:
-        (data / "options.json").write_text(json.dumps({"target": str(target)}))
-        message = "has answers of"
-    else:
-        config = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
-        message = "has states of 3 layers of size 64, but .* has 3 of size 96"
     check_run(Options(target=str(target), data=str(data)), tmp_path / "out", tmp_path / "work")
-    with pytest.raises(ToolError, match=message):
+    with pytest.raises(
+        ToolError, match=rf"holds a run with other options .* with --data '{data}' for the same answers"
+    ):
+        check_run(Options(target=str(target), data=str(data), depth=2), tmp_path / "out", tmp_path / "work")
+    with pytest.raises(ToolError, match="has answers of"):
         check_run(Options(target=str(other), data=str(data)), tmp_path / "out", tmp_path / "new")
+    (data / "options.json").unlink()
+    with pytest.raises(ToolError, match=r"has no options\.json, so it is not the work folder of a run"):
+        check_run(Options(target=str(target), data=str(data)), tmp_path / "out", tmp_path / "new")
 
 
 def test_a_result_that_was_cut_off_is_named(target, tmp_path):

@@ -60,16 +60,8 @@ def test_missing_file(tmp_path):
     ("shards", "own", "second"), [(0.5, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 2, 1), (10, 5, 3), (30, 15, 9)]
 )
 def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second):
-    size = generate.SHARD
-    assert answers.later_rounds(int(shards * size)) == (own * size, second * size)
-
-
-def test_answers_that_were_timed_count():
-    """With 512 requests at once, eight shards are timed, so that no more than planned are answered in all."""
-    size = generate.SHARD
-    assert answers.later_rounds(8 * size, 8) == (0, 0)
-    assert answers.later_rounds(12 * size, 8) == (4 * size, 0)
-    assert answers.later_rounds(100 * size, 8) == answers.later_rounds(100 * size) == (50 * size, 30 * size)
+    size = 96
+    assert answers.later_rounds(int(shards * size), size) == (own * size, second * size)
 
 
 @pytest.mark.parametrize(("given", "name", "later"), [({}, "first", 1.5), ({"prompts": "file"}, "file", 1.0)])
@@ -112,13 +104,16 @@ def test_requests_without_room_for_an_answer_are_not_asked(tmp_path, monkeypatch
     monkeypatch.setattr(generate, "start_target", lambda *_, **__: None)
     options = Options(target="t", prompts=str(file), longest=16)
     answers.make_answers(options, tmp_path, None)
-    assert [chat[0]["content"] for chat in asked[-1]] == [texts[i] for i in (0, 2, 4, 5)]
+    first = [chat[0]["content"] for chat in asked[-1]]
+    assert sorted(first) == sorted(texts[i] for i in (0, 2, 4, 5))
+    assert first != [texts[i] for i in (0, 2, 4, 5)]  # in random order, since fewer may be asked
     assert "2 of 6 requests are left out" in caplog.text
     monkeypatch.setattr(generate, "SHARD", 1)
     seconds = iter([0.0, 10.0, 20.0])
     monkeypatch.setattr(answers.time, "perf_counter", lambda: next(seconds))
     answers.make_answers(Options(target="t", prompts=str(file), longest=16, batch=1), tmp_path, 0.5)
-    assert [len(chats) for chats in asked[1:]] == [1, 2]  # 30 seconds: 10 for the start and 10 for each request
+    assert [[chat[0]["content"] for chat in chats] for chats in asked[1:]] == [first[:1], first[:2]]
+    # 30 seconds: 10 for the start and 10 for each request
 
 
 @pytest.mark.parametrize("given", [{}, {"prompts": "prompts.jsonl"}])

@@ -1,4 +1,4 @@
-"""vLLM's cache never returns code that was compiled for another layout of packed weights."""
+"""vLLM's cache never returns code that was compiled for another layout of packed weights, or for another draft."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from vllm_gsd.cpu import linear as ops_linear
 from vllm_gsd.cpu import packed_weights
 from vllm_gsd.cpu.linear import pack_weight
 from vllm_gsd.cpu.packed_weights import PacksWeights
-from vllm_gsd.upstream.wire import _PACKED_KEY
+from vllm_gsd.upstream.wire import note_compiled
 
 WEIGHT = torch.arange(64 * 2).view(64, 2).to(torch.bfloat16)  # four panels
 
@@ -35,7 +35,7 @@ def load(monkeypatch, isa_and_threads):
         monkeypatch.setattr(packed_weights.weights, "pack_lm_heads", lambda embeddings: None)
         monkeypatch.setattr(worker.vllm_config, "model_config", type("Model", (), {"head_dtype": 0, "dtype": 0}))
         worker.load_model()
-        key = worker.vllm_config.additional_config[_PACKED_KEY]
+        key = worker.vllm_config.additional_config["gsd_packed_weights"]
         name = VllmConfig(additional_config=worker.vllm_config.additional_config).compute_hash()
         return worker.packed.shape[2], key, name
 
@@ -63,6 +63,15 @@ def test_two_widths_have_two_keys(load, one, other):
     assert widths[0] != widths[1]
     assert keys[0] != keys[1] and names[0] != names[1]
     assert load(*one)[1:] == (keys[0], names[0])
+
+
+def test_the_layers_that_the_draft_reads_are_in_the_key():
+    names = set()
+    for layers in (False, None, [2, 4, 5], [1, 4, 5]):
+        config = VllmConfig(additional_config={"gsd": {}})
+        note_compiled(config, read_layers=layers)
+        names.add(config.compute_hash())
+    assert len(names) == 4
 
 
 def test_nothing_packed(load, monkeypatch):

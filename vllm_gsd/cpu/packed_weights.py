@@ -19,7 +19,7 @@ class PacksWeights:
 
     def load_model(self, **kwargs: Any) -> None:
         packs_here = uses_cpu_kernels(self.vllm_config) and packs_weights(torch.empty(16, 2, dtype=torch.bfloat16))
-        wire.note_packed_weights(self.vllm_config, packing() if packs_here else None)
+        wire.note_compiled(self.vllm_config, packed_weights=packing() if packs_here else None)
         if not packs_here:
             super().load_model(**kwargs)  # type: ignore[misc]
             return

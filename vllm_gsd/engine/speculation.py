@@ -84,6 +84,8 @@ class Speculation:
             block = kind_of_draft(vllm_config, self.config.model) in BLOCK_KINDS
             self.drafter = BlockDrafter(*common) if block else LevelDrafter(*common, capacity)
         self.draft_model: DraftModel | NoDraft = NoDraft() if self.drafter is None else self.drafter.model
+        # The target's compiled code returns these states. Another draft may be in the same folder some day.
+        wire.note_compiled(vllm_config, read_layers=self.draft_model.reads_aux and self.draft_model.aux_layers)
 
     # --- start-up ---------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ def try_file(file: Path, option: str) -> None:
         ToolError: this fails.
     """
     try:
+        file = file.resolve()  # a link to a file that is not there yet stays
         existed = file.exists()
         file.open("a").close()
         if not existed:

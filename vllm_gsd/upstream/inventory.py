@@ -160,9 +160,9 @@ CHANGES = (
     ),
     Patch(
         "vllm.config.vllm:VllmConfig.additional_config",
-        by="wire.note_packed_weights",
-        when="CPU",
-        delta="Records how weights are packed for our CPU kernel.",
+        by="wire.note_compiled",
+        when="load",
+        delta="Records how weights are packed for our CPU kernel, and of which layers the draft reads the states.",
         reason="Compiled code depends on it, and vLLM names its compile cache after the configuration.",
         expiry="Never: upstream provides this field for plugins.",
         contract="test_upstream.py::test_fields",

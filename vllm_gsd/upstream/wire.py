@@ -36,8 +36,6 @@ _SPECULATIVE_V2 = {"method": "ngram_gpu", "model": _SPECULATOR}
 
 # Keys of ``VllmConfig.additional_config``, which vLLM reserves for plugins and passes to every process.
 _OPTIONS_KEY = "gsd"
-# vLLM's compile cache depends on this one too.
-_PACKED_KEY = "gsd_packed_weights"
 # Key of ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
 _REQUEST_KEY = "gsd"
 _TRACE_KEY = "gsd_trace"
@@ -121,13 +119,12 @@ def options_of(vllm_config: VllmConfig) -> GSDConfig | None:
     return None if options is None else GSDConfig.model_validate(options)
 
 
-def note_packed_weights(vllm_config: VllmConfig, packing: dict[str, int] | None) -> None:
-    """Record in an engine's configuration how weights are packed for our kernel.
+def note_compiled(vllm_config: VllmConfig, **facts: Any) -> None:
+    """Record in an engine's configuration what its compiled code depends on, as values of JSON.
 
-    Compiled code contains the layout of packed weights as constants, and vLLM removes the guards that would detect a
-    different layout. The record, a result of ``cpu.linear.packing``, keeps vLLM from loading such code from its cache.
+    vLLM names its compile cache after the configuration, and removes the guards that would detect a difference.
     """
-    vllm_config.additional_config[_PACKED_KEY] = packing
+    vllm_config.additional_config.update({f"gsd_{name}": value for name, value in facts.items()})
 
 
 def opting_out() -> dict[str, Any]:

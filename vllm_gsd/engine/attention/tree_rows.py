@@ -16,9 +16,9 @@ from vllm_gsd.ops.attention.rows import AttendingRows
 class TreeRows(AttendingRows):
     """The rows of one forward pass that our kernels serve. Those of the target are nodes only, but on CPUs."""
 
-    rows: torch.Tensor | None = None  # int64 [num_rows], rows of the batch; None if they are all its rows
+    rows: torch.Tensor | slice | None = None  # int64 [num_rows], rows of the batch; None if they are all its rows
     # The other rows of the batch, int64, and upstream's metadata for them; None if there are none.
-    plain_rows: torch.Tensor | None = None
+    plain_rows: torch.Tensor | slice | None = None
     plain_metadata: Any = None
     # For GPUs: maximum rows of a request, which bounds a launch without a device sync; None for the number of all rows.
     max_rows: int | None = None
@@ -45,16 +45,21 @@ class AttendsTrees:
         output: torch.Tensor,
     ) -> torch.Tensor:
         """Fill ``output`` by ``_tree``, and the plain rows by ``plain(query, metadata, output)``."""
+
+        def fill(rows: torch.Tensor | slice, attend: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+            if isinstance(rows, slice):
+                attend(query[rows], output[rows])
+                return
+            found = output.new_empty((len(rows), *output.shape[1:]))
+            attend(query.index_select(0, rows), found)
+            output.index_copy_(0, rows, found)
+
         if tree.rows is None:
             self._tree(layer, query, kv_cache, tree, output)
             return output
-        tree_output = output.new_empty((len(tree.rows), *output.shape[1:]))
-        self._tree(layer, query.index_select(0, tree.rows), kv_cache, tree, tree_output)
-        output.index_copy_(0, tree.rows, tree_output)
+        fill(tree.rows, lambda query, output: self._tree(layer, query, kv_cache, tree, output))
         if tree.plain_rows is not None:
-            plain_output = output.new_empty((len(tree.plain_rows), *output.shape[1:]))
-            plain(query.index_select(0, tree.plain_rows), tree.plain_metadata, plain_output)
-            output.index_copy_(0, tree.plain_rows, plain_output)
+            fill(tree.plain_rows, lambda query, output: plain(query, tree.plain_metadata, output))
         return output
 
 

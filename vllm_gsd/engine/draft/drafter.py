@@ -17,6 +17,7 @@ from vllm_gsd.engine.draft.features import Features
 from vllm_gsd.engine.draft.kv_validity import DraftKVTracker
 from vllm_gsd.engine.draft.model import DraftModel
 from vllm_gsd.engine.observe.stats import GraphStats
+from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.host import kv_slots
 from vllm_gsd.method.graph import GraphBatch
 from vllm_gsd.planner.planner import Planner
@@ -104,6 +105,6 @@ def slots_of(block_table: torch.Tensor, rows: np.ndarray, positions: np.ndarray,
     """Physical KV slots, int64, on the block table's device. Arguments are those of ``kv_slots``."""
     if block_table.device.type == "cpu":
         return torch.from_numpy(kv_slots(block_table.numpy(), rows, positions, block_size))
-    index, offset = np.divmod(np.maximum(positions, 0), block_size)
-    blocks = block_table[tuple(torch.from_numpy(np.stack([rows, index])).to(block_table.device))]
-    return blocks.long() * block_size + torch.from_numpy(offset).to(block_table.device)
+    places = np.divmod(np.maximum(positions, 0), block_size)
+    index, block, offset = send(block_table.device, rows, *places)
+    return block_table[index, block].long() * block_size + offset

@@ -31,6 +31,7 @@ from vllm_gsd.engine.draft.aux_states import aux_layers, uses_aux_states
 from vllm_gsd.engine.draft.trimmed_head import TrimmedHead
 from vllm_gsd.engine.observe.measure import idle_tokens
 from vllm_gsd.engine.parallel.ranks import from_first_rank
+from vllm_gsd.engine.verify.staging import send
 from vllm_gsd.ops.topk.api import topk_softmax
 from vllm_gsd.upstream import drafts, wire
 
@@ -175,8 +176,7 @@ class DraftModel:
 
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         """Copy a host array to the model's device without waiting."""
-        tensor = torch.from_numpy(values)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+        return torch.from_numpy(values) if self.device.type == "cpu" else send(self.device, values)[0]
 
     def run_idle(self, num_tokens: int) -> torch.Tensor:
         """Run over different tokens without a KV cache, to compile the model or to measure the cost of a level.

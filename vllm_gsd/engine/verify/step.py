@@ -67,7 +67,7 @@ class VerifyStep:
             layers.attach(tree_rows)
             return
         tree_rows = self.tree_rows(block_table=common.block_table_tensor[torch.from_numpy(self.tree_requests)])
-        assert tree_rows.rows is not None
+        assert isinstance(tree_rows.rows, torch.Tensor)
         layers.attach_part(tree_rows, tree_rows.rows.numpy(), self.tree_requests, common)
 
     def _tree_requests(self, positions: torch.Tensor) -> Callable[..., TreeRows]:
@@ -174,8 +174,19 @@ class TargetLayers(NamedTuple):
         )
         for group in self.groups:
             metadata = group.get_metadata_builder(0).build(0, plain_common)
-            group_rows = replace(tree_rows, plain_rows=rows_index, plain_metadata=metadata)
+            group_rows = replace(
+                tree_rows,
+                rows=_as_slice(rows, tree_rows.rows),
+                plain_rows=_as_slice(plain_rows, rows_index),
+                plain_metadata=metadata,
+            )
             self._replace(groups=[group]).attach(group_rows)
+
+
+def _as_slice(rows: np.ndarray, index: torch.Tensor | slice | None) -> torch.Tensor | slice | None:
+    """A slice that needs no copies, if ascending rows of a batch are neighbours, or else their index."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else index
 
 
 def check_attached(layers: Iterable[str], attn_metadata: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The requests of all rounds, and the target's answers to them."""
 
+import random
 import time
 from collections.abc import Callable
 from functools import cache
@@ -26,14 +27,17 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     Raises:
         ToolError: no request leaves room for an answer, the target does not start, or the file of requests is damaged.
     """
-    most, max_tokens, batch = (options.answering(name) for name in ("answers", "max_tokens", "batch"))
+    most, max_tokens, batch = (options.value(name) for name in ("answers", "max_tokens", "batch"))
+    size = generate.shard_size(batch)
     for name in ("answers", "states"):
         (work / name).mkdir(exist_ok=True)
 
     @cache
     def llm() -> Any:
+        # A resumed run must not make up the requests again that it made up before it was killed.
+        seed = options.seed + len(list(work.glob("own.*.json")))
         longest = options.longest + max_tokens
-        return generate.start_target(options.target, max_model_len=longest, batch=batch, eager=options.eager)
+        return generate.start_target(options.target, max_model_len=longest, batch=batch, eager=options.eager, seed=seed)
 
     def answer(chats: list[Chat], name: str, seed: int) -> list[str]:
         return generate.answer(llm, chats, work, name, max_tokens=max_tokens, seed=seed, batch=batch)
@@ -49,13 +53,14 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
                 "%d of %d requests are left out, because they leave no room for an answer within --longest %d",
                 len(given) - len(asked), len(given), options.longest,
             )  # fmt: skip
+        random.Random(options.seed).shuffle(asked)  # they may be sorted, and not all of them may be answered
         asked = asked[:most]
         answer(asked[: planned(asked, "file")], "file", options.seed)
         return
-    asked = prompts.first_round(min(most, generate.wave(batch) * generate.SHARD), options.seed)
+    asked = prompts.first_round(min(most, size), options.seed)
     generate.fitting(options.target, asked, options.longest)
     count = planned(asked, "first")
-    own, second = later_rounds(count, 1 if minutes is None else generate.wave(batch))
+    own, second = later_rounds(count, size)
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
@@ -67,15 +72,15 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
 
 
-def later_rounds(count: int, first: int = 1) -> tuple[int, int]:
-    """The numbers of answers, of ``count``, to the target's own requests and in the second round, in whole shards.
+def later_rounds(count: int, size: int) -> tuple[int, int]:
+    """The numbers of answers, of ``count``, to the target's own requests and in the second round, in shards of a size.
 
-    At least ``first`` shards belong to the first round: those that were timed to plan the others are there already.
+    At least one shard belongs to the first round: the one that was timed to plan the others is there already.
     """
-    shards = count // generate.SHARD
-    own = max(0, min(round(OWN * shards), shards - first))
-    second = max(0, min(round(SECOND_ROUND * shards), shards - first - own))
-    return own * generate.SHARD, second * generate.SHARD
+    shards = count // size
+    own = max(0, min(round(OWN * shards), shards - 1))
+    second = max(0, min(round(SECOND_ROUND * shards), shards - 1 - own))
+    return own * size, second * size
 
 
 def planned_answers(
@@ -89,26 +94,24 @@ def planned_answers(
     """The number of answers that the time allows, decided once.
 
     Args:
-        asked: the requests that come first, in whole shards or all of them. The time of the first shards is measured.
+        asked: the requests that come first, at least a shard or all of them. The time of the first shard is measured.
         llm, answer: start the target, and answer requests of the first round.
     """
-    most = options.answering("answers")
+    most, size = options.value("answers"), generate.shard_size(options.value("batch"))
     if minutes is None:
         return most
 
     def plan() -> dict[str, int]:
-        together = generate.wave(options.answering("batch"))
         name, later = ("first", LATER_SHARD) if options.prompts is None else ("file", LATER_SHARD_OF_FILE)
         # A shard that a killed run left would be read instead of timed.
-        for number in range(together):
-            generate.shard_path(work / "answers", name, number).unlink(missing_ok=True)
+        generate.shard_path(work / "answers", name, 0).unlink(missing_ok=True)
         begun = time.perf_counter()
         llm()
         ready = time.perf_counter()
-        answer(asked[: together * generate.SHARD])
+        answer(asked[:size])
         now = time.perf_counter()
         left = 60 * minutes - (now - begun)
-        shards = together * (1 + max(0, int(left / (later * (now - ready)))))
-        return {"answers": min(most, shards * generate.SHARD)}
+        shards = 1 + max(0, int(left / (later * (now - ready))))
+        return {"answers": min(most, shards * size)}
 
     return int(kept(work / "answers.json", plan)["answers"])

@@ -13,7 +13,7 @@ from vllm_gsd.config.speculators_folder import is_speculators
 from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, NARROWEST, Options
 from vllm_gsd.tools.distill.stages import files_of_answers, kept, options_of
-from vllm_gsd.tools.distill.states import state_layers, stored_shape
+from vllm_gsd.tools.distill.states import state_layers
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.output import make_folder
@@ -53,7 +53,7 @@ def check_run(options: Options, out: Path, work: Path) -> None:
     if options.prompts is not None:
         read_requests(Path(options.prompts))
     if options.data is not None:
-        _check_data(Path(options.data), Path(options.target), config)
+        _check_data(Path(options.data), Path(options.target))
     folders = out.resolve(), work.resolve()
     if any(one in (other, *other.parents) for one, other in (folders, folders[::-1])):
         raise ToolError(
@@ -67,7 +67,7 @@ def check_run(options: Options, out: Path, work: Path) -> None:
     if differing := [NAMES.get(name, flag(name)) for name in others if name not in OF_ENGINES]:
         raise ToolError(
             f"{str(work)!r} holds a run with other options ({', '.join(differing)}); give another --work, with --data "
-            f"{str(work)!r} for the same answers, or delete it."
+            f"{first.get('data') or str(work)!r} for the same answers, or delete it."
         )
 
 
@@ -122,17 +122,10 @@ def _untrained(draft: dict[str, Any]) -> list[str]:
     return [f'"{name}"' for name, holds in fits.items() if not holds]
 
 
-def _check_data(data: Path, target: Path, config: dict[str, Any]) -> None:
-    """Refuse answers of another target: by the options of the run that made them, or by the shape of its states."""
+def _check_data(data: Path, target: Path) -> None:
+    """Refuse what is not a run's work folder, and answers of another target."""
     if not files_of_answers(data):
         raise ToolError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
-    made_by = options_of(data).get("target")
-    if made_by is not None and Path(made_by).resolve() != target.resolve():
+    made_by = options_of(data)["target"]
+    if Path(made_by).resolve() != target.resolve():
         raise ToolError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")
-    expected = len(state_layers(config["num_hidden_layers"])), config["hidden_size"]
-    for file in sorted((data / "states").glob("*.safetensors")):
-        if (found := stored_shape(file)) != expected:
-            raise ToolError(
-                f"--data {str(data)!r} has states of {found[0]} layers of size {found[1]}, but --target "
-                f"{str(target)!r} has {expected[0]} of size {expected[1]}."
-            )

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Most answers are greedy. The rest are sampled, so that the draft also learns less likely paths.
 GREEDY_SHARE = 0.65
-# Answers of a file. A killed run generates those of an unfinished file again, and a slow CPU takes minutes for them.
+# The fewest answers of a file. A killed run generates those of an unfinished file again, and a slow CPU takes minutes
+# for them.
 SHARD = 64
 # Requests that the target makes up: maximum tokens and minimum characters of one; at least how many it makes up at a
 # time, and at most how many times; and the share that must be new to continue.
@@ -32,7 +33,7 @@ LEAST_AT_ONCE, MOST_TURNS, LEAST_SHARE = 256, 64, 0.1
 CPU_CACHE_GIB = 3
 
 
-def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) -> LLM:
+def start_target(target: str, *, max_model_len: int, batch: int, eager: bool, seed: int) -> LLM:
     """Start the target in vLLM, configured for throughput.
 
     Raises:
@@ -50,6 +51,7 @@ def start_target(target: str, *, max_model_len: int, batch: int, eager: bool) ->
         return LLM(
             target,
             dtype=found_hardware().dtype,
+            seed=seed,
             max_model_len=max_model_len,
             max_num_seqs=batch,
             # A GPU has no other work meanwhile: vLLM measures what the model leaves and takes it.
@@ -140,9 +142,9 @@ def fitting(target: str, chats: list[Chat], longest: int) -> list[Chat]:
     return found
 
 
-def wave(batch: int) -> int:
-    """The number of shards that ``batch`` concurrent requests answer together."""
-    return -(-batch // SHARD)
+def shard_size(batch: int) -> int:
+    """The number of answers in a file, if up to ``batch`` requests are answered together."""
+    return max(SHARD, batch)
 
 
 def answer(
@@ -162,46 +164,35 @@ def answer(
     from vllm_gsd.tools.distill import recorder as recording
     from vllm_gsd.tools.distill.states import write
 
-    paths = [shard_path(work / "answers", name, number) for number in range(-(-len(chats) // SHARD))]
+    size = shard_size(batch)
+    paths = [shard_path(work / "answers", name, number) for number in range(-(-len(chats) // size))]
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     target = llm() if missing else None
-    with tqdm(total=len(missing), desc=f"answers, {name} round", unit="shard") as progress:
-        while missing:
-            recorder = recording.Recorder.attached(target)
-            # Recorded states take much memory, so a recorder sees one shard at a time.
-            count = wave(batch) if recorder is None else 1
-            chosen, missing = missing[:count], missing[count:]
-            asked = [chats[number * SHARD : (number + 1) * SHARD] for number in chosen]
-            for number in chosen:  # a killed run may have left states of other, sampled answers
-                (work / "states" / f"{paths[number].stem}.safetensors").unlink(missing_ok=True)
-            outputs = _generate(target, asked, max_tokens, [seed + number for number in chosen])
-            if recorder is not None and (found := recorder.take(outputs)) is not None:
-                write(found, work / "states", paths[chosen[0]].stem)
-            for place, number in enumerate(chosen):
-                # Only the last shard of a round is not full.
-                rows = [_row(output) for output in outputs[place * SHARD : (place + 1) * SHARD]]
-                partial = paths[number].with_suffix(".partial")
-                parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
-                partial.rename(paths[number])
-            progress.update(len(chosen))
+    for number in tqdm(missing, desc=f"answers, {name} round", unit="shard"):
+        path = paths[number]
+        # A killed run may have left states of other, sampled answers.
+        (work / "states" / f"{path.stem}.safetensors").unlink(missing_ok=True)
+        recorder = recording.Recorder.attached(target)
+        outputs = _generate(target, chats[number * size : (number + 1) * size], max_tokens, seed + number)
+        if recorder is not None and (found := recorder.take(outputs)) is not None:
+            write(found, work / "states", path.stem)
+        partial = path.with_suffix(".partial")
+        parquet.write_table(pyarrow.Table.from_pylist([_row(output) for output in outputs]), partial)
+        partial.rename(path)
     return [text for path in paths for text in read_texts(path)]
 
 
-def _generate(llm: LLM, shards: list[list[Chat]], max_tokens: int, seeds: list[int]) -> list[Any]:
-    """The outputs for all chats of the shards. Which are greedy depends on the shard's seed alone."""
+def _generate(llm: LLM, chats: list[Chat], max_tokens: int, seed: int) -> list[Any]:
+    """The outputs for a shard's chats. The seed decides which of them are greedy."""
     from vllm import SamplingParams
 
-    tokenizer = llm.get_tokenizer()
+    tokenizer, rng = llm.get_tokenizer(), random.Random(seed)
     longest = llm.llm_engine.model_config.max_model_len - max_tokens
-    params: list[SamplingParams] = []
-    prompts: list[Any] = []
-    for chats, seed in zip(shards, seeds, strict=True):
-        rng = random.Random(seed)
-        for chat in chats:
-            # Without per-request seeds: vLLM 0.32 cannot use them on a CPU when a prompt is prefilled in chunks.
-            temperature = 0.0 if rng.random() < GREEDY_SHARE else 0.8
-            params.append(SamplingParams(temperature=temperature, max_tokens=max_tokens))
-            prompts.append({"prompt_token_ids": token_ids_of(tokenizer, chat)[-longest:]})
+    prompts: list[Any] = [{"prompt_token_ids": token_ids_of(tokenizer, chat)[-longest:]} for chat in chats]
+    # Without per-request seeds: vLLM 0.32 cannot use them on a CPU when a prompt is prefilled in chunks.
+    params = [
+        SamplingParams(temperature=0.0 if rng.random() < GREEDY_SHARE else 0.8, max_tokens=max_tokens) for _ in chats
+    ]
     outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
     return outputs
 

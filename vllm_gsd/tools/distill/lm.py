@@ -34,7 +34,7 @@ class LanguageModel(Student):
             listed = range(model.config.vocab_size) if stored is None else stored["token_ids"]
             return cls(model, np.array(listed, np.int64), target)
         hidden = target.config["hidden_size"]
-        width = options.of_kind("width") or max(NARROWEST, hidden // 3 // 64 * 64)
+        width = options.value("width") or max(NARROWEST, hidden // 3 // 64 * 64)
         heads = width // HEAD_SIZE
         torch.manual_seed(options.seed)
         shape = {
@@ -46,12 +46,12 @@ class LanguageModel(Student):
             "head_dim": HEAD_SIZE,
         }
         model = LlamaForCausalLM(
-            LlamaConfig(num_hidden_layers=options.of_kind("layers"), tie_word_embeddings=True, **shape)
+            LlamaConfig(num_hidden_layers=options.value("layers"), tie_word_embeddings=True, **shape)
         )
         embedding = project(target.embedding, width)
         embedding *= model.config.initializer_range / embedding.std()
         model.get_input_embeddings().weight.data.copy_(embedding)
-        return cls(model, ranking[: options.of_kind("vocab_size")], target)
+        return cls(model, ranking[: options.value("vocab_size")], target)
 
     def tie_weights(self) -> None:
         self.model.tie_weights()

@@ -13,7 +13,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": {
         "vocab_size": 8192,
         "layers": 1,
-        "depth": 7,
+        "depth": 6,
         "rank": 64,
         "intermediate_size": None,
         "learning_rate": 2e-3,
@@ -142,19 +142,14 @@ class Options:
         if self.width is not None and self.width % HEAD_SIZE:
             raise ToolError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
         if self.init is None and "depth" in KINDS[self.kind]:
-            depth, limits = self.of_kind("depth"), {"longest": self.longest - 1}  # a request has a token, too
+            depth, limits = self.value("depth"), {"longest": self.longest - 1}  # a request has a token, too
             if self.data is None:
-                limits["max_tokens"] = self.answering("max_tokens")
+                limits["max_tokens"] = self.value("max_tokens")
             for name, most in limits.items():
                 if depth > most:
                     raise ToolError(f"--depth is {depth}, but {flag(name)} allows answers of only {most} tokens.")
 
-    def of_kind(self, name: str) -> Any:
-        """The value of an option in ``KINDS``: what was given, or this kind's default."""
+    def value(self, name: str) -> Any:
+        """The value of an option in ``KINDS`` or ``ANSWERING``: what was given, or the default."""
         given = getattr(self, name)
-        return KINDS[self.kind][name] if given is None else given
-
-    def answering(self, name: str) -> int:
-        """The value of an option for new answers: what was given, or its default."""
-        given: int | None = getattr(self, name)
-        return ANSWERING[name] if given is None else given
+        return {**KINDS[self.kind], **ANSWERING}[name] if given is None else given

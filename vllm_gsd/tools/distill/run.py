@@ -85,7 +85,9 @@ def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
             f"--longest is {options.longest}, but no request with an answer of two tokens fits into it; raise it."
         )
     held_out = data[::HELD_OUT]
-    training = [answer for i, answer in enumerate(data) if i % HELD_OUT] if len(data) > 1 else data
+    asked = {answer.input_ids[: answer.prompt_len].tobytes() for answer in held_out}
+    # Requests may repeat, and their answers do, too.
+    training = [answer for answer in data if answer.input_ids[: answer.prompt_len].tobytes() not in asked] or data
     results = kept(
         work / "results.json", lambda: _in_own_process(_train, options, work, answers / "states", training, held_out)
     )
@@ -185,23 +187,21 @@ def _train(
     with stage("the student's first weights"):
         model.start(training, packs, options.init is None)
     steps = train(model, work, training, packs, options, limit)
-    model.save(work / "trained")
     with stage("measuring agreement"):
         found = agreement(model, held_out, packs)
+    model.save(work / "trained")
     own = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return {**found, "steps": steps, "batch": model.batch, "trained": own, "vocab_size": len(model.token_ids)}
 
 
 def _learned_from(options: Options, answers: Path) -> str:
     """Whose requests were answered, and which draft the run began with, for the model card."""
-    made_by, own = options_of(answers), answers / "own.json"
-    if asked := made_by.get("prompts"):
+    asked, own = options_of(answers)["prompts"], answers / "own.json"
+    if asked is not None:
         text = f"to {Path(asked).name}"
-    elif made_by:
+    else:
         has_own = own.is_file() and json.loads(own.read_text())
         text = "to templates and its own requests" if has_own else "to templates"
-    else:
-        text = "to requests that are not known"
     if options.init is not None:
         text += f"; begun from the draft {Path(options.init).name!r}, whose own training is not counted"
     return text
@@ -222,7 +222,8 @@ def _finish(
     # Beside the result, because a rename is atomic only within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         making = Path(folder, out.name)
-        shutil.copytree(work / "trained", making)
+        # Files with usual modes: safetensors' own could be read by this user only.
+        shutil.copytree(work / "trained", making, copy_function=shutil.copyfile)
         write_card(making, facts, results)
         if out.exists():
             out.rmdir()

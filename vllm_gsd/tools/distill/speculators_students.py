@@ -60,7 +60,7 @@ class SpeculatorsStudent(Student):
             if options.layers is not None:
                 keep_layers(model.layers, model.config.transformer_layer_config, options.layers)
             return cls(model, target)
-        size = min(options.of_kind("vocab_size"), vocab_size)
+        size = min(options.value("vocab_size"), vocab_size)
         chosen = torch.from_numpy(np.sort(ranking[:size]))
         norms = target.embedding.norm(dim=1).cpu().numpy()[ranking]
         torch.manual_seed(options.seed)
@@ -97,12 +97,9 @@ class SpeculatorsStudent(Student):
 
     def save(self, out: Path) -> None:
         """See ``Student``. The folder leaves out where the target is, which differs between machines."""
-        verifier = self.model.config.speculators_config.verifier
-        verifier.name_or_path = None
+        self.model.config.speculators_config.verifier.name_or_path = None
         self._rescale(self.scale)
         super().save(out)
-        self._rescale(1 / self.scale)
-        verifier.name_or_path = str(self.target.folder)
         # transformers adds the class's source, which vLLM does not need and would have to be trusted.
         (out / "config.py").unlink(missing_ok=True)
         config = json.loads((out / "config.json").read_text())
@@ -139,12 +136,12 @@ class BlockStudent(SpeculatorsStudent):
         from transformers import Qwen3Config
 
         layer = target.layer_shape()
-        layer["intermediate_size"] = options.of_kind("intermediate_size") or layer["intermediate_size"]
+        layer["intermediate_size"] = options.value("intermediate_size") or layer["intermediate_size"]
         return {
-            "verifier_config": Qwen3Config(num_hidden_layers=options.of_kind("layers"), **layer),
+            "verifier_config": Qwen3Config(num_hidden_layers=options.value("layers"), **layer),
             "target_layer_ids": layers,
-            "block_size": options.of_kind("depth"),
-            "markov_rank": min(options.of_kind("rank"), target.config["hidden_size"]),
+            "block_size": options.value("depth"),
+            "markov_rank": min(options.value("rank"), target.config["hidden_size"]),
             "enable_confidence_head": False,
             "confidence_head_with_markov": False,
         }
@@ -202,7 +199,7 @@ class Eagle3Student(SpeculatorsStudent):
         return {
             "verifier_config": LlamaConfig(num_hidden_layers=1, **target.layer_shape()),
             "target_layer_ids": layers[:EAGLE3_LAYERS],
-            "ttt_steps": options.of_kind("depth"),
+            "ttt_steps": options.value("depth"),
             "norm_before_residual": True,
         }
 

@@ -30,16 +30,26 @@ def kept(file: Path, make: Callable[[], Any]) -> Any:
     """
     if not file.is_file():
         write_whole(file, json.dumps(make(), indent=1))
+    return _read(file)
+
+
+def options_of(work: Path) -> dict[str, Any]:
+    """The options of the run in a work folder.
+
+    Raises:
+        ToolError: there are none, or the file is damaged.
+    """
+    if not (stored := work / "options.json").is_file():
+        raise ToolError(f"{str(work)!r} has no options.json, so it is not the work folder of a run.")
+    options: dict[str, Any] = _read(stored)
+    return options
+
+
+def _read(file: Path) -> Any:
     try:
         return json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and it is made again.") from None
-
-
-def options_of(work: Path) -> dict[str, Any]:
-    """The options of the run in a work folder; empty if they are not known."""
-    stored = work / "options.json"
-    return json.loads(stored.read_text()) if stored.is_file() else {}
 
 
 def files_of_answers(folder: Path) -> list[Path]:

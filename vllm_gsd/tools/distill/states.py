@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from vllm_gsd.tools.distill.data import Answer, read_answers
-from vllm_gsd.tools.errors import ToolError
 
-# Maximum tokens of a forward pass. More need fewer launches for a pack and have more padding.
+# Maximum tokens of a forward pass, padding included. More need fewer launches for a pack and have more padding.
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 
 
@@ -31,22 +30,6 @@ def state_layers(depth: int) -> list[int]:
     Layer n is the state that layer n reads, and ``depth`` the last layer's output, before the final norm.
     """
     return sorted({min(depth, quarter * -(-depth // 4)) for quarter in (1, 2, 3, 4)})
-
-
-def stored_shape(file: Path) -> tuple[int, int]:
-    """The numbers of layers and of numbers in a state, in a file of states.
-
-    Raises:
-        ToolError: the file is damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            _, layers, hidden = opened.get_slice("states").get_shape()
-    except (SafetensorError, ValueError) as error:
-        raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and the states are made again.") from error
-    return layers, hidden
 
 
 #: Where states come from: gives those of each answer.
@@ -66,12 +49,12 @@ class StoredStates:
 
 
 class ComputedStates:
-    """Runs the target over answers, with at most ``batch_tokens`` tokens (padding included) in a forward pass."""
+    """Runs the target over answers."""
 
-    def __init__(self, target: Path, device: str, batch_tokens: int | None = None, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, target: Path, device: str, dtype: torch.dtype = torch.bfloat16):
         from transformers import AutoModelForCausalLM
 
-        self.device, self.batch_tokens = device, batch_tokens or BATCH_TOKENS[device]
+        self.device = device
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).base_model
         self.model.to(device).eval()
         self.seen: dict[int, torch.Tensor] = {}
@@ -86,7 +69,7 @@ class ComputedStates:
         """See ``Source``. Each text is a line of a forward pass, so it sees no other; padding comes after it."""
         texts = [answer.input_ids for answer in answers]
         found: dict[int, torch.Tensor] = {}
-        for chosen in _batches([len(text) for text in texts], self.batch_tokens):
+        for chosen in _batches([len(text) for text in texts], BATCH_TOKENS[self.device]):
             ids = np.zeros((len(chosen), len(texts[chosen[-1]])), np.int64)
             for line, index in enumerate(chosen):
                 ids[line, : len(texts[index])] = texts[index]
@@ -112,21 +95,16 @@ def write(states: torch.Tensor, folder: Path, name: str) -> None:
 
     partial = folder / f"{name}.{os.getpid()}.partial"  # another run may read the same answers
     save_file({"states": states}, partial)
+    partial.chmod(0o644)  # safetensors' own mode would keep other users from learning from these answers
     partial.rename(folder / f"{name}.safetensors")
 
 
-def write_missing(
-    target: Path,
-    answers: list[Path],
-    folder: Path,
-    dtype: torch.dtype = torch.bfloat16,
-    batch_tokens: int | None = None,
-) -> None:
+def write_missing(target: Path, answers: list[Path], folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Run the target on the CPU over the files of answers whose states are missing. See ``ComputedStates``."""
     from tqdm import tqdm
 
     folder.mkdir(exist_ok=True)
     if missing := [file for file in answers if not (folder / f"{file.stem}.safetensors").exists()]:
-        compute = ComputedStates(target, "cpu", batch_tokens, dtype)
+        compute = ComputedStates(target, "cpu", dtype)
         for file in tqdm(missing, desc="states", unit="shard"):
             write(torch.cat(compute(read_answers(file))), folder, file.stem)

@@ -74,13 +74,8 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def save(self, out: Path) -> None:
-        """Write the folder that engines load, in bfloat16."""
-        buffers = dict(self.model.named_buffers())
+        """Write the folder that engines load, in bfloat16. The student is of no use afterwards."""
         self.model.to(torch.bfloat16).save_pretrained(out)
-        self.model.float()
-        # The rotary frequencies are not in the folder. Engines compute them in float32, so they must not stay rounded.
-        for name, rows in self.model.named_buffers():
-            rows.copy_(buffers[name])
 
     def tie_weights(self) -> None:
         """The Trainer calls this after it has loaded a checkpoint."""

@@ -84,20 +84,15 @@ class Target:
     def copy_tokenizer(self, out: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
             if (self.folder / name).is_file():
-                shutil.copy(self.folder / name, out / name)
+                shutil.copyfile(self.folder / name, out / name)
 
     def layer_shape(self) -> dict[str, Any]:
         """The sizes of the target's layers, as arguments of a configuration of transformers."""
         from transformers import AutoConfig
 
-        names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"]
-        names += ["rms_norm_eps"]
-        heads = self.config["num_attention_heads"]
-        return {
-            **{name: self.config[name] for name in names if name in self.config},
-            "num_key_value_heads": self.config.get("num_key_value_heads") or heads,
-            "head_dim": self.config.get("head_dim") or self.config["hidden_size"] // heads,
-            # Files of older versions of transformers have these under other names, or leave them to its defaults.
-            "rope_parameters": AutoConfig.from_pretrained(self.folder).rope_parameters,
-            "pad_token_id": None,
-        }
+        # Not as they are in the file: older versions of transformers wrote other names, or left some of them out.
+        config = AutoConfig.from_pretrained(self.folder)
+        names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+        names += ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return {**{name: getattr(config, name) for name in names}, "head_dim": head_dim, "pad_token_id": None}

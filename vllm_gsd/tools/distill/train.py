@@ -37,7 +37,7 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         max_steps=steps,
         per_device_train_batch_size=model.pack,
         gradient_accumulation_steps=model.batch // model.pack,
-        learning_rate=options.of_kind("learning_rate"),
+        learning_rate=options.value("learning_rate"),
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(WARM_UP * steps)),
         weight_decay=WEIGHT_DECAY,
@@ -61,7 +61,7 @@ def train(model: Student, work: Path, data: list[Answer], packs: Packs, options:
         args=arguments,
         train_dataset=data,
         data_collator=packs.collate,
-        optimizers=(MuonAndAdamW(model, options.of_kind("learning_rate"), WEIGHT_DECAY), None),
+        optimizers=(MuonAndAdamW(model, options.value("learning_rate"), WEIGHT_DECAY), None),
     )
     with stage(f"training in {steps} steps"):
         trainer.train(resume_from_checkpoint=last and str(last))
