@@ -119,7 +119,7 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
         run._in_own_process(asyncio.get_running_loop)
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
     with pytest.raises(ToolError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
-        generate.start_target(str(target), max_model_len=99, batch=1, eager=True)
+        generate.start_target(str(target), max_model_len=99, batch=1, eager=True, seed=0)
 
 
 def test_a_command_that_is_not_unicode_loses_no_draft(tmp_path):

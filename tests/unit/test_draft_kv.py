@@ -60,6 +60,19 @@ def test_a_prefix_hit_takes_over_whole_blocks():
     assert (tracker.length["a"], tracker.length["b"]) == (12, 10)
 
 
+def test_requests_that_start_together_read_a_shared_prefix_once():
+    """They share blocks that one of them has yet to fill."""
+    tracker = DraftKVTracker(16, 4, shift=1)
+    tracker.admit([("a", [3, 5, 6], 0), ("b", [3, 5, 8], 8), ("c", [3, 5, 9], 8)])
+    assert tracker.lengths(["a", "b", "c"]).tolist() == [0, 0, 0]
+    tracker.advance("b", 6)
+    assert tracker.lengths(["a", "b", "c"]).tolist() == [0, 6, 6]
+    tracker.advance("a", 11)
+    assert tracker.lengths(["a", "b", "c"]).tolist() == [11, 7, 7]
+    tracker.advance("c", 11)
+    assert tracker.lengths(["b"]).tolist() == [7]
+
+
 def test_a_prefix_hit_on_blocks_the_draft_never_ran_over():
     tracker = tracker_with()
     tracker.admit([("a", [3, 5], 0)])  # speculation was off: no advance

@@ -1,5 +1,7 @@
 """The draft reads a prompt only for an answer that is long enough to make up for it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -50,9 +52,11 @@ class Reader:
         return np.zeros_like(drafting), None
 
 
-@pytest.mark.parametrize("sampled", [True, False])  # the whole prompt was read in one step, or not yet
+@pytest.mark.parametrize("rest", [None, 0, 1000 * PROMPT])  # the whole prompt was read in one step, or a part of it
 @pytest.mark.parametrize(("most_tokens", "reads"), [(4, False), (1000, True)])
-def test_prompts(sampled, most_tokens, reads):
+def test_prompts(rest, most_tokens, reads):
+    """A part of a prompt is read only if the answer makes up for the whole of it."""
+    sampled, reads = rest is None, reads and not rest
     speculation = new_speculation()
     speculation.planner = Planner(4, 6, NODES, COSTS)
     speculation.drafter = reader = Reader()
@@ -60,7 +64,8 @@ def test_prompts(sampled, most_tokens, reads):
     speculation.admitted = {"a": (True, False, most_tokens)}
     one, reader.due = np.ones(1, np.int64), [0]
     batch = DraftBatch(
-        request_ids=["a"], requests=[None], num_outputs=one * sampled, sampled=np.array([sampled]),
+        request_ids=["a"], requests=[SimpleNamespace(num_tokens=PROMPT + (rest or 0))],
+        num_outputs=one * sampled, sampled=np.array([sampled]),
         length=one * PROMPT, token_ids=np.arange(2 * PROMPT, dtype=np.int32)[None], token_rows=0 * one,
         block_table=torch.zeros((1, 1), dtype=torch.int32), num_blocks=one, block_size=16,
     )  # fmt: skip

@@ -159,7 +159,7 @@ def test_both_runners_choose_the_same():
             slots = rng.permutation(SLOTS)[:count]
             batch = DraftBatch(
                 request_ids=[str(slot) for slot in slots],
-                requests=[None] * count,
+                requests=[SimpleNamespace(num_tokens=2000)] * count,
                 num_outputs=np.ones(count, np.int64),
                 sampled=rng.random(count) < 0.95,
                 length=rng.integers(1, 2000, count),

@@ -252,8 +252,12 @@ class Speculation:
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
         trees, grown = self._grow(requests) if self.copies else None, np.zeros(len(requests.index), np.bool_)
         if self.drafter is not None:
-            missed = self.drafter.missed(self.draft_kv, request_ids, length)
-            missed = np.where(self.planner.reading_pays(missed, max_depth), missed, TOO_LONG)
+            rest = np.zeros_like(length)  # of prompts that are read in parts
+            for index in prompts.nonzero()[0].tolist():
+                rest[index] = batch.requests[index].num_tokens - length[index]
+            missed = self.drafter.missed(self.draft_kv, request_ids, length + rest)
+            left = np.minimum(max_depth, self.max_model_len - (length + rest) - 1)
+            missed = np.where(self.planner.reading_pays(missed, left), missed - rest, TOO_LONG)
             drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)
             prompts &= missed <= self.most_missed

@@ -32,8 +32,11 @@ class Costs:
 
     @cached_property
     def every(self) -> np.ndarray:
-        """``target`` and then ``draft`` for every number of rows from 0, float64 [1 + levels, rows]."""
-        rows = np.arange(max(3, int(self.rows[-1]) + 1))
+        """``target`` and then ``draft`` for every number of rows from 0, float64 [1 + levels, rows].
+
+        Times of more rows continue the slope between the last two entries, which are extrapolated.
+        """
+        rows = np.arange(int(self.rows[-1]) + 3)
         return np.stack([_filled(rows, self.rows, known) for known in (self.target, *np.atleast_2d(self.draft))])
 
     @cached_property

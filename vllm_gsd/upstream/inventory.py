@@ -161,7 +161,7 @@ CHANGES = (
     Patch(
         "vllm.config.vllm:VllmConfig.additional_config",
         by="wire.note_compiled",
-        when="load",
+        when="engine",
         delta="Records how weights are packed for our CPU kernel, and of which layers the draft reads the states.",
         reason="Compiled code depends on it, and vLLM names its compile cache after the configuration.",
         expiry="Never: upstream provides this field for plugins.",

@@ -56,6 +56,7 @@ class BlockDrafter(Drafter):
 
     features: ContextKV | None = None
     causal = False  # whether rows of a block attend only to those before
+    mask: np.ndarray  # int64 [num_rows, words], as in ``AttendingRows``; set by ``check_layers``
 
     def __init__(
         self, vllm_config: VllmConfig, config: GSDConfig, stats: GraphStats, planner: Planner, recorder: Recorder
@@ -94,6 +95,9 @@ class BlockDrafter(Drafter):
                 "does not support yet; use one whose layers are alike."
             )
         self.causal = causal == {True}
+        places = np.arange(-(-self.num_rows // 64) * 64)
+        last = np.arange(self.num_rows) if self.causal else np.full(self.num_rows, self.num_rows - 1)
+        self.mask = np.packbits(places <= last[:, None], axis=1, bitorder="little").view(np.int64)
 
     def prepare(self, num_blocks: int, block_size: int, pool: AbstractContextManager[Any]) -> None:
         """Find the draft's KV caches, which are allocated."""
@@ -140,7 +144,6 @@ class BlockDrafter(Drafter):
         tokens = np.full((count, rows), self.mask_token, np.int64)
         tokens[:, 0] = self._roots(batch, chosen)
         before = batch.length[chosen] - 1
-        seen = (2 << np.arange(rows)) - 1 if self.causal else np.full(rows, (1 << rows) - 1)
         positions = (before[:, None] + np.arange(rows)).ravel()
         slots = slots_of(batch.block_table, chosen.repeat(rows), positions, batch.block_size)
         tree = TreeRows(
@@ -148,7 +151,7 @@ class BlockDrafter(Drafter):
             prefix_lens=to_device(before.astype(np.int32)),
             block_table=batch.block_table[to_device(chosen)],
             positions=to_device(positions),
-            mask=to_device(np.tile(seen, count)[:, None]),
+            mask=to_device(np.tile(self.mask, (count, 1))),
             max_rows=rows,
         )
         self.planner.caught_up(count * rows)

@@ -31,6 +31,7 @@ class DraftKVTracker:
         self.valid = np.zeros(num_blocks, np.int32)  # per block, number of leading tokens that have draft KV
         self.blocks: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}  # per request, number of leading tokens that have draft KV
+        self.shared: dict[str, int] = {}  # per request, number of leading tokens whose draft KV may be another's
 
     def admit(self, starting: list[tuple[str, list[int], int]]) -> None:
         """Track requests that start or resume in this step.
@@ -43,13 +44,9 @@ class DraftKVTracker:
         for _, blocks, num_cached in starting:
             self.valid[blocks[num_cached // self.block_size :]] = 0
         for request_id, blocks, num_cached in starting:
-            self.blocks[request_id] = list(blocks)
-            length = 0
-            for block in blocks[: num_cached // self.block_size]:
-                length += int(self.valid[block])
-                if self.valid[block] < self.block_size:
-                    break
-            self.length[request_id] = max(0, min(length, num_cached - self.shift))
+            self.blocks[request_id], self.length[request_id] = list(blocks), 0
+            self.shared[request_id] = num_cached // self.block_size * self.block_size - self.shift
+            self._follow(request_id)
 
     def extend(self, request_id: str, block_ids: list[int]) -> None:
         """Track newly allocated blocks of a running request."""
@@ -58,7 +55,18 @@ class DraftKVTracker:
 
     def lengths(self, request_ids: Sequence[str]) -> np.ndarray:
         """The number of leading tokens that have draft KV, int64 [num_requests]."""
-        return np.array([self.length[request_id] for request_id in request_ids], np.int64)
+        return np.array([self._follow(request_id) for request_id in request_ids], np.int64)
+
+    def _follow(self, request_id: str) -> int:
+        """The request's length, after other requests may have written draft KV into the blocks that it shares."""
+        length, shared, blocks = self.length[request_id], self.shared[request_id], self.blocks[request_id]
+        while length < shared:
+            place = length // self.block_size
+            found = place * self.block_size + int(self.valid[blocks[place]])
+            if found <= length:
+                break
+            length = self.length[request_id] = min(found, shared)
+        return length
 
     def advance(self, request_id: str, length: int) -> None:
         """Record that the draft model has written KV for the request's first ``length`` committed tokens."""
@@ -70,8 +78,8 @@ class DraftKVTracker:
 
     def remove(self, request_id: str) -> None:
         """Stop tracking a request. The validity of its blocks remains, since the prefix cache may reuse them."""
-        self.blocks.pop(request_id, None)
-        self.length.pop(request_id, None)
+        for known in (self.blocks, self.length, self.shared):
+            known.pop(request_id, None)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Apply the block assignments of one step. There must be a single KV cache group."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from vllm_gsd.engine.attention.layers import window_of
 from vllm_gsd.engine.attention.tree_rows import TreeRows
 from vllm_gsd.engine.parallel.ranks import from_first_rank
 from vllm_gsd.planner.costs import Costs, convex, rising
@@ -27,6 +28,8 @@ logger = init_logger("vllm.gsd")
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 # The measurement stops early if it has taken this long.
 MOST_SECONDS = 6.0
+# Functions are timed at least this often, and more often if all of them together take less than this long.
+LEAST_TURNS, LONG_SECONDS = 2, 0.1
 # The number of rows, and the short and the long context, with which the target's attention is timed.
 TREE_SIZE, CONTEXTS = 9, (32, 1024)
 # Draft levels that are timed together, because the first level of a step finds the draft's weights in no cache.
@@ -39,7 +42,9 @@ TOKEN_STRIDE = 7919
 def measure_costs(runner: GraphModelRunner, drafter: Drafter | None) -> Costs:
     """Time the target's forward pass, a draft level and tree attention, once the KV cache is allocated."""
     most = max(2, min(runner.max_num_tokens, runner.max_num_reqs * (runner.speculation.num_nodes + 1)))
-    rows = sorted({*(count for count in ROWS if count < most), min(most, ROWS[-1])})
+    # A draft of whole blocks has this many rows for one request. Others have one.
+    known = {*ROWS, runner.speculation.planner.first_rows}
+    rows = sorted({*(count for count in known if count < most), min(most, ROWS[-1])})
     levels = [] if drafter is None else [partial(_draft_levels, drafter)]
     rows, (target, *drafts) = time_by_rows(rows, partial(_target_forward, runner), *levels)
     draft = drafts[0] / LEVELS if drafts else np.zeros_like(target)
@@ -79,7 +84,7 @@ def _draft_levels(drafter: Drafter, num_rows: int) -> None:
 def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
     """Run the target as a step does: the idle run lacks attention, which is added here."""
     runner.run_idle(num_rows)
-    attend = _attention(runner, min(num_rows, runner.speculation.num_nodes + 1), CONTEXTS[0])
+    attend = _attention(runner.target_kv.layers[0], min(num_rows, runner.speculation.num_nodes + 1), CONTEXTS[0])
     # The requests of a batch attend separately, so their times add up.
     for _ in range(len(runner.target_kv.layers) * -(-num_rows // (runner.speculation.num_nodes + 1))):
         attend()
@@ -87,18 +92,22 @@ def _target_forward(runner: GraphModelRunner, num_rows: int) -> None:
 
 def _attention_ms(runner: GraphModelRunner) -> float:
     """Milliseconds that one more token of context costs one row, over all target layers."""
-    layer = runner.target_kv.layers[0]
-    room = layer.kv_cache.shape[2] * layer.kv_cache.shape[0]
+    layers = runner.target_kv.layers
+    room = layers[0].kv_cache.shape[2] * layers[0].kv_cache.shape[0]
     short, long = (min(context, room - TREE_SIZE, runner.max_model_len - TREE_SIZE) for context in CONTEXTS)
     if long <= short:
         return 0.0
-    times = usual_ms([_attention(runner, TREE_SIZE, context) for context in (short, long)])
-    return max(0.0, times[1] - times[0]) * len(runner.target_kv.layers) / (TREE_SIZE * (long - short))
+    # Layers with a sliding window read less of a long context than others.
+    windows, added = [window_of(layer.impl) for layer in layers], 0.0
+    for window in set(windows):
+        layer = layers[windows.index(window)]
+        times = usual_ms([_attention(layer, TREE_SIZE, context) for context in (short, long)])
+        added += max(0.0, times[1] - times[0]) * windows.count(window)
+    return added / (TREE_SIZE * (long - short))
 
 
-def _attention(runner: GraphModelRunner, num_rows: int, context: int) -> Callable[[], None]:
-    """A function that runs one layer's attention for ``num_rows`` rows of a request with ``context`` tokens."""
-    layer = runner.target_kv.layers[0]
+def _attention(layer: Any, num_rows: int, context: int) -> Callable[[], None]:
+    """A function that runs a layer's attention for ``num_rows`` rows of a request with ``context`` tokens."""
     block_size = layer.kv_cache.shape[2]
     num_blocks = -(-(context + num_rows) // block_size)
     tree = TreeRows(
@@ -134,11 +143,15 @@ def time_by_rows(rows: list[int], *runs: Callable[[int], object]) -> tuple[list[
 
 def usual_ms(runs: list[Callable[[], object]], rows: int = 1) -> list[float]:
     """The lower quartile of each function's time in milliseconds; other load on the machine only adds to a time."""
-    times = 8 if rows <= 32 else 4
-    seconds = np.empty((times + 1, len(runs)))
-    for turn in seconds:
-        for index, run in enumerate(runs):
+    turns: list[list[float]] = []
+    while len(turns) < 1 + (8 if rows <= 32 else 4):
+        turn = []
+        for run in runs:
             start = time.perf_counter()
             run()
-            turn[index] = time.perf_counter() - start
-    return [1e3 * float(value) for value in np.quantile(seconds[1:], 0.25, axis=0)]  # the first turn warms the caches
+            turn.append(time.perf_counter() - start)
+        turns.append(turn)
+        # What takes long varies less, and a table of a few numbers of rows says little about the others.
+        if len(turns) > LEAST_TURNS and from_first_rank(np.array([sum(turn)]))[0] > LONG_SECONDS:
+            break
+    return [1e3 * float(value) for value in np.quantile(turns[1:], 0.25, axis=0)]  # the first turn warms the caches

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from vllm_gsd.tools.distill.data import Answer, read_answers
+from vllm_gsd.tools.errors import ToolError
 
 # Maximum tokens of a forward pass, padding included. More need fewer launches for a pack and have more padding.
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -40,12 +41,19 @@ class StoredStates:
     """Reads states from the files in ``folder``."""
 
     def __init__(self, folder: Path):
-        from safetensors import safe_open
-
-        self.file = cache(lambda name: safe_open(folder / f"{name}.safetensors", "pt").get_slice("states"))
+        self.file = cache(lambda name: _opened(folder / f"{name}.safetensors"))
 
     def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
         return [self.file(answer.file)[answer.first : answer.first + len(answer.input_ids)] for answer in answers]
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, "pt").get_slice("states")
+    except SafetensorError as error:
+        raise ToolError(f"{str(file)!r} is damaged ({error}); delete it, and the states are made again.") from error
 
 
 class ComputedStates:

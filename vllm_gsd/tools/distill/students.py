@@ -27,9 +27,9 @@ def keep_layers(layers: nn.ModuleList, config: Any, count: int) -> None:
     for number in reversed(range(len(layers))):
         if number not in stay:
             del layers[number]
-    config.num_hidden_layers = count
+    config.update({"num_hidden_layers": count})
     if types := getattr(config, "layer_types", None):
-        config.layer_types = types[:count]
+        config.update({"layer_types": types[:count]})
 
 
 class Student(nn.Module):
