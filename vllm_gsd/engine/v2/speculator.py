@@ -80,6 +80,7 @@ class GraphSpeculator(BaseSpeculator):
         self.ends = np.zeros(num_slots, np.int64)  # the maximum number of tokens of each slot's request
         self.tenants = np.zeros(num_slots, np.int64)  # changes whenever a slot gets or loses a request
         self.plain = np.zeros(num_slots, np.bool_)  # slots of requests that are decoded as without gsd
+        self.no_nodes = torch.zeros((num_slots, self.num_rows), dtype=torch.int64, device=device)
         self.draft_graphs: DraftGraphs | None = None
         self.parents: dict[str, list[int]] = {}  # of the latest nodes, for requests with structured output
         self.grammars: WorkerGrammars | None = None  # from the first request with structured output on
@@ -225,7 +226,7 @@ class GraphSpeculator(BaseSpeculator):
             The tokens of the flattened graphs, int64 [num_requests, num_rows], padded with zeros.
         """
         num_requests, slots = input_batch.num_reqs, input_batch.idx_mapping_np
-        nothing = torch.zeros((num_requests, self.num_rows), dtype=torch.int64, device=self.device)
+        nothing = self.no_nodes[:num_requests]
         if dummy_run:
             if is_profile and skip_attn_for_dummy_run:
                 self.profile(last_hidden_states, aux_hidden_states)
