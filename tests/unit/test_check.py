@@ -15,6 +15,7 @@ from vllm_gsd.tools.check.model_files import kv_bytes_per_token, weight_bytes
 from vllm_gsd.tools.check.pair import check_pair
 from vllm_gsd.tools.check.probes import Finding, ask
 from vllm_gsd.tools.errors import ToolError
+from vllm_gsd.tools.output import try_file
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -363,3 +364,13 @@ def test_every_symbol_is_there():
     from vllm_gsd.tools.check.probe import vllm
 
     assert {one.topic: one.status for one in vllm({})}["vLLM's symbols"] == "ok"
+
+
+def test_a_link_to_a_trace_that_is_not_there_yet_stays(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "trace.jsonl")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    try_file(tmp_path / "link", '"trace"')
+    assert (tmp_path / "link").is_symlink() and not any((tmp_path / "disk").iterdir())
+    with pytest.raises(ToolError, match=r'"trace" is ".*/loop", but must be a file that can be written'):
+        try_file(tmp_path / "loop", '"trace"')

@@ -57,11 +57,23 @@ def test_missing_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shards", "own", "second"), [(0.5, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 2, 1), (10, 5, 3), (30, 15, 9)]
+    ("count", "first", "own", "second"),
+    [(1, 1, 0, 0), (2, 1, 1, 0), (1000, 1, 500, 300), (64, 64, 0, 0), (96, 64, 32, 0), (640, 64, 320, 192)],
 )
-def test_rounds_are_whole_shards_and_the_first_one_is_there(shards, own, second):
-    size = 96
-    assert answers.later_rounds(int(shards * size), size) == (own * size, second * size)
+def test_what_was_timed_belongs_to_the_first_round(count, first, own, second):
+    assert answers.later_rounds(count, first) == (own, second)
+
+
+def test_a_resumed_run_makes_up_other_requests(tmp_path, monkeypatch):
+    """It would make up the same ones again, since the engine begins with its seed."""
+    words(monkeypatch)
+    seeds: list[int] = []
+    monkeypatch.setattr(generate, "start_target", lambda *_, seed, **__: seeds.append(seed))
+    monkeypatch.setattr(generate, "answer", lambda llm, chats, *_, **__: llm() or [""] * len(chats))
+    for made_up in range(2):
+        answers.make_answers(Options(target="t", answers=1, seed=5), tmp_path, None)
+        (tmp_path / f"own.{made_up}.json").touch()
+    assert seeds == [5, 6]
 
 
 @pytest.mark.parametrize(("given", "name", "later"), [({}, "first", 1.5), ({"prompts": "file"}, "file", 1.0)])

@@ -8,7 +8,7 @@ import torch
 from distill_world import PROMPT, files, student
 
 from vllm_gsd.config.draft_check import check_draft
-from vllm_gsd.tools.distill.data import load_answers
+from vllm_gsd.tools.distill.data import Answer, divided, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.packs import Packs
@@ -89,6 +89,17 @@ def test_answers_are_cut_and_too_short_ones_left_out(work, caplog):
     assert not caplog.text
     assert load_answers(files(work), PROMPT + 1) == []
     assert "24 of 24 answers are left out, because they have fewer than 2 tokens within --longest 4" in caplog.text
+
+
+def test_no_request_is_on_both_sides():
+    """Many users ask the same, and greedy answers to it are the same, too."""
+    requests = [index % 130 for index in range(400)]
+    data = [Answer(np.array([request, 7, index]), 1, "first", 0) for index, request in enumerate(requests)]
+    training, held_out = divided(data)
+    asked = {int(answer.input_ids[0]) for answer in held_out}
+    assert asked == {0, 40, 80, 120} and asked.isdisjoint(int(answer.input_ids[0]) for answer in training)
+    assert len(training) + len(held_out) == 400
+    assert [len(side) for side in divided(data[:1])] == [1, 1]
 
 
 def test_states_are_recorded_by_request_and_position():

@@ -60,7 +60,7 @@ def test_a_prefix_hit_takes_over_whole_blocks():
     assert (tracker.length["a"], tracker.length["b"]) == (12, 10)
 
 
-def test_requests_that_start_together_read_a_shared_prefix_once():
+def test_requests_that_start_together_share_what_one_of_them_reads():
     """They share blocks that one of them has yet to fill."""
     tracker = DraftKVTracker(16, 4, shift=1)
     tracker.admit([("a", [3, 5, 6], 0), ("b", [3, 5, 8], 8), ("c", [3, 5, 9], 8)])

@@ -89,6 +89,7 @@ def test_catching_up_has_no_masks():
     done, counts = np.array([5, 0, 2]), np.array([CHUNK - 9, 0, 4])
     batch = DraftBatch(
         request_ids=["a", "b", "c"], requests=[], num_outputs=done, sampled=done > 0, length=done + counts,
+        whole=done + counts,
         token_ids=np.zeros((3, CHUNK), np.int32), token_rows=np.arange(3), block_size=16,
         block_table=torch.zeros(3, CHUNK // 16, dtype=torch.int32), num_blocks=np.full(3, CHUNK // 16),
     )  # fmt: skip

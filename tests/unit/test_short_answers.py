@@ -1,7 +1,5 @@
 """The draft reads a prompt only for an answer that is long enough to make up for it."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -61,10 +59,10 @@ def test_prompts(rest, most_tokens, reads):
     speculation.planner = Planner(4, 6, NODES, COSTS)
     speculation.drafter = reader = Reader()
     speculation.draft_kv, speculation.most_missed = DraftKVTracker(0, 1), 1 << 20
-    speculation.admitted = {"a": (True, False, most_tokens)}
+    speculation.admitted, speculation.max_model_len = {"a": (True, False, most_tokens)}, 10**7
     one, reader.due = np.ones(1, np.int64), [0]
     batch = DraftBatch(
-        request_ids=["a"], requests=[SimpleNamespace(num_tokens=PROMPT + (rest or 0))],
+        request_ids=["a"], requests=[None], whole=one * (PROMPT + (rest or 0)),
         num_outputs=one * sampled, sampled=np.array([sampled]),
         length=one * PROMPT, token_ids=np.arange(2 * PROMPT, dtype=np.int32)[None], token_rows=0 * one,
         block_table=torch.zeros((1, 1), dtype=torch.int32), num_blocks=one, block_size=16,

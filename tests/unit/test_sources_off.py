@@ -52,6 +52,7 @@ def step(speculation: Speculation, text: np.ndarray, length: int) -> int:
         num_outputs=one,
         sampled=np.ones(1, np.bool_),
         length=one * length,
+        whole=one * length,
         token_ids=text[None],
         token_rows=0 * one,
         block_table=torch.zeros((1, 1), dtype=torch.int32),

@@ -159,10 +159,11 @@ def test_both_runners_choose_the_same():
             slots = rng.permutation(SLOTS)[:count]
             batch = DraftBatch(
                 request_ids=[str(slot) for slot in slots],
-                requests=[SimpleNamespace(num_tokens=2000)] * count,
+                requests=[None] * count,
                 num_outputs=np.ones(count, np.int64),
                 sampled=rng.random(count) < 0.95,
-                length=rng.integers(1, 2000, count),
+                length=(length := rng.integers(1, 2000, count)),
+                whole=length,
                 token_ids=np.zeros((SLOTS, 1), np.int32),
                 token_rows=slots,
                 block_table=torch.zeros((count, 1), dtype=torch.int32),

@@ -215,7 +215,7 @@ class Speculation:
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
         own: list[Sized] = [self.trees, self.grammar_trees, self.admitted, self.draft_kv.blocks, self.draft_kv.length]
-        return [*own, self.trust.seen, self.recorder.traced, *self.copies.tables()]
+        return [*own, self.draft_kv.shared, self.trust.seen, self.recorder.traced, *self.copies.tables()]
 
     def take_stats(self, *more_tables: Sized) -> dict[str, dict]:
         """Statistics since the last call, and the current state. The runner passes its own tables keyed by request."""
@@ -252,12 +252,11 @@ class Speculation:
         requests = self._graph_requests(batch, wanted.nonzero()[0], max_depth, grammar)
         trees, grown = self._grow(requests) if self.copies else None, np.zeros(len(requests.index), np.bool_)
         if self.drafter is not None:
-            rest = np.zeros_like(length)  # of prompts that are read in parts
-            for index in prompts.nonzero()[0].tolist():
-                rest[index] = batch.requests[index].num_tokens - length[index]
-            missed = self.drafter.missed(self.draft_kv, request_ids, length + rest)
-            left = np.minimum(max_depth, self.max_model_len - (length + rest) - 1)
-            missed = np.where(self.planner.reading_pays(missed, left), missed - rest, TOO_LONG)
+            # A prompt that is read in parts is judged as a whole.
+            missed = self.drafter.missed(self.draft_kv, request_ids, batch.whole)
+            left = np.minimum(max_depth, self.max_model_len - batch.whole - 1)
+            pays = self.planner.reading_pays(missed, left)
+            missed = np.where(pays, missed - (batch.whole - length), TOO_LONG)
             drafting = self.choose_drafting(requests.index, *self._found(requests, trees), missed)
             due = np.where(drafting, length, 0)
             prompts &= missed <= self.most_missed

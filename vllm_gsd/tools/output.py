@@ -1,5 +1,6 @@
 """Places for results: tries them before the work, and writes whole files, so that hours of work are not lost."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -26,11 +27,11 @@ def try_file(file: Path, option: str) -> None:
         ToolError: this fails.
     """
     try:
-        file = file.resolve()  # a link to a file that is not there yet stays
-        existed = file.exists()
-        file.open("a").close()
+        place = Path(os.path.realpath(file))  # a link to a file that is not there yet stays
+        existed = place.exists()
+        place.open("a").close()
         if not existed:
-            file.unlink()
+            place.unlink()
     except OSError as error:
         raise _refusal(option, file, "must be a file that can be written", error) from None
 

@@ -48,5 +48,6 @@ def tables(llm) -> dict[str, int]:
         "trust": len(speculation.trust.seen),
         "draft_kv_blocks": len(speculation.draft_kv.blocks),
         "draft_kv_length": len(speculation.draft_kv.length),
+        "draft_kv_shared": len(speculation.draft_kv.shared),
         "kept": len(scheduler(llm).kept),
     }

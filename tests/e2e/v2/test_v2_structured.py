@@ -49,18 +49,22 @@ GSD = {"method": "gsd", "num_speculative_tokens": 8, "max_depth": 3, "top_k": 8,
 
 @pytest.fixture(scope="module")
 def requests(text_pair, random_prompts, v2_options):
-    """Prompts, parameters, plain vLLM's answers on V1, which is much faster here, and V1's target steps with gsd."""
+    """Prompts, parameters, plain vLLM's answers on V1, which is much faster here, and V1's target steps with gsd.
+
+    The last ones are answers to prompts of which three do not fit into one step of V2's engines.
+    """
     prompts, params = random_prompts(COUNT, 5, 20, seed=5), [PARAMS[index % len(PARAMS)] for index in range(COUNT)]
     options = {**v2_options, **OPTIONS}
     plain = Engine(text_pair.target, None, **options)
     answers, (free,) = plain.generate(prompts, params), plain.generate(prompts[:1], FREE)
+    parts = plain.generate(random_prompts(3, 120, 130, seed=9), PARAMS[0])
     plain.close()
     own = {**GSD, "model": str(text_pair.draft)}
     engine = Engine(text_pair.target, own, [draft_every_level, wait_for_grammars], **options)
     engine.generate([prompts[0], *prompts], [FREE, *params])
     steps = engine.metrics()["gsd_target_steps"]
     engine.close()
-    return prompts, params, answers, free, steps
+    return prompts, params, answers, free, steps, parts
 
 
 def wait_for_grammars(llm) -> None:
@@ -112,9 +116,9 @@ def planned_anew(engine, prompts, params) -> tuple[list, int]:
 @pytest.mark.parametrize(
     ("async_scheduling", "head"), [(True, None), (False, None), (True, "qwen3")], ids=["async", "sync", "eagle3"]
 )
-def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, head, tmp_path):
+def test_valid_and_equal(text_pair, tiny_eagle3, random_prompts, requests, async_scheduling, head, tmp_path):
     """Requests with grammars share batches with one without. Traces work with and without a grammar."""
-    prompts, params, expected, expected_free, v1_steps = requests
+    prompts, params, expected, expected_free, v1_steps, expected_parts = requests
     trace = tmp_path / "trace.jsonl"
     config = {**GSD, "model": str(tiny_eagle3 / head if head else text_pair.draft), "trace": str(trace)}
     engine = V2Engine(text_pair.target, config, async_scheduling=async_scheduling, **OPTIONS)
@@ -126,6 +130,7 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     grown = engine.call(who_grew)
     counts = engine.metrics()
     (free,) = engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8, **TRACED})
+    parts = engine.generate(random_prompts(3, 120, 130, seed=9), PARAMS[0])
     stop, whole = expected_free.completions[0].text[12:15], expected_free.completions[0].text
     (stopped,) = engine.generate(prompts[:1], {**FREE, "stop": [stop]})
     few, cut = len(PARAMS), 1
@@ -136,6 +141,7 @@ def test_valid_and_equal(text_pair, tiny_eagle3, requests, async_scheduling, hea
     assert [answer.tokens for answer in planned] == [answer.tokens for answer in expected[:few]] and cut > 0
     assert stopped.completions[0].text == whole[: whole.index(stop)] and stopped.completions[0].stop_reason == stop
     assert without_grammar.tokens == expected_free.tokens
+    assert [answer.tokens for answer in parts] == [answer.tokens for answer in expected_parts]
     # The request without a grammar drafts on the device, also in batches with requests that wait for the host.
     assert {count for kind, count, _ in grown if kind == "device"} == {1}
     assert any(kind == "device" and batch == 4 for kind, _, batch in grown)

@@ -16,8 +16,9 @@ from vllm_gsd.ops.attention.rows import AttendingRows
 class TreeRows(AttendingRows):
     """The rows of one forward pass that our kernels serve. Those of the target are nodes only, but on CPUs."""
 
-    rows: torch.Tensor | slice | None = None  # int64 [num_rows], rows of the batch; None if they are all its rows
-    # The other rows of the batch, int64, and upstream's metadata for them; None if there are none.
+    # The rows of the batch, int64 [num_rows] or, if they are neighbours, a slice; None if they are all its rows.
+    rows: torch.Tensor | slice | None = None
+    # The other rows of the batch, given alike, and upstream's metadata for them; None if there are none.
     plain_rows: torch.Tensor | slice | None = None
     plain_metadata: Any = None
     # For GPUs: maximum rows of a request, which bounds a launch without a device sync; None for the number of all rows.

@@ -16,6 +16,7 @@ class DraftBatch:
     num_outputs: np.ndarray  # int64 [num_requests], tokens generated so far
     sampled: np.ndarray  # bool [num_requests], whether the last step emitted tokens; False during chunked prefill
     length: np.ndarray  # int64 [num_requests], committed tokens, or the computed part of an unfinished prompt
+    whole: np.ndarray  # int64 [num_requests], ``length`` with the rest of an unfinished prompt
     token_ids: np.ndarray  # int32 [>= num_requests, max_model_len]
     token_rows: np.ndarray  # int64 [num_requests], each request's row in ``token_ids``
     block_table: torch.Tensor  # int32 [num_requests, max_blocks]

@@ -75,13 +75,16 @@ class GraphProposer:
         sampled = np.array([len(tokens) > 0 for tokens in sampled_token_ids])
         computed = self.runner.optimistic_seq_lens_cpu[:count].numpy()
         block_table = batch.block_table[0]
+        length = np.where(sampled, num_tokens_no_spec[:count], computed).astype(np.int64)
+        whole = np.array([request.num_tokens for request in requests], np.int64)
         trees = self.speculation.propose(
             DraftBatch(
                 request_ids=batch.req_ids[:count],
                 requests=requests,
                 num_outputs=np.array([len(request.output_token_ids) for request in requests], np.int64),
                 sampled=sampled,
-                length=np.where(sampled, num_tokens_no_spec[:count], computed).astype(np.int64),
+                length=length,
+                whole=np.where(sampled, length, whole),
                 token_ids=token_ids_cpu,
                 token_rows=np.arange(count),
                 block_table=block_table.block_table.cpu[:count],

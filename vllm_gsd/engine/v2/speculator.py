@@ -396,13 +396,15 @@ class GraphSpeculator(BaseSpeculator):
             block_table = block_table[send(self.device, places)[0]]
         # Exact in the middle of a prompt, where nothing was drafted; otherwise an upper bound.
         computed = (input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens)[places]
-        sampled = computed >= input_batch.prefill_len_np[places]
+        prompts = input_batch.prefill_len_np[places]
+        sampled = computed >= prompts
         return DraftBatch(
             request_ids=request_ids,
             requests=[self.requests[request_id] for request_id in request_ids],
             num_outputs=texts.length[slots] - texts.prompt_length[slots],
             sampled=sampled,
             length=np.where(sampled, texts.length[slots], computed).astype(np.int64),
+            whole=np.where(sampled, texts.length[slots], prompts).astype(np.int64),
             token_ids=texts.tokens,
             token_rows=slots,
             block_table=block_table,

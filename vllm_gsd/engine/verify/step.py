@@ -150,6 +150,7 @@ class TargetLayers(NamedTuple):
             rows: their rows of the batch, int64 on the host.
             tree_requests: int64 [num_tree_requests], indices of these requests.
         """
+        assert isinstance(tree_rows.rows, torch.Tensor)
         if len(rows) == common.num_actual_tokens:
             self.attach(replace(tree_rows, rows=None))
             return
@@ -183,7 +184,7 @@ class TargetLayers(NamedTuple):
             self._replace(groups=[group]).attach(group_rows)
 
 
-def _as_slice(rows: np.ndarray, index: torch.Tensor | slice | None) -> torch.Tensor | slice | None:
+def _as_slice(rows: np.ndarray, index: torch.Tensor) -> torch.Tensor | slice:
     """A slice that needs no copies, if ascending rows of a batch are neighbours, or else their index."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else index

@@ -60,7 +60,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     asked = prompts.first_round(min(most, size), options.seed)
     generate.fitting(options.target, asked, options.longest)
     count = planned(asked, "first")
-    own, second = later_rounds(count, size)
+    own, second = later_rounds(count, 1 if minutes is None else size)
     asked = prompts.first_round(count - own - second, options.seed)
     about = list(zip(asked, answer(asked, "first", options.seed), strict=True))
     if own:
@@ -72,15 +72,13 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         answer(prompts.second_round(second, options.seed + 1, about), "second", options.seed + 1_000_000)
 
 
-def later_rounds(count: int, size: int) -> tuple[int, int]:
-    """The numbers of answers, of ``count``, to the target's own requests and in the second round, in shards of a size.
+def later_rounds(count: int, first: int) -> tuple[int, int]:
+    """The numbers of answers, of ``count``, to the target's own requests and in the second round.
 
-    At least one shard belongs to the first round: the one that was timed to plan the others is there already.
+    At least ``first`` belong to the first round: those that were timed to plan the others are there already.
     """
-    shards = count // size
-    own = max(0, min(round(OWN * shards), shards - 1))
-    second = max(0, min(round(SECOND_ROUND * shards), shards - 1 - own))
-    return own * size, second * size
+    own = max(0, min(round(OWN * count), count - first))
+    return own, max(0, min(round(SECOND_ROUND * count), count - first - own))
 
 
 def planned_answers(

@@ -15,6 +15,8 @@ from vllm_gsd.tools.errors import ToolError
 
 # Minimum tokens of an answer to learn from.
 SHORTEST = 2
+# The answers to one request in this many are held out.
+HELD_OUT = 40
 
 
 class Answer(NamedTuple):
@@ -74,6 +76,19 @@ def load_answers(files: Sequence[Path], longest: int) -> list[Answer]:
             len(found) - len(kept), len(found), SHORTEST, longest,
         )  # fmt: skip
     return kept
+
+
+def divided(data: list[Answer]) -> tuple[list[Answer], list[Answer]]:
+    """The answers to learn from, and those that are held out.
+
+    Requests may repeat, and the answers to one must not be on both sides. With a single request they are.
+    """
+    requests = [answer.input_ids[: answer.prompt_len].tobytes() for answer in data]
+    chosen = set(list(dict.fromkeys(requests))[::HELD_OUT])
+    sides: tuple[list[Answer], list[Answer]] = [], []
+    for answer, request in zip(data, requests, strict=True):
+        sides[request in chosen].append(answer)
+    return sides[0] or data, sides[1]
 
 
 def count_tokens(data: list[Answer], vocab_size: int) -> np.ndarray:

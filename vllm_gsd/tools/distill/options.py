@@ -104,10 +104,7 @@ class Options:
     ] = None
     batch: Annotated[
         int | None,
-        Option(
-            min=1,
-            help=f"Concurrent requests while the target answers, on a CPU at most 64; by default {ANSWERING['batch']}.",
-        ),
+        Option(min=1, help=f"Concurrent requests while the target answers; by default {ANSWERING['batch']}."),
     ] = None
     seed: Annotated[int, Option(min=0, max=2**32 - 1)] = 0
     engine: Annotated[bool, Option(help="Measure the draft in the real engine at the end.")] = True

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 # Shares of the time limit for answers and training. The rest is for validation in three engines.
 ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.3
-# One answer in this many is held out, and this many held-out prompts are decoded in the real engine.
-HELD_OUT, ENGINE_PROMPTS = 40, 12
+# So many held-out prompts are decoded in the real engine.
+ENGINE_PROMPTS = 12
 
 
 def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
             if not files_of_answers(work):  # so that a mistake in the options can be corrected
                 (work / "options.json").unlink()
             raise
-    from vllm_gsd.tools.distill.data import load_answers
+    from vllm_gsd.tools.distill.data import divided, load_answers
     from vllm_gsd.tools.distill.hardware import found_hardware
 
     files = kept(work / "files.json", lambda: [file.name for file in files_of_answers(answers)])
@@ -84,10 +84,7 @@ def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
         raise ToolError(
             f"--longest is {options.longest}, but no request with an answer of two tokens fits into it; raise it."
         )
-    held_out = data[::HELD_OUT]
-    asked = {answer.input_ids[: answer.prompt_len].tobytes() for answer in held_out}
-    # Requests may repeat, and their answers do, too.
-    training = [answer for answer in data if answer.input_ids[: answer.prompt_len].tobytes() not in asked] or data
+    training, held_out = divided(data)
     results = kept(
         work / "results.json", lambda: _in_own_process(_train, options, work, answers / "states", training, held_out)
     )
