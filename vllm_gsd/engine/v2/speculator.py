@@ -396,8 +396,7 @@ class GraphSpeculator(BaseSpeculator):
             block_table = block_table[send(self.device, places)[0]]
         # Exact in the middle of a prompt, where nothing was drafted; otherwise an upper bound.
         computed = (input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens)[places]
-        prompts = input_batch.prefill_len_np[places]
-        sampled = computed >= prompts
+        sampled = computed >= (prompts := input_batch.prefill_len_np[places])
         return DraftBatch(
             request_ids=request_ids,
             requests=[self.requests[request_id] for request_id in request_ids],
