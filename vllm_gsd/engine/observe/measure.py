@@ -99,7 +99,7 @@ def _attention_ms(runner: GraphModelRunner) -> float:
         return 0.0
     # Layers with a sliding window read less of a long context than others.
     windows, added = [window_of(layer.impl) for layer in layers], 0.0
-    for window in set(windows):
+    for window in dict.fromkeys(windows):
         layer = layers[windows.index(window)]
         times = usual_ms([_attention(layer, TREE_SIZE, context) for context in (short, long)])
         added += max(0.0, times[1] - times[0]) * windows.count(window)

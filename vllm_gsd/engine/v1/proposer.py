@@ -76,7 +76,9 @@ class GraphProposer:
         computed = self.runner.optimistic_seq_lens_cpu[:count].numpy()
         block_table = batch.block_table[0]
         length = np.where(sampled, num_tokens_no_spec[:count], computed).astype(np.int64)
-        whole = np.array([request.num_tokens for request in requests], np.int64)
+        whole = length.copy()
+        for place in (~sampled).nonzero()[0].tolist():
+            whole[place] = requests[place].num_tokens
         trees = self.speculation.propose(
             DraftBatch(
                 request_ids=batch.req_ids[:count],
@@ -84,7 +86,7 @@ class GraphProposer:
                 num_outputs=np.array([len(request.output_token_ids) for request in requests], np.int64),
                 sampled=sampled,
                 length=length,
-                whole=np.where(sampled, length, whole),
+                whole=whole,
                 token_ids=token_ids_cpu,
                 token_rows=np.arange(count),
                 block_table=block_table.block_table.cpu[:count],
