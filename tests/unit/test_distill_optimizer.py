@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_gsd.tools.distill import optimizer as optimizers
 from vllm_gsd.tools.distill.optimizer import MuonAndAdamW
 
 
@@ -19,6 +21,19 @@ class Net(torch.nn.Module):
 
     def forward(self, rows):
         return self.lm_head(self.inner(rows).tanh())
+
+
+class RecordDtypes(TorchDispatchMode):
+    """Notes the types of all results."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.dtypes |= {tensor.dtype for tensor in [result] if isinstance(tensor, torch.Tensor)}
+        return result
 
 
 def learn(model, optimizer, steps):
@@ -60,3 +75,17 @@ def test_it_resumes():
     for net, own in ((model, optimizer), (again, resumed)):
         learn(net, own, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_processors_without_bfloat16_compute_in_float32(monkeypatch):
+    steps = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(optimizers, "CPU_DTYPE", dtype)
+        model = Net()
+        before = model.inner.weight.detach().clone()
+        optimizer = MuonAndAdamW(model, lr=0.01, weight_decay=0.0)
+        with RecordDtypes() as seen:
+            learn(model, optimizer, 1)
+        assert (torch.bfloat16 in seen.dtypes) == (dtype == torch.bfloat16)
+        steps[dtype] = before - model.inner.weight.detach()
+    torch.testing.assert_close(*steps.values(), rtol=0.05, atol=1e-4)
