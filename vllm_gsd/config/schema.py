@@ -64,7 +64,7 @@ class GSDConfig(BaseModel):
         description="Maximum number of draft levels, or of depths that a graph takes from a drafted block. Merged "
         "nodes and copies from texts can make paths of a graph longer.",
     )
-    top_k: int = Field(8, ge=1, le=32, description="Out-degree of a node: how many candidates the draft gives it.")
+    top_k: int = Field(8, ge=1, le=32, description="Maximum number of candidates that the draft gives a node.")
     theta_prob: float = Field(
         0.02, ge=0, le=1, description="A node is not expanded if it is reached with a lower probability than this."
     )
@@ -95,9 +95,8 @@ class GSDConfig(BaseModel):
     )
     budget: int | Literal["auto"] = Field(
         "auto",
-        description='"auto" drafts and verifies in each step as much as pays (with Model Runner V2 it plans by values '
-        "that are a step or two old); a number runs every level and verifies that many "
-        "nodes.",
+        description='"auto" drafts and verifies in each step as much as pays (on Model Runner V2 it decides by graphs '
+        "that are a step or two old); a number drafts every level and verifies that many nodes.",
         json_schema_extra={"allowed": '"auto" or a whole number from 1 to "num_speculative_tokens"'},
     )
     draft_tensor_parallel_size: int | None = Field(
@@ -125,7 +124,7 @@ class GSDConfig(BaseModel):
     cpu_kernels: Literal["auto", "off"] = Field(
         "auto",
         description='On CPUs, "auto" takes our matrix products and our attention where they are faster than vLLM\'s; '
-        '"off" leaves both to vLLM, but for the attention of rows that branch. GPUs have no such kernels.',
+        '"off" leaves both to vLLM, except the attention of rows that branch. GPUs have no such kernels.',
     )
     trace: str | None = Field(
         None,
