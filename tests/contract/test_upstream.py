@@ -92,12 +92,6 @@ SIGNATURES = [
     (CPUModelRunner.__init__, ["vllm_config", "device"]),
     (GPUModelRunner.take_draft_token_ids, []),
     (GPUModelRunner.maybe_setup_dummy_loras, ["lora_config", "remove_lora"]),
-    # upstream.forwards, for tools.distill.recorder
-    (
-        GPUModelRunner._model_forward,
-        ["input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"],
-    ),
-    (GPUModelRunner.execute_model, ["scheduler_output", "intermediate_tensors"]),
     # engine.schedule.scheduler, engine.schedule.grammar
     (Scheduler.update_draft_token_ids, ["draft_token_ids"]),
     (Scheduler.get_grammar_bitmask, ["scheduler_output"]),

@@ -41,7 +41,7 @@ def command(target, preforked, tmp_path_factory):
     rows = [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in PROMPTS]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     return [
-        preforked, *VLLM_GSD, "distill", "--target", str(target), "--prompts", str(prompts), "--max-tokens", "16",
+        preforked, *VLLM_GSD, "distill", "--target", str(target), "--prompts", str(prompts), "--max-tokens", "32",
         "--vocab-size", "400", "--epochs", "8",
     ]  # fmt: skip
 

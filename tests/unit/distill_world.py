@@ -32,7 +32,7 @@ def write_answers(folder: Path, target: Path) -> Path:
     """Write two files of answers and their states."""
     (folder / "answers").mkdir()
     rng = np.random.default_rng(0)
-    for name in ("first-00000", "second-00000"):
+    for name in ("00000", "00001"):
         texts = [rng.integers(0, 300, length).tolist() for length in rng.integers(12, 40, 12)]
         rows = [{"input_ids": text, "prompt_len": PROMPT, "text": ""} for text in texts]
         Dataset.from_list(rows).to_parquet(str(folder / "answers" / f"{name}.parquet"))

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.config.draft_kind import kind_of
 from vllm_gsd.config.draft_vocab import read_draft_vocab
-from vllm_gsd.tools.distill import engine, generate, recorder, run, states, students
+from vllm_gsd.tools.distill import engine, run, states, students
 from vllm_gsd.tools.distill.data import Answer, count_tokens, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.lm import project
@@ -266,128 +266,6 @@ class TestStudents:
         base = torch.randn(100, 4) @ torch.randn(4, 64)
         small = project(base, 4)
         torch.testing.assert_close(small @ small.T, base @ base.T, rtol=1e-3, atol=1e-2)
-
-
-def test_an_empty_answer_keeps_its_place_and_is_not_learned_from(tmp_path, monkeypatch):
-    """The second round asks about earlier answers, so every answer must stay with its request."""
-
-    def output(length):
-        completion = SimpleNamespace(token_ids=[5] * length, text=f"{length} tokens")
-        return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[completion])
-
-    monkeypatch.setattr(recorder.Recorder, "attached", lambda llm: None)
-    for folder in ("answers", "states"):
-        (tmp_path / folder).mkdir()
-    left = tmp_path / "states" / "first-00000.safetensors"  # by a killed run, for other answers
-    left.touch()
-    monkeypatch.setattr(generate, "_generate", lambda llm, chats, *rest: [output(length) for length in (4, 1, 3)])
-    texts = generate.answer(lambda: AskingTarget("template"), [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
-    assert texts == ["4 tokens", "1 tokens", "3 tokens"]
-    data = load_answers(files(tmp_path), 640)
-    assert [row.first for row in data] == [0, 6 + 3] and not left.exists()
-    (tmp_path / "answers" / "first-00000.parquet").write_bytes(b"")
-    with pytest.raises(ToolError, match=r"first-00000\.parquet' cannot be read as a file of answers"):
-        generate.answer(None, [[]] * 3, tmp_path, "first", max_tokens=9, seed=0)
-
-
-def test_a_shard_has_as_many_answers_as_requests_run_together(tmp_path, monkeypatch):
-    """Of a slow target it has at least ``SHARD``. Its requests do not depend on which other shards are missing."""
-
-    class Target(AskingTarget):
-        llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=99))
-
-        def generate(self, prompts, params, use_tqdm):
-            self.turns.append(len(prompts))
-            return [
-                SimpleNamespace(
-                    prompt_token_ids=prompt["prompt_token_ids"],
-                    outputs=[SimpleNamespace(token_ids=[5], text=f"{prompt['prompt_token_ids']} {own.temperature}")],
-                )
-                for prompt, own in zip(prompts, params, strict=True)
-            ]
-
-    monkeypatch.setattr(recorder.Recorder, "attached", lambda llm: None)
-    monkeypatch.setattr(generate, "token_ids_of", lambda tokenizer, chat: chat)
-    monkeypatch.setattr(generate, "SHARD", 4)
-    for name in ("large", "small"):
-        (tmp_path / name / "answers").mkdir(parents=True)
-    target, chats = Target("template"), [[number] for number in range(18)]
-
-    def texts(name, batch):
-        return generate.answer(lambda: target, chats, tmp_path / name, "first", max_tokens=9, seed=0, batch=batch)
-
-    first = texts("large", batch=8)
-    assert target.turns == [8, 8, 2] and [text.split()[0] for text in first] == [f"[{i}]" for i in range(18)]
-    generate.shard_path(tmp_path / "large" / "answers", "first", 1).unlink()
-    assert texts("large", batch=8) == first and target.turns[3:] == [8]
-    assert texts("large", batch=8) == first and len(target.turns) == 4
-    texts("small", batch=2)
-    assert target.turns[4:] == [4, 4, 4, 4, 2]
-
-
-class AskingTarget:
-    """A fake engine of the target that generates every text twice and finishes two texts of three."""
-
-    def __init__(self, template: str | None):
-        self.turns: list[tuple[list, object]] = []
-        self.chat_template = template
-
-    def get_tokenizer(self):
-        return self
-
-    def apply_chat_template(self, chat, tokenize):
-        return f"<s>system\n<u>{chat[0]['content']}</u>\n<a>"
-
-    def __call__(self, text, add_special_tokens):
-        return {"input_ids": [len(text)]}
-
-    def generate(self, prompts, params, use_tqdm):
-        self.turns.append((prompts, params))
-        first = 300 * len(self.turns)
-        return [
-            SimpleNamespace(
-                outputs=[
-                    SimpleNamespace(
-                        text=f" Question {first + i // 2}\n", finish_reason="length" if i % 3 == 2 else "stop"
-                    )
-                ]
-            )
-            for i in range(len(prompts))
-        ]
-
-
-class TestOwnRequests:
-    def test_the_target_goes_on_where_a_user_begins(self, tmp_path):
-        target = AskingTarget("template")
-        chats = generate.own_requests(lambda: target, 200, tmp_path / "own.json")
-        assert len(chats) == len({json.dumps(chat) for chat in chats}) == 200
-        assert chats[0] == [{"role": "user", "content": "Question 300"}]
-        prompts, params = target.turns[0]
-        assert prompts[0] == {"prompt_token_ids": [len("<s>system\n<u>")]}
-        assert params.stop == ["</u>"] and params.temperature == 1.0
-        assert len(target.turns) == 2  # half of the texts in each turn are repeats
-        assert generate.own_requests(None, 200, tmp_path / "own.json") == chats  # read from the file
-
-    def test_a_killed_run_keeps_what_was_made_up(self, tmp_path):
-        target = AskingTarget("template")
-        ask = target.generate
-        target.generate = lambda *args, **kwargs: 1 / 0 if target.turns else ask(*args, **kwargs)
-        with pytest.raises(ZeroDivisionError):
-            generate.own_requests(lambda: target, 200, tmp_path / "own.json")
-        target.generate = ask
-        chats = generate.own_requests(lambda: target, 200, tmp_path / "own.json")
-        assert chats[0] == [{"role": "user", "content": "Question 300"}] and len(target.turns) == 2
-
-    def test_without_a_chat_template_there_are_none(self, tmp_path):
-        target = AskingTarget(None)
-        assert generate.own_requests(lambda: target, 10, tmp_path / "own.json") == []
-        assert not target.turns
-
-    def test_a_target_that_says_nothing_new_is_not_asked_for_ever(self, tmp_path):
-        target = AskingTarget("template")
-        target.generate = lambda prompts, params, use_tqdm: target.turns.append(1) or []
-        assert generate.own_requests(lambda: target, 10, tmp_path / "own.json") == []
-        assert len(target.turns) == 1
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(20, 116), (1000, 1024)])

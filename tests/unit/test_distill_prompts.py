@@ -1,35 +1,40 @@
 """Requests that the target answers for ``vllm-gsd distill``, and how many of them fit into the time limit."""
 
 import json
+import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from distill_world import files
 
-from vllm_gsd.tools.distill import answers, generate, prompts
+from vllm_gsd.tools.distill import answers, made_up, prompts
+from vllm_gsd.tools.distill.data import load_answers, read_columns
+from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.prompt_file import read_requests
 
 
-def test_the_first_round_is_varied_and_the_same_for_a_seed():
-    chats = prompts.first_round(400, 3)
-    assert chats == prompts.first_round(400, 3) != prompts.first_round(400, 4)
-    assert len({json.dumps(chat) for chat in chats}) == 400
-    # A larger count begins with the same requests, so a longer run can continue a shorter one.
-    assert prompts.first_round(500, 3)[:400] == chats
+def test_requests_from_templates_are_varied_and_the_same_for_a_seed():
+    chats = prompts.new(random.Random(3), 400)
+    assert chats == prompts.new(random.Random(3), 400) != prompts.new(random.Random(4), 400)
+    assert len({json.dumps(chat) for chat in chats}) > 380
     assert not any("{" in chat[0]["content"] for chat in chats)
 
 
-def test_the_second_round_is_about_answers():
+def test_requests_about_answers():
     answers = [([{"role": "user", "content": "x"}], f"Sentence {i}. " * 40) for i in range(20)]
-    chats = prompts.second_round(200, 5, answers)
+    continued = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
+    chats = prompts.about(random.Random(5), 200, [*answers, (continued, "Once more. " * 40)])
     assert len(chats) == 200
-    assert sum("Sentence" in json.dumps(chat) for chat in chats) > 190
-    assert {len(chat) for chat in chats} == {1, 3}  # some continue the chat
-
-
-def test_without_answers_worth_quoting():
-    assert len(prompts.second_round(10, 0, [([], "short")])) == 10
+    assert all("Sentence" in json.dumps(chat) for chat in chats)
+    assert {len(chat) for chat in chats} == {1, 3}  # some continue the chat, once
+    assert prompts.about(random.Random(0), 10, [([], "short")]) == []
 
 
 def test_from_file(tmp_path):
@@ -56,85 +61,138 @@ def test_missing_file(tmp_path):
         read_requests(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    ("count", "first", "own", "second"),
-    [(1, 1, 0, 0), (2, 1, 1, 0), (1000, 1, 500, 300), (64, 64, 0, 0), (96, 64, 32, 0), (640, 64, 320, 192)],
-)
-def test_what_was_timed_belongs_to_the_first_round(count, first, own, second):
-    assert answers.later_rounds(count, first) == (own, second)
+class Target:
+    """A fake engine of the target, in which every word is a token. It answers with as many tokens as it may.
+
+    It is asked for requests by a prompt of one token, and makes up the numbers from 0 to 2.
+    """
+
+    def __init__(self, template="template"):
+        self.asked: list[list[list[int]]] = []
+        self.params: list[Any] = []
+        self.tokenizer = SimpleNamespace(chat_template=template)
+
+    def get_tokenizer(self):
+        return self.tokenizer
+
+    def generate(self, asked, params, use_tqdm):
+        prompts = [prompt["prompt_token_ids"] for prompt in asked]
+        if isinstance(params, list):
+            self.asked.append(prompts)
+            self.params += params
+            texts = [f"answer to {prompt[-1]}. " * 20 for prompt in prompts]
+        else:
+            params, texts = [params] * len(prompts), [f" request {i % 3}" for i in range(len(prompts))]
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5] * own.max_tokens, text=text)])
+            for own, text in zip(params, texts, strict=True)
+        ]
 
 
-def test_a_resumed_run_makes_up_other_requests(tmp_path, monkeypatch):
-    """It would make up the same ones again, since the engine begins with its seed."""
-    words(monkeypatch)
-    seeds: list[int] = []
-    monkeypatch.setattr(generate, "start_target", lambda *_, seed, **__: seeds.append(seed))
-    monkeypatch.setattr(generate, "answer", lambda llm, chats, *_, **__: llm() or [""] * len(chats))
-    for made_up in range(2):
-        answers.make_answers(Options(target="t", answers=1, seed=5), tmp_path, None)
-        (tmp_path / f"own.{made_up}.json").touch()
-    assert seeds == [5, 6]
+@pytest.fixture
+def target(monkeypatch):
+    """The engine that runs start, their seeds, and a token for each word."""
+    found = Target()
+    found.seeds = []
+    monkeypatch.setattr(answers, "start_target", lambda options, seed: found.seeds.append(seed) or found)
+    monkeypatch.setattr(made_up, "user_turn", lambda tokenizer: ([9], "</u>") if tokenizer.chat_template else ([], ""))
+    monkeypatch.setattr("transformers.AutoTokenizer", SimpleNamespace(from_pretrained=lambda _: None))
+    monkeypatch.setattr(answers, "token_ids_of", lambda _, chat: [len(word) for word in chat[-1]["content"].split()])
+    monkeypatch.setattr(answers, "found_hardware", lambda: CPU._replace(at_once=8))
+    return found
 
 
-@pytest.mark.parametrize(("given", "name", "later"), [({}, "first", 1.5), ({"prompts": "file"}, "file", 1.0)])
-def test_as_many_answers_as_there_is_time_for(tmp_path, monkeypatch, given, name, later):
-    now = [0.0]
-    monkeypatch.setattr(answers.time, "perf_counter", lambda: now[0])
-    leftover = generate.shard_path(tmp_path / "answers", name, 0)
+def chats_of(work):
+    return [[json.loads(chat) for (chat,) in read_columns(file, "chat")] for file in files(work)]
+
+
+def test_every_file_has_requests_of_all_kinds(target, tmp_path):
+    """But the first one, which is timed. A killed run makes only the files again that are missing."""
+    options = Options(target="t", answers=68, seed=5)
+    answers.make_answers(options, tmp_path, None)
+    made = chats_of(tmp_path)
+    assert [len(chats) for chats in made] == [8] * 8 + [4] and target.seeds == [5]
+    kinds = [
+        [sum("request" in json.dumps(chat) and len(chat) == 1 and "answer" not in json.dumps(chat) for chat in chats),
+         sum("answer to" in json.dumps(chat) for chat in chats)]
+        for chats in made
+    ]  # fmt: skip
+    assert kinds[0] == [0, 0] and kinds[1:] == [[3, 2]] * 7 + [[2, 1]]  # of 4 made up, 3 are distinct
+    assert {own.temperature for own in target.params} == {0.0, 0.8}
+    rows = load_answers(files(tmp_path), 1024)
+    assert len(rows) == 68 and all(len(row.input_ids) == row.prompt_len + 256 for row in rows)
+    written = {file: file.read_bytes() for file in files(tmp_path)}
+    files(tmp_path)[3].unlink()
+    answers.make_answers(options, tmp_path, None)
+    assert target.seeds == [5, 13]  # with the same seed it would make up the same requests again
+    assert {file for file in files(tmp_path) if file.read_bytes() != written[file]} <= {files(tmp_path)[3]}
+    answers.make_answers(options, tmp_path, None)
+    assert len(target.seeds) == 2
+
+
+def test_a_target_without_a_chat_template_makes_up_nothing(target, tmp_path):
+    target.tokenizer.chat_template = None
+    answers.make_answers(Options(target="t", answers=32), tmp_path, None)
+    assert [len(chats) for chats in chats_of(tmp_path)] == [4] * 8
+    assert not any("request 0" in json.dumps(chats) for chats in chats_of(tmp_path))
+
+
+@pytest.mark.parametrize(("given", "later"), [(False, 1.5), (True, 1.0)])
+def test_as_many_answers_as_there_is_time_for(target, tmp_path, monkeypatch, given, later):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"w {number}"}) for number in range(300)))
+    seconds = iter([0.0, 100.0, 140.0])
+    monkeypatch.setattr(answers.time, "perf_counter", lambda: next(seconds))
+    leftover = tmp_path / "answers" / "00000.parquet"
     leftover.parent.mkdir()
     leftover.write_text("from a run that was killed")
-
-    def takes(seconds, chats=()):
-        assert not leftover.exists() and len(chats) in (0, generate.SHARD)
-        now[0] += seconds
-
-    asked = prompts.first_round(300, 0)
     for _ in range(2):  # decided once
-        planned = answers.planned_answers(
-            Options(target="t", **given), tmp_path, 8, asked, lambda: takes(100), lambda chats: takes(40, chats)
-        )
-        # 480 seconds, where later shards of templates take 1.5 times as long as the first.
-        assert planned == generate.SHARD * (1 + int((480 - 140) / (40 * later)))
-    assert now == [140.0]
-    assert answers.planned_answers(Options(target="t", answers=7), tmp_path, None, [], None, None) == 7
+        answers.make_answers(Options(target="t", prompts=str(file) if given else None), tmp_path, 8)
+        # 480 seconds, where files after the first, which has short requests, take 1.5 times as long.
+        assert len(files(tmp_path)) == 1 + int((480 - 140) / (40 * later))
 
 
-def words(monkeypatch):
-    """Make every word a token."""
-    tokenizer = SimpleNamespace(from_pretrained=lambda _: None)
-    monkeypatch.setattr("transformers.AutoTokenizer", tokenizer)
-    monkeypatch.setattr(generate, "token_ids_of", lambda _, chat: chat[-1]["content"].split())
-
-
-def test_requests_without_room_for_an_answer_are_not_asked(tmp_path, monkeypatch, caplog):
-    """Requests without room for two tokens, the shortest useful answer, are left out. Others are answered in time."""
-    words(monkeypatch)
-    file, asked = tmp_path / "prompts.jsonl", []
-    texts = ["w " * length + str(number) for number, length in enumerate([5, 14, 13, 30, 2, 3])]
-    file.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    monkeypatch.setattr(generate, "answer", lambda llm, chats, *rest, **_: asked.append(chats))
-    monkeypatch.setattr(generate, "start_target", lambda *_, **__: None)
-    options = Options(target="t", prompts=str(file), longest=16)
-    answers.make_answers(options, tmp_path, None)
-    first = [chat[0]["content"] for chat in asked[-1]]
-    assert sorted(first) == sorted(texts[i] for i in (0, 2, 4, 5))
-    assert first != [texts[i] for i in (0, 2, 4, 5)]  # in random order, since fewer may be asked
+def test_requests_without_room_for_an_answer_are_not_asked(target, tmp_path, caplog):
+    """Requests without room for two tokens, the shortest useful answer, are left out."""
+    file = tmp_path / "prompts.jsonl"
+    lengths = [5, 14, 13, 30, 2, 3]
+    file.write_text("\n".join(json.dumps({"prompt": "w " * length + str(length)}) for length in lengths))
+    answers.make_answers(Options(target="t", prompts=str(file), longest=16), tmp_path, None)
+    asked = [int(chat[0]["content"].split()[-1]) for chats in chats_of(tmp_path) for chat in chats]
+    assert sorted(asked) == [2, 3, 5, 13]
+    assert asked != [5, 13, 2, 3]  # in random order, since fewer may be asked
     assert "2 of 6 requests are left out" in caplog.text
-    monkeypatch.setattr(generate, "SHARD", 1)
-    seconds = iter([0.0, 10.0, 20.0])
-    monkeypatch.setattr(answers.time, "perf_counter", lambda: next(seconds))
-    answers.make_answers(Options(target="t", prompts=str(file), longest=16, batch=1), tmp_path, 0.5)
-    assert [[chat[0]["content"] for chat in chats] for chats in asked[1:]] == [first[:1], first[:2]]
-    # 30 seconds: 10 for the start and 10 for each request
 
 
-@pytest.mark.parametrize("given", [{}, {"prompts": "prompts.jsonl"}])
-def test_no_request_leaves_room_for_an_answer(tmp_path, monkeypatch, given):
+def test_the_targets_own_requests_are_cut_to_what_fits(target, tmp_path):
+    """Those without room for an answer are not learned from, so theirs is one token."""
+    answers.make_answers(Options(target="t", answers=64, longest=40), tmp_path, None)
+    rows = [row for file in files(tmp_path) for row in read_columns(file, "input_ids", "prompt_len")]
+    assert max(prompt_len for _, prompt_len in rows) == 40
+    for ids, prompt_len in rows:
+        assert len(ids) - prompt_len == (256 if prompt_len <= 38 else 1)
+    assert len(load_answers(files(tmp_path), 40)) == sum(prompt_len <= 38 for _, prompt_len in rows)
+
+
+def test_no_request_leaves_room_for_an_answer(target, tmp_path):
     """If no request fits, the command fails before the target starts."""
-    words(monkeypatch)
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w " * 16}))
-    monkeypatch.setattr(generate, "start_target", lambda *_, **__: pytest.fail("it starts"))
-    monkeypatch.setattr(prompts, "first_round", lambda count, seed: [[{"role": "user", "content": "w " * 20}]] * count)
-    with pytest.raises(ToolError, match="--longest is 16, but all"):
-        answers.make_answers(Options(target="t", longest=16, **given), tmp_path, None)
+    with pytest.raises(ToolError, match="--longest is 16, but all 1 requests are too long"):
+        answers.make_answers(Options(target="t", longest=16, prompts=str(tmp_path / "prompts.jsonl")), tmp_path, None)
+    assert not target.seeds
+
+
+def test_the_users_turn_of_a_chat_template():
+    def tokenize(text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [len(text)]}
+
+    class Tokenizer:
+        chat_template = "template"
+        __call__ = staticmethod(tokenize)
+
+        def apply_chat_template(self, chat, tokenize):
+            return f"<s>system\n<u>{chat[0]['content']}</u>\n<a>"
+
+    assert made_up.user_turn(Tokenizer()) == ([len("<s>system\n<u>")], "</u>")
+    assert made_up.user_turn(SimpleNamespace(chat_template=None)) == ([], "")

@@ -1,6 +1,7 @@
 """A run of ``vllm-gsd distill``: where it resumes, what ends with it, and what it writes at the end."""
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from datasets import Dataset
 from distill_world import files
 from safetensors.numpy import save_file
 
-from vllm_gsd.tools.distill import engine, generate, run, states
+from vllm_gsd.tools.distill import answers, engine, run, states
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.checks import check_run
 from vllm_gsd.tools.distill.data import load_answers
@@ -25,8 +26,11 @@ from vllm_gsd.tools.errors import ToolError
 
 def test_two_runs_do_not_share_a_work_folder(target, tmp_path):
     (tmp_path / "work").mkdir()
-    with run._only_run(tmp_path / "work"), pytest.raises(ToolError, match="Another run is working in"):
-        run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / "work")
+    with (tmp_path / "work" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ToolError, match="Another run is working in"):
+            run.distill(Options(target=str(target)), tmp_path / "out", tmp_path / "work")
+    assert (tmp_path / "work" / "options.json").exists()
 
 
 def runs(process: str) -> bool:
@@ -97,7 +101,7 @@ def test_options_can_be_corrected_until_there_are_answers(target, tmp_path, monk
     for longest in (16, 17):
         with pytest.raises(ToolError, match=f"--longest is {longest}"):
             run.distill(Options(target=str(target), longest=longest), tmp_path / "out", tmp_path / "work")
-    (tmp_path / "work" / "answers" / "first-00000.parquet").touch()
+    (tmp_path / "work" / "answers" / "00000.parquet").touch()
     with pytest.raises(ToolError, match="--longest is 18"):
         run.distill(Options(target=str(target), longest=18), tmp_path / "out", tmp_path / "work")
     with pytest.raises(ToolError, match="holds a run with other options"):
@@ -109,17 +113,17 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
 
     with pytest.raises(ToolError, match="A process of the run was killed"):
         run._in_own_process(os._exit, 1)
-    with pytest.raises(ToolError, match=r"Tensors could not be read or written \(.*; start the command again"):
+    with pytest.raises(ToolError, match="free the disk or the GPU's memory and start the command again"):
         run._in_own_process(save_file, {}, "/dev/null/x")  # as on a full disk
-    with pytest.raises(ToolError, match=r"Tensors could not be read or written \(.*\); start the command again"):
+    with pytest.raises(ToolError, match="free the disk or the GPU's memory and start the command again"):
         run._in_own_process(torch.save, torch.zeros(1 << 20), "/dev/full")
-    with pytest.raises(ToolError, match=r"The GPU's memory ran out \(2 GiB asked\); .* lower --longest\.$"):
+    with pytest.raises(ToolError, match=r"^2 GiB asked; free the disk or the GPU's memory"):
         run._in_own_process(exec, "import torch; raise torch.OutOfMemoryError('2 GiB asked.')")
     with pytest.raises(RuntimeError, match="no running event loop"):
         run._in_own_process(asyncio.get_running_loop)
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
-    with pytest.raises(ToolError, match=r"does not start for 99 tokens, which is --longest and .*ValueError"):
-        generate.start_target(str(target), max_model_len=99, batch=1, eager=True, seed=0)
+    with pytest.raises(ToolError, match=r"does not start for 228 tokens, which is --longest and .*ValueError"):
+        answers.start_target(Options(target=str(target), longest=128, max_tokens=100), seed=0)
 
 
 def test_a_command_that_is_not_unicode_loses_no_draft(tmp_path):
@@ -137,7 +141,6 @@ def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
     (tmp_path / "trained").mkdir()
     data, cards = tmp_path / "data", []
     data.mkdir()
-    (data / "own.json").write_text('["Name a river."]')
     for made_by, top_1 in (({"prompts": "mine/MY.jsonl"}, [0.25]), ({"prompts": None}, [0.3, 0.2])):
         (data / "options.json").write_text(json.dumps(made_by))
         options, out = Options(target=str(target), data=str(data)), tmp_path / f"out{len(top_1)}"
@@ -147,10 +150,9 @@ def test_the_card_tells_whose_requests_were_answered(target, work, tmp_path):
     assert "tokens), to MY.jsonl |" in cards[0] and "tokens of its chain" not in cards[0]
     assert "to templates and its own requests |" in cards[1] and "| tokens of its chain" in cards[1]
     assert "of which the graph's gain: speed over the same engine without it | 1.25 |" in cards[1]
-    (data / "own.json").write_text("[]")
-    assert run._learned_from(options, data) == "to templates"
     begun = Options(target=str(target), data=str(data), init="drafts/first")
-    assert run._learned_from(begun, data).startswith("to templates; begun from the draft 'first'")
+    run._finish(begun, data, tmp_path, tmp_path / "begun", load_answers(files(work), 640), found)
+    assert "own requests; begun from the draft 'first', whose" in (tmp_path / "begun" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("own", ["work", "disk.partial"])
@@ -182,11 +184,11 @@ def test_damaged_data_is_named(target, work, tmp_path, monkeypatch, kind, size):
         run.distill(options, tmp_path / "out", tmp_path / "work")
 
 
-@pytest.mark.parametrize("rows", [{"input_ids": [1, 2]}, {"input_ids": [None, [1, 2]]}, {"input_ids": []}])
+@pytest.mark.parametrize("rows", [{"input_ids": [1, 2]}, {"input_ids": [None, [1, 2]]}, {"texts": ["a", "b"]}])
 def test_files_of_something_else_are_no_answers(tmp_path, rows):
-    file = tmp_path / "first-00000.parquet"
-    Dataset.from_dict({**rows, "prompt_len": [1] * len(rows["input_ids"])}).to_parquet(str(file))
-    with pytest.raises(ToolError, match=r"first-00000\.parquet' cannot be read as a file of answers"):
+    file = tmp_path / "00000.parquet"
+    Dataset.from_dict({**rows, "prompt_len": [1, 1]}).to_parquet(str(file))
+    with pytest.raises(ToolError, match=r"00000\.parquet' cannot be read as a file of answers"):
         load_answers([file], 640)
 
 
@@ -199,10 +201,10 @@ def test_answers_that_appear_later_are_found(target, tmp_path, monkeypatch):
     (data / "answers").mkdir(parents=True)
     (data / "options.json").write_text(json.dumps({"target": str(target)}))
     rows = [{"input_ids": [1] * 20, "prompt_len": 15, "text": ""}]
-    Dataset.from_list(rows).to_parquet(str(data / "answers" / "first-00000.parquet"))
+    Dataset.from_list(rows).to_parquet(str(data / "answers" / "00000.parquet"))
     states.write_missing(target, files(data), data / "states")
     for longest in (15, 16):
-        (data / "answers" / f"later-{longest}.parquet").hardlink_to(data / "answers" / "first-00000.parquet")
+        (data / "answers" / f"later-{longest}.parquet").hardlink_to(data / "answers" / "00000.parquet")
         with pytest.raises(ToolError, match=f"--longest is {longest}, but no request"):
             run.distill(Options(**options, data=str(data), longest=longest), *places)
     check_run(Options(**options, data=str(data), longest=20), *places)

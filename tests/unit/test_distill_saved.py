@@ -1,7 +1,5 @@
 """What a draft's folder computes, what a student begins with, and what it learns from."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,10 @@ from vllm_gsd.tools.distill.data import Answer, divided, load_answers
 from vllm_gsd.tools.distill.hardware import CPU
 from vllm_gsd.tools.distill.options import Options
 from vllm_gsd.tools.distill.packs import Packs
-from vllm_gsd.tools.distill.recorder import Recorder
 from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
 from vllm_gsd.tools.distill.states import StoredStates
 from vllm_gsd.tools.distill.target import Target
+from vllm_gsd.tools.errors import ToolError
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,8 @@ def test_answers_are_cut_and_too_short_ones_left_out(work, caplog):
     for one, other in zip(whole, cut, strict=True):
         assert one.input_ids[:20].tolist() == other.input_ids.tolist() and one.first == other.first
     assert not caplog.text
-    assert load_answers(files(work), PROMPT + 1) == []
+    with pytest.raises(ToolError, match=f"--longest is {PROMPT + 1}, but no request"):
+        load_answers(files(work), PROMPT + 1)
     assert "24 of 24 answers are left out, because they have fewer than 2 tokens within --longest 4" in caplog.text
 
 
@@ -100,30 +99,3 @@ def test_no_request_is_on_both_sides():
     assert asked == {0, 40, 80, 120} and asked.isdisjoint(int(answer.input_ids[0]) for answer in training)
     assert len(training) + len(held_out) == 400
     assert [len(side) for side in divided(data[:1])] == [1, 1]
-
-
-def test_states_are_recorded_by_request_and_position():
-    def recorder(steps):
-        found = Recorder()
-        model = SimpleNamespace(set_aux_hidden_state_layers=lambda layers: None)
-        found.runner = SimpleNamespace(get_model=lambda: model, _model_forward=None, execute_model=None)
-        for step in steps:
-            positions = np.concatenate([np.arange(*places) for places in step.values()])
-            # A state tells its request and its position.
-            values = [[ord(name[0]), place] for name, places in step.items() for place in range(*places)]
-            found.seen = positions, torch.tensor(values, dtype=torch.bfloat16)[:, None]
-            found.runner.input_batch = SimpleNamespace(req_ids=list(step))
-            counts = {name: end - start for name, (start, end) in step.items()}
-            found._keep(SimpleNamespace(num_scheduled_tokens=counts))
-        return found
-
-    def output(name, prompt, tokens):
-        completion = SimpleNamespace(token_ids=[7] * tokens)
-        return SimpleNamespace(request_id=name, prompt_token_ids=[7] * prompt, outputs=[completion])
-
-    outputs = [output("a", 3, 2), output("b", 2, 1)]
-    # The engine adds suffixes to names, changes the order, and has run beyond the end of the second request.
-    steps = [{"a-1f": (0, 3), "b-2e": (0, 2)}, {"b-2e": (2, 5), "a-1f": (3, 4)}]
-    rows = recorder(steps).take(outputs)[:, 0].tolist()
-    assert rows == [[97, 0], [97, 1], [97, 2], [97, 3], [0, 0], [98, 0], [98, 1], [0, 0]]
-    assert recorder([{"a-1f": (1, 5), "b-2e": (0, 2)}]).take(outputs) is None

@@ -458,17 +458,6 @@ CHANGES = (
     ),
     # --- in engines that our tools start ---------------------------------------------------------------
     Patch(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward",
-        by="forwards.watch forwards.unwatch",
-        when="tools",
-        delta="vllm-gsd distill records the states of the target's layers as it runs; it wraps execute_model too.",
-        reason="Recording them avoids a second forward pass over the generated text.",
-        expiry="Upstream returns hidden states.",
-        contract="test_upstream.py::test_signature",
-        kind="method",
-        parameters=("positions",),
-    ),
-    Patch(
         "vllm.v1.engine.llm_engine:LLMEngine.step",
         by="parts.wrap_parts",
         when="tools",

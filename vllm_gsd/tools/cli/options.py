@@ -22,6 +22,13 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def positive(value: float | None) -> float | None:
+    """The callback of an option that must be a finite number above 0."""
+    if (value := finite(value)) is not None and value <= 0:
+        raise typer.BadParameter(f"{value:g} is not above 0.")
+    return value
+
+
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add the fields of a dataclass to a command as options. It receives them as keyword arguments.
 

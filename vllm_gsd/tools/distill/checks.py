@@ -8,11 +8,11 @@ from typing import Any
 
 from vllm_gsd.config import GSDConfigError
 from vllm_gsd.config.draft_check import check_draft
-from vllm_gsd.config.draft_kind import EAGLE3, LANGUAGE_MODEL, kind_of, read_config
+from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of, read_config
 from vllm_gsd.config.speculators_folder import is_speculators
 from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, NARROWEST, Options
-from vllm_gsd.tools.distill.stages import files_of_answers, kept, options_of
+from vllm_gsd.tools.distill.stages import files_of_answers, kept, read_json
 from vllm_gsd.tools.distill.states import state_layers
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
@@ -93,39 +93,39 @@ def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
     except GSDConfigError as error:
         raise ToolError(str(error).replace('"model"', "--init", 1)) from None
     draft, layers = read_config(Path(init)), state_layers(config["num_hidden_layers"])
-    own = draft.get("transformer_layer_config", draft).get("num_hidden_layers", 0)
+    layer = draft.get("transformer_layer_config", {})
+    own = (layer or draft).get("num_hidden_layers", 0)
     if options.layers is not None and options.layers > own:
         raise ToolError(f"--layers is {options.layers}, but --init {init!r} has only {own} to keep.")
     if kind == LANGUAGE_MODEL:
         return
-    layers = layers[:EAGLE3_LAYERS] if kind == EAGLE3 else layers
     if not is_speculators(draft):
         raise ToolError(f"--init {init!r} is not in the format of speculators, the only one to train on.")
-    if (read := draft.get("eagle_aux_hidden_state_layer_ids") or draft.get("aux_hidden_state_layer_ids")) != layers:
-        raise ToolError(f"--init {init!r} reads the target's layers {read}, but drafts are trained on {layers}.")
-    if kind == "dspark" and (differing := _untrained(draft)):
-        raise ToolError(
-            f"--init {init!r} cannot be trained further, because of {', '.join(differing)} in its config.json."
-        )
-
-
-def _untrained(draft: dict[str, Any]) -> list[str]:
-    """The keys of a block's config.json by which it differs from the blocks that ``blocks`` computes."""
-    layer = draft["transformer_layer_config"]
-    fits = {
-        "sample_from_anchor": draft.get("sample_from_anchor", True),
-        "markov_rank": draft.get("markov_rank", 1),
-        "enable_confidence_head": not draft.get("enable_confidence_head", True),
-        "layer_types": "sliding_attention" not in (layer.get("layer_types") or ()),
-        "use_sliding_window": not layer.get("use_sliding_window"),
-    }
-    return [f'"{name}"' for name, holds in fits.items() if not holds]
+    # The layers whose states there are, and what the students of ``speculators_students`` compute.
+    if options.kind == "eagle3":
+        holds = {
+            "eagle_aux_hidden_state_layer_ids": draft.get("eagle_aux_hidden_state_layer_ids") == layers[:EAGLE3_LAYERS]
+        }
+    else:
+        holds = {
+            "aux_hidden_state_layer_ids": draft.get("aux_hidden_state_layer_ids") == layers,
+            "sample_from_anchor": draft.get("sample_from_anchor", True),
+            "markov_rank": draft.get("markov_rank", 1),
+            "enable_confidence_head": not draft.get("enable_confidence_head", True),
+            "layer_types": "sliding_attention" not in (layer.get("layer_types") or ()),
+            "use_sliding_window": not layer.get("use_sliding_window"),
+        }
+    differing = ", ".join(f'"{key}"' for key, fits in holds.items() if not fits)
+    if differing:
+        raise ToolError(f"--init {init!r} cannot be trained further, because of {differing} in its config.json.")
 
 
 def _check_data(data: Path, target: Path) -> None:
     """Refuse what is not a run's work folder, and answers of another target."""
     if not files_of_answers(data):
         raise ToolError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
-    made_by = options_of(data)["target"]
+    if not (stored := data / "options.json").is_file():
+        raise ToolError(f"--data {str(data)!r} has no options.json; give the work folder of another run.")
+    made_by = read_json(stored)["target"]
     if Path(made_by).resolve() != target.resolve():
         raise ToolError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")

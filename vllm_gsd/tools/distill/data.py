@@ -1,12 +1,12 @@
 """The answers that students learn from, all in memory.
 
-A file of answers is ``answers/{name}.parquet`` with ``input_ids`` (request and answer), ``prompt_len`` and ``text``.
+A file of answers is ``answers/{name}.parquet`` with ``input_ids`` (request and answer), ``prompt_len``, ``chat`` (the
+request in JSON) and ``text`` (the answer).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,41 +28,29 @@ class Answer(NamedTuple):
     first: int  # the index of its first token among all of the file
 
 
-def read_answers(file: Path) -> list[Answer]:
-    """All answers of a file.
+def read_columns(file: Path, *names: str) -> list[list[Any]]:
+    """Columns of a file of answers, row by row.
 
     Raises:
         ToolError: the file is damaged or holds something else.
     """
-    from pyarrow import parquet
-
-    with _damage_named(file):
-        table = parquet.read_table(file, columns=["input_ids", "prompt_len"])
-        ids = table["input_ids"].combine_chunks()
-        ends = np.cumsum(ids.value_lengths().to_numpy())
-        # PyTorch shares the memory of writable arrays only.
-        texts = np.split(ids.flatten().to_numpy(zero_copy_only=False, writable=True), ends[:-1])
-        rows = zip(texts, table["prompt_len"].to_pylist(), (ends - [len(text) for text in texts]).tolist(), strict=True)
-        return [Answer(text, prompt_len, file.stem, first) for text, prompt_len, first in rows]
-
-
-def read_texts(file: Path) -> list[str]:
-    """The texts of a file's answers; raises as ``read_answers`` does."""
-    from pyarrow import parquet
-
-    with _damage_named(file):
-        texts: list[str] = parquet.read_table(file, columns=["text"])["text"].to_pylist()
-    return texts
-
-
-@contextmanager
-def _damage_named(file: Path) -> Iterator[None]:
-    from pyarrow import lib
+    from pyarrow import lib, parquet
 
     try:
-        yield
-    except (lib.ArrowException, KeyError, AttributeError, ValueError) as error:
+        return [[row[name] for name in names] for row in parquet.read_table(file, columns=[*names]).to_pylist()]
+    except (lib.ArrowException, KeyError) as error:
         raise ToolError(f"{str(file)!r} cannot be read as a file of answers ({error}).") from error
+
+
+def read_answers(file: Path) -> list[Answer]:
+    """All answers of a file; raises as ``read_columns`` does."""
+    found, first = [], 0
+    for ids, prompt_len in read_columns(file, "input_ids", "prompt_len"):
+        if not isinstance(ids, list):
+            raise ToolError(f"{str(file)!r} cannot be read as a file of answers (its input_ids are no lists).")
+        found.append(Answer(np.array(ids, np.int64), prompt_len, file.stem, first))
+        first += len(ids)
+    return found
 
 
 def load_answers(files: Sequence[Path], longest: int) -> list[Answer]:
@@ -75,6 +63,8 @@ def load_answers(files: Sequence[Path], longest: int) -> list[Answer]:
             "%d of %d answers are left out, because they have fewer than %d tokens within --longest %d",
             len(found) - len(kept), len(found), SHORTEST, longest,
         )  # fmt: skip
+    if not kept:
+        raise ToolError(f"--longest is {longest}, but no request with an answer of two tokens fits into it; raise it.")
     return kept
 
 

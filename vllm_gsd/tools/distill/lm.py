@@ -19,10 +19,6 @@ from vllm_gsd.tools.distill.target import Target
 class LanguageModel(Student):
     """A language model whose LM head is trained on a trimmed vocabulary, ``listed`` most frequent first."""
 
-    def __init__(self, model, listed: np.ndarray, target: Target):
-        super().__init__(model, torch.from_numpy(np.sort(listed)), target)
-        self.listed = listed
-
     @classmethod
     def make(cls, options: Options, target: Target, ranking: np.ndarray) -> LanguageModel:
         """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
@@ -32,7 +28,7 @@ class LanguageModel(Student):
                 keep_layers(model.model.layers, model.config, options.layers)
             stored = read_draft_vocab(Path(options.init))
             listed = range(model.config.vocab_size) if stored is None else stored["token_ids"]
-            return cls(model, np.array(listed, np.int64), target)
+            return cls(model, torch.tensor(listed), target)
         hidden = target.config["hidden_size"]
         width = options.value("width") or max(NARROWEST, hidden // 3 // 64 * 64)
         heads = width // HEAD_SIZE
@@ -51,10 +47,7 @@ class LanguageModel(Student):
         embedding = project(target.embedding, width)
         embedding *= model.config.initializer_range / embedding.std()
         model.get_input_embeddings().weight.data.copy_(embedding)
-        return cls(model, ranking[: options.value("vocab_size")], target)
-
-    def tie_weights(self) -> None:
-        self.model.tie_weights()
+        return cls(model, torch.from_numpy(ranking[: options.value("vocab_size")]), target)
 
     def _logits(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [n, trimmed] of the rows, int64 [n], whose next token is known."""
@@ -75,8 +68,7 @@ class LanguageModel(Student):
 
     def save(self, out: Path) -> None:
         super().save(out)
-        write_draft_vocab(out, self.listed)
-        self.target.copy_tokenizer(out)
+        write_draft_vocab(out, self.token_ids.cpu().numpy())
 
 
 def project(embedding: torch.Tensor, width: int) -> torch.Tensor:

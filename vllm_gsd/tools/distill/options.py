@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from vllm_gsd.tools.cli.options import finite, flag
+from vllm_gsd.tools.cli.options import flag, positive
 from vllm_gsd.tools.errors import ToolError
 
 # The kinds of drafts, and the defaults of the options that differ between them or that only some of them have.
@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # With ``--init`` the draft has its shape. These options of ``KINDS`` can be given all the same.
 WITH_INIT = ("learning_rate", "layers")
 # The defaults of the options for new answers, which ``--data`` replaces.
-ANSWERING = {"answers": 8192, "max_tokens": 256, "batch": 64}
+ANSWERING = {"answers": 8192, "max_tokens": 256}
 
 # Without the requirements of speculators, which replace torch, torchvision and torchaudio.
 INSTALL = "pip install 'vllm-gsd[distill]' && pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0"
@@ -65,13 +65,13 @@ class Options:
         Option(min=1, help=f"Number of the target's answers to learn from; by default {ANSWERING['answers']}."),
     ] = None
     max_tokens: Annotated[
-        int | None, Option(min=2, help=f"Maximum tokens of an answer; by default {ANSWERING['max_tokens']}.")
+        int | None, Option(min=32, help=f"Maximum tokens of an answer; by default {ANSWERING['max_tokens']}.")
     ] = None
     longest: Annotated[
-        int, Option(min=16, help="Maximum tokens of request and answer; what an answer has beyond them is cut off.")
+        int, Option(min=128, help="Maximum tokens of request and answer; what an answer has beyond them is cut off.")
     ] = 1024
     minutes: Annotated[
-        float | None, Option(callback=finite, help="Time limit; it reduces answers and training steps.")
+        float | None, Option(callback=positive, help="Time limit; it reduces answers and training steps.")
     ] = None
     init: Annotated[
         str | None,
@@ -86,7 +86,9 @@ class Options:
     ] = None
     depth: Annotated[
         int | None,
-        Option(min=1, help=f"Tokens of a block, or levels through which a head learns; {_by_default('depth')}."),
+        Option(
+            min=1, max=32, help=f"Tokens of a block, or levels through which a head learns; {_by_default('depth')}."
+        ),
     ] = None
     rank: Annotated[
         int | None, Option(min=1, help=f"Rank of a block's bias for the token before; {_by_default('rank')}.")
@@ -98,15 +100,12 @@ class Options:
         int | None,
         Option(min=NARROWEST, help=f"Hidden size (lm), a multiple of {HEAD_SIZE}; by default a third of the target's."),
     ] = None
-    epochs: Annotated[float, Option(callback=finite, help="Passes over the answers.")] = 6.0
+    epochs: Annotated[float, Option(callback=positive, help="Passes over the answers.")] = 6.0
     learning_rate: Annotated[
-        float | None, Option(callback=finite, help=f"The highest of training; {_by_default('learning_rate')}.")
+        float | None,
+        Option(callback=positive, help=f"Highest learning rate of the schedule; {_by_default('learning_rate')}."),
     ] = None
-    batch: Annotated[
-        int | None,
-        Option(min=1, help=f"Concurrent requests while the target answers; by default {ANSWERING['batch']}."),
-    ] = None
-    seed: Annotated[int, Option(min=0, max=2**32 - 1)] = 0
+    seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of requests, sampling and training.")] = 0
     engine: Annotated[bool, Option(help="Measure the draft in the real engine at the end.")] = True
     eager: Annotated[
         bool, Option("--eager", help="Run engines without torch.compile. They start sooner and run slower.")
@@ -115,36 +114,17 @@ class Options:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ToolError(f'--kind is "{self.kind}", but must be one of {", ".join(KINDS)}.')
-        for name in sorted({name for kind in KINDS.values() for name in kind}):
-            if getattr(self, name) is None:
-                continue
-            if name not in KINDS[self.kind]:
-                raise ToolError(f"A draft of kind {self.kind} has no {flag(name)}; leave it out.")
-            if self.init is not None and name not in WITH_INIT:
-                raise ToolError(f"With --init the draft's own {flag(name)} holds; leave it out.")
-        self._check_numbers()
-        if self.data is None:
-            return
-        if self.prompts is not None:
-            raise ToolError("--prompts and --data exclude each other; give only one of them.")
-        for name in ANSWERING:
+        of_kinds = {name for kind in KINDS.values() for name in kind}
+        refused = dict.fromkeys(of_kinds - KINDS[self.kind].keys(), f"A draft of kind {self.kind} has no {{}}")
+        if self.init is not None:
+            refused |= dict.fromkeys(of_kinds - {*WITH_INIT}, "With --init the draft keeps its own {}")
+        if self.data is not None:
+            refused |= dict.fromkeys(("prompts", *ANSWERING), "With --data there are no new answers for {}")
+        for name, reason in sorted(refused.items()):
             if getattr(self, name) is not None:
-                raise ToolError(f"With --data there are no new answers, so leave {flag(name)} out.")
-
-    def _check_numbers(self) -> None:
-        for name in ("minutes", "epochs", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ToolError(f"{flag(name)} is {value:g}, but must be above 0.")
+                raise ToolError(f"{reason.format(flag(name))}; leave it out.")
         if self.width is not None and self.width % HEAD_SIZE:
             raise ToolError(f"--width is {self.width}, but must be a multiple of {HEAD_SIZE}.")
-        if self.init is None and "depth" in KINDS[self.kind]:
-            depth, limits = self.value("depth"), {"longest": self.longest - 1}  # a request has a token, too
-            if self.data is None:
-                limits["max_tokens"] = self.value("max_tokens")
-            for name, most in limits.items():
-                if depth > most:
-                    raise ToolError(f"--depth is {depth}, but {flag(name)} allows answers of only {most} tokens.")
 
     def value(self, name: str) -> Any:
         """The value of an option in ``KINDS`` or ``ANSWERING``: what was given, or the default."""

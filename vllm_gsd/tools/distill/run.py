@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import multiprocessing
 import os
@@ -11,30 +10,25 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
 from vllm_gsd.tools.distill.answers import make_answers
 from vllm_gsd.tools.distill.card import write_card
 from vllm_gsd.tools.distill.checks import check_run
+from vllm_gsd.tools.distill.data import Answer, divided, load_answers
 from vllm_gsd.tools.distill.options import Options
-from vllm_gsd.tools.distill.stages import files_of_answers, kept, logger, options_of, stage
-from vllm_gsd.tools.distill.states import write_missing
+from vllm_gsd.tools.distill.stages import files_of_answers, kept, logger, read_json, stage
 from vllm_gsd.tools.errors import ToolError
 from vllm_gsd.tools.process import end_with_parent
 from vllm_gsd.tools.prompt_file import thinned
 
-if TYPE_CHECKING:
-    from vllm_gsd.tools.distill.data import Answer
-
-# Shares of the time limit for answers and training. The rest is for validation in three engines.
-ANSWERS_SHARE, TRAINING_SHARE = 0.4, 0.3
+# Shares of the time limit for answers and training. The rest is for a CPU's states and for three engines at the end.
+ANSWERS_SHARE, TRAINING_SHARE = 0.3, 0.3
 # So many held-out prompts are decoded in the real engine.
 ENGINE_PROMPTS = 12
 
@@ -50,44 +44,33 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
     """
     out = out.resolve()  # a link to an empty folder cannot be replaced by one
     check_run(options, out, work)
-    with _only_run(work):
-        return _run(options, out, work)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ToolError(
+                f"Another run is working in {str(work)!r}; wait for its end, or give another --work."
+            ) from None
+        try:
+            return _run(options, out, work)
+        except ToolError:
+            if not files_of_answers(work) and not (work / "steps.json").exists():  # so that a mistake can be corrected
+                for name in ("options.json", "files.json"):
+                    (work / name).unlink(missing_ok=True)
+            raise
 
 
 def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
     # Before the target answers for hours: the packages that training needs.
     import vllm_gsd.tools.distill.speculators_students  # noqa: F401
 
-    answers = work if options.data is None else Path(options.data)
+    answers = Path(options.data or work)
     if options.data is None:
-        minutes = None if options.minutes is None else options.minutes * ANSWERS_SHARE
-        try:
-            _in_own_process(make_answers, options, work, minutes)
-        except ToolError:
-            if not files_of_answers(work):  # so that a mistake in the options can be corrected
-                (work / "options.json").unlink()
-            raise
-    from vllm_gsd.tools.distill.data import divided, load_answers
-    from vllm_gsd.tools.distill.hardware import found_hardware
-
-    files = kept(work / "files.json", lambda: [file.name for file in files_of_answers(answers)])
-    paths = [answers / "answers" / name for name in files]
-    if (hardware := found_hardware()).device == "cpu":
-        with stage("completing the states"):
-            _in_own_process(write_missing, Path(options.target), paths, answers / "states", hardware.dtype)
-    with stage(f"reading the answers in {len(files)} files"):
-        data = load_answers(paths, options.longest)
-    if not data:
-        (work / "files.json").unlink()  # so that answers can be added
-        if options.data is not None:  # so that the option can be corrected
-            (work / "options.json").unlink()
-        raise ToolError(
-            f"--longest is {options.longest}, but no request with an answer of two tokens fits into it; raise it."
-        )
-    training, held_out = divided(data)
-    results = kept(
-        work / "results.json", lambda: _in_own_process(_train, options, work, answers / "states", training, held_out)
-    )
+        _in_own_process(make_answers, options, work, options.minutes and options.minutes * ANSWERS_SHARE)
+    names = kept(work / "files.json", lambda: [file.name for file in files_of_answers(answers)])
+    files = [answers / "answers" / name for name in names]
+    training, held_out = divided(load_answers(files, options.longest))
+    results = kept(work / "results.json", lambda: _in_own_process(_train, options, work, files))
     if options.engine:
         from vllm_gsd.tools.distill.engine import compare
 
@@ -99,23 +82,6 @@ def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
         )
     _finish(options, answers, work, out, training, results)
     return results
-
-
-@contextmanager
-def _only_run(work: Path) -> Iterator[None]:
-    """Hold the work folder.
-
-    Raises:
-        ToolError: another run does.
-    """
-    with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ToolError(
-                f"Another run is working in {str(work)!r}; wait for its end, or give another --work."
-            ) from None
-        yield
 
 
 def _begin_process(level: int, parent: int) -> None:
@@ -136,27 +102,18 @@ def _in_own_process(function, *arguments):
             raise ToolError(
                 "A process of the run was killed, perhaps because memory ran out; start the command again to resume."
             ) from None
-        except (SafetensorError, RuntimeError) as error:  # such as a full disk
-            if type(error).__name__ == "OutOfMemoryError":  # PyTorch's
-                raise ToolError(
-                    f"The GPU's memory ran out ({str(error)[:200].rstrip('. ')}); end other programs that use it and "
-                    "start the command again to resume, or start a new run with --data and a lower --longest."
-                ) from None
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # where torch.save writes
+        except (SafetensorError, RuntimeError) as error:  # a full disk, where torch.save names its source, or memory
+            out_of_memory = type(error).__name__ == "OutOfMemoryError"  # PyTorch's
+            if type(error) is not SafetensorError and not out_of_memory and "inline_container" not in str(error):
                 raise
-            reason = str(error).split("\n")[0]
+            reason = str(error).split("\n")[0][:200].rstrip(". ")
             raise ToolError(
-                f"Tensors could not be read or written ({reason}); start the command again to resume."
+                f"{reason}; free the disk or the GPU's memory and start the command again to resume."
             ) from None
 
 
-def _train(
-    options: Options, work: Path, states: Path, training: list[Answer], held_out: list[Answer]
-) -> dict[str, Any]:
-    """Train the student, write it to ``work/trained`` and measure its agreement with the target.
-
-    Only a CPU has ``states``, the folder of the target's states over the answers.
-    """
+def _train(options: Options, work: Path, files: list[Path]) -> dict[str, Any]:
+    """Train the student on files of answers, write it to ``work/trained`` and measure its agreement with the target."""
     import numpy as np
     import torch
 
@@ -164,13 +121,18 @@ def _train(
     from vllm_gsd.tools.distill.hardware import found_hardware
     from vllm_gsd.tools.distill.lm import LanguageModel
     from vllm_gsd.tools.distill.speculators_students import BlockStudent, Eagle3Student
-    from vllm_gsd.tools.distill.states import ComputedStates, StoredStates
+    from vllm_gsd.tools.distill.states import ComputedStates, StoredStates, write_missing
     from vllm_gsd.tools.distill.target import Target
     from vllm_gsd.tools.distill.train import train
     from vllm_gsd.tools.distill.validate import agreement
 
     torch.compiler.set_stance("force_eager")  # speculators compiles on GPUs, for each size of a batch again
     folder, (device, dtype, *_) = Path(options.target), found_hardware()
+    states = files[0].parents[1] / "states"
+    if device == "cpu":
+        with stage("the target's states over the answers"):
+            write_missing(folder, files, states, dtype)
+    training, held_out = divided(load_answers(files, options.longest))
     with stage("loading the target and making the student"):
         target = Target(folder, device, dtype)
         counts = count_tokens(training, target.config["vocab_size"])
@@ -191,29 +153,20 @@ def _train(
     return {**found, "steps": steps, "batch": model.batch, "trained": own, "vocab_size": len(model.token_ids)}
 
 
-def _learned_from(options: Options, answers: Path) -> str:
-    """Whose requests were answered, and which draft the run began with, for the model card."""
-    asked, own = options_of(answers)["prompts"], answers / "own.json"
-    if asked is not None:
-        text = f"to {Path(asked).name}"
-    else:
-        has_own = own.is_file() and json.loads(own.read_text())
-        text = "to templates and its own requests" if has_own else "to templates"
-    if options.init is not None:
-        text += f"; begun from the draft {Path(options.init).name!r}, whose own training is not counted"
-    return text
-
-
 def _finish(
     options: Options, answers: Path, work: Path, out: Path, training: list[Answer], results: dict[str, Any]
 ) -> None:
+    asked = read_json(answers / "options.json")["prompts"]
+    learned_from = "to templates and its own requests" if asked is None else f"to {Path(asked).name}"
+    if options.init is not None:
+        learned_from += f"; begun from the draft {Path(options.init).name!r}, whose own training is not counted"
     facts = {
         "target": Path(options.target).absolute().name,
         "name": out.name,
         "kind": options.kind,
         "answers": len(training),
         "tokens": sum(len(answer.input_ids) - answer.prompt_len for answer in training),
-        "prompts": _learned_from(options, answers),
+        "prompts": learned_from,
         "command": shlex.join(["vllm-gsd", *sys.argv[1:]]),
     }
     # Beside the result, because a rename is atomic only within one file system.

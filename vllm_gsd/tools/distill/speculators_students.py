@@ -28,8 +28,6 @@ from vllm_gsd.tools.distill.students import Drafted, Student, keep_layers
 from vllm_gsd.tools.distill.target import Target
 
 LOSS = resolve_loss_config("kl_div", "eager")
-
-
 # What a block learns from: blocks at this share of an answer's places, and this many of the target's likeliest tokens.
 # Row k counts with a chance of exp(-k / DECAY), because its guess matters only if those before it are right.
 SHARE, LIKELIEST, DECAY = 0.6, 16, 3.0
@@ -105,7 +103,6 @@ class SpeculatorsStudent(Student):
         config = json.loads((out / "config.json").read_text())
         config.pop("auto_map", None)
         (out / "config.json").write_text(json.dumps(config, indent=2))
-        self.target.copy_tokenizer(out)
 
 
 class BlockStudent(SpeculatorsStudent):
@@ -120,16 +117,10 @@ class BlockStudent(SpeculatorsStudent):
     def __init__(self, model: Any, target: Target):
         super().__init__(model, target)
         self.padding = self.depth = model.block_size
-
-    @property
-    def batch(self) -> int:
-        """See ``Student``. A block learns from a text so fast that an optimizer step counts beside it."""
-        return 2 * self.hardware.batch
-
-    @property
-    def pack(self) -> int:
-        """See ``Student``. Blocks see no other text, so a pack takes no more time than its texts alone."""
-        return min(PACK, self.batch)
+        # A block learns from a text so fast that the optimizer's time counts beside it.
+        self.batch *= 2
+        # Blocks see no other text, so a pack takes no more time than its texts alone.
+        self.pack = min(PACK, self.batch)
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
@@ -190,7 +181,8 @@ class Eagle3Student(SpeculatorsStudent):
 
     def __init__(self, model: Any, target: Target):
         super().__init__(model, target)
-        self.padding = self.depth  # the model shifts a batch by up to this many tokens, so it must have as many
+        # The tokens that it is trained to predict one after another. The model shifts a batch by up to as many.
+        self.padding = self.depth = model.config.speculators_config.proposal_methods[0].speculative_tokens
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
@@ -202,11 +194,6 @@ class Eagle3Student(SpeculatorsStudent):
             "ttt_steps": options.value("depth"),
             "norm_before_residual": True,
         }
-
-    @property
-    def depth(self) -> int:
-        """Tokens that it is trained to predict one after another."""
-        return self.model.config.speculators_config.proposal_methods[0].speculative_tokens
 
     def _of_own_layers(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {**batch, "hidden_states": batch["hidden_states"][..., : self.model.fc.in_features]}

@@ -30,22 +30,11 @@ def kept(file: Path, make: Callable[[], Any]) -> Any:
     """
     if not file.is_file():
         write_whole(file, json.dumps(make(), indent=1))
-    return _read(file)
+    return read_json(file)
 
 
-def options_of(work: Path) -> dict[str, Any]:
-    """The options of the run in a work folder.
-
-    Raises:
-        ToolError: there are none, or the file is damaged.
-    """
-    if not (stored := work / "options.json").is_file():
-        raise ToolError(f"{str(work)!r} has no options.json, so it is not the work folder of a run.")
-    options: dict[str, Any] = _read(stored)
-    return options
-
-
-def _read(file: Path) -> Any:
+def read_json(file: Path) -> Any:
+    """The content of a JSON file; raises as ``kept`` does."""
     try:
         return json.loads(file.read_text("utf-8"))
     except ValueError as error:

@@ -37,7 +37,7 @@ class Student(nn.Module):
 
     Args:
         model: a model of transformers or of the speculators package, in float32.
-        token_ids: the tokens that it can draft, int64 [n], ascending.
+        token_ids: the tokens that it can draft, int64 [n].
         target: loaded, on the device that the student goes to.
     """
 
@@ -47,6 +47,8 @@ class Student(nn.Module):
     def __init__(self, model: Any, token_ids: torch.Tensor, target: Target):
         super().__init__()
         self.model, self.target, self.hardware = model, target, found_hardware()
+        # Texts of an optimizer step, and of a forward pass of training.
+        self.batch, self.pack = self.hardware.batch, self.hardware.pack
         self.register_buffer("token_ids", token_ids, persistent=False)
         self.to(self.hardware.device)
 
@@ -55,16 +57,6 @@ class Student(nn.Module):
 
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """Prepare for training on the answers; a new student gets better first weights than random ones."""
-
-    @property
-    def batch(self) -> int:
-        """Texts per optimizer step."""
-        return self.hardware.batch
-
-    @property
-    def pack(self) -> int:
-        """Texts in one forward pass of training."""
-        return self.hardware.pack
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of a batch of ``Packs.collate``."""
@@ -76,14 +68,11 @@ class Student(nn.Module):
     def save(self, out: Path) -> None:
         """Write the folder that engines load, in bfloat16. The student is of no use afterwards."""
         self.model.to(torch.bfloat16).save_pretrained(out)
+        self.target.copy_tokenizer(out)
 
-    def tie_weights(self) -> None:
-        """The Trainer calls this after it has loaded a checkpoint."""
-
-    @property
-    def _keys_to_ignore_on_save(self) -> list[str]:
-        # The Trainer accepts that a checkpoint lacks these names.
-        return sorted(set(super().state_dict()) - set(self.state_dict()))
+    def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
+        """Load what ``state_dict`` returned. The rest stays as it is."""
+        return super().load_state_dict({**super().state_dict(), **state_dict})
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         """Only the trained weights. The rest is the target's."""
