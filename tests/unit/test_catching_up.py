@@ -159,7 +159,7 @@ def test_a_probe_that_waits_for_a_text_does_not_try_copies_in_every_step(runner)
         planner.begin(2, 200)
         if runner == 1:
             speculation.choose_drafting(np.arange(2), np.full(2, 0.2), 0.8, missed)
-            chosen = planner.choose(plan.value, plan.size, np.full(2, 100), np.zeros(2, np.bool_))
+            chosen = planner.choose(plan.value, plan.size, np.full(2, 100), *np.zeros((2, 2), np.bool_))
         else:
             plan.choose(SimpleNamespace(token_rows=np.arange(2), length=np.full(2, 100)), np.ones(2, np.bool_), missed)
             chosen = plan.shares

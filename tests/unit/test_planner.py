@@ -52,7 +52,8 @@ def choose(planner, values, context=100):
     """Sizes that the planner chooses for graphs with these values, float [num_graphs, nodes]."""
     values = np.asarray(values, np.float32)
     size = np.full(len(values), values.shape[1], np.int32)
-    return planner.choose(values, size, np.full(len(values), context), np.ones(len(values), np.bool_))
+    drafted = np.ones(len(values), np.bool_)
+    return planner.choose(values, size, np.full(len(values), context), drafted, drafted)
 
 
 def step(planner, num_requests, values):
@@ -79,7 +80,7 @@ def test_the_choice_is_the_best_of_all(rows, others):
         values[place, : len(row)] = row
     planner = planned(COSTS, len(rows) + others)
     planner.rows, planner.num_drafted = [1], 1
-    chosen = planner.choose(values, size, np.full(len(rows), 100), np.zeros(len(rows), np.bool_))
+    chosen = planner.choose(values, size, np.full(len(rows), 100), *np.zeros((2, len(rows)), np.bool_))
     assert (chosen >= 0).all() and (chosen <= size).all()
 
     def rate(sizes):
@@ -104,7 +105,7 @@ def test_without_costs_everything_is_drafted_and_verified():
     assert planner.level_size(np.full(2, 1e-6)) == 2
     assert planner.level_size(np.zeros(0)) == 0
     size = np.array([2, 1], np.int32)
-    sizes = planner.choose(np.full((2, 2), 1e-6, np.float32), size, np.zeros(2), np.ones(2, np.bool_))
+    sizes = planner.choose(np.full((2, 2), 1e-6, np.float32), size, np.zeros(2), *np.ones((2, 2), np.bool_))
     assert sizes.tolist() == [2, 1]
 
 
@@ -153,8 +154,8 @@ def test_stops_drafting_what_is_worth_nothing_and_tries_again_now_and_then():
     late = steps[200:]
     pauses = np.diff(np.flatnonzero([drafted for drafted, _ in late]))
     assert len(pauses) >= 5 and set(pauses[1:] / pauses[:-1]) == {1, 2} and set(pauses[-3:]) == {PROBE_AT_MOST}
-    # Each probe also verifies one node of each graph; otherwise, calibration would never learn about probes.
-    assert all(sizes.tolist() == [1] for drafted, sizes in late if drafted)
+    # Each probe also verifies the whole graph; otherwise, calibration would never learn about probes.
+    assert all(sizes.tolist() == [6] for drafted, sizes in late if drafted)
 
 
 def test_comes_back_when_drafts_become_good():
@@ -393,7 +394,7 @@ def test_a_table_from_a_slower_time_keeps_no_drafts_off(speed):
             for _ in range(4):
                 planner.drafted(np.repeat(probs, count, axis=0))
             size[:count] = 4
-            size = planner.choose(np.tile(values, (16, 1)), size, np.full(16, 500), size > 0)
+            size = planner.choose(np.tile(values, (16, 1)), size, np.full(16, 500), size > 0, size > 0)
         nodes, forward = int(size.sum()), planner.planned[1]
         took = speed * forward + 4.0 + (0.5 + 0.05 * nodes) * (nodes > 0)
         planner.overhead.observe_step(took * random.normal(1, 0.04), forward, 16, 8000, nodes)
@@ -458,7 +459,7 @@ def test_dear_nodes_are_left_out():
     counts = []
     for one in (planner, dear):
         one.begin(1, 100)
-        counts.append(int(one.choose(values, size, context, np.zeros(1, np.bool_))[0]))
+        counts.append(int(one.choose(values, size, context, *np.zeros((2, 1), np.bool_))[0]))
     assert 0 < counts[1] < counts[0]
 
 
@@ -479,7 +480,7 @@ def test_experts_that_no_row_chose_yet_cost():
     chances = np.full((1, 7), 0.25, np.float32)
     chosen = [
         int(planned(Costs(rows, fit(rows, times), np.ones(6), 0.0), 1).choose(
-            chances, np.array([7], np.int32), np.array([100]), np.zeros(1, np.bool_))[0])
+            chances, np.array([7], np.int32), np.array([100]), *np.zeros((2, 1), np.bool_))[0])
         for fit in (convex, rising)
     ]  # fmt: skip
     assert chosen == [7, 0]

@@ -273,7 +273,7 @@ def test_one_share_for_all_is_the_best_that_was_captured(row_ms):
         real = np.arange(NODES) < size[:, None]
         values = np.where(real, -np.sort(-rng.uniform(0.001, 1.0, (count, NODES)), axis=1), 0).astype(np.float32)
         planner.begin(count, 100 * count)
-        chosen = planner.sizes(values, size, np.full(count, 100), plan.captured)
+        chosen = planner.sizes(values, size, np.full(count, 100), size > 0, plan.captured)
         rates = {}
         for share in plan.captured:
             rows, graph_ms = count * (1 + share), planner.overhead.graph_ms if share else 0
@@ -355,7 +355,7 @@ def test_a_given_plan(levels):
             while run < LEVELS and (run == 0 or planner.level_size(np.full(2, 1e-9))):
                 planner.drafted(np.ones((1, 4), np.float32))
                 run += 1
-        assert planner.choose(*np.ones((4, 1, 1)))[0] == 1
+        assert planner.choose(*np.ones((5, 1, 1)))[0] == 1
     assert run == (LEVELS if levels is None else levels) and vars(planner) == before
 
 

@@ -33,7 +33,7 @@ from vllm_gsd.engine.schedule.grammar import ProposedTree
 from vllm_gsd.engine.verify.draft_tree import NO_NODES, FlatTree, Paths, flat_tree
 from vllm_gsd.engine.verify.step import VerifyStep
 from vllm_gsd.host import flatten, reset_all, tally
-from vllm_gsd.method.constants import ACCEPTED, GRAMMAR, MOVED, NUM_SOURCES, VERIFIED
+from vllm_gsd.method.constants import ACCEPTED, GRAMMAR, MOVED, NGRAM, NUM_SOURCES, VERIFIED
 from vllm_gsd.method.flatten import FlatTrees
 from vllm_gsd.method.graph import GraphBatch, new_graphs
 from vllm_gsd.planner.calibration import SourceTrust
@@ -211,6 +211,8 @@ class Speculation:
         chance = self.planner.calibration.value(source, depth, survival)
         self.trust.observe(with_tree, tree, source, chance, accepted)
         self.planner.calibration.observe(source, depth, survival, accepted)
+        drafted = source < NGRAM
+        self.planner.learn_accepted(float(chance[drafted].sum()), float(accepted[drafted].sum()))
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
@@ -322,7 +324,9 @@ class Speculation:
             self.planner.put_off()
             return drafting
         was_drafting = self.planner.drafting
-        readable = index[missed[index] < TOO_LONG]
+        readable = index[missed[index] <= self.most_missed]
+        if len(readable) == 0 and (missed[index] < TOO_LONG).any():
+            self.planner.put_off()
         wanted = self.planner.wants_drafts(len(readable), found, max(0.0, left))
         if self.planner.drafting != was_drafting:
             self.stats.counts["drafting_switches"] += 1
@@ -332,8 +336,6 @@ class Speculation:
         chosen = readable[within_reach(missed[readable], self.most_missed)]
         if self.planner.probing:
             chosen = chosen[:PROBE_REQUESTS]
-            if len(chosen) == 0:
-                self.planner.put_off()
         self.stats.counts["drafts_skipped"] += count - len(chosen)
         drafting[chosen] = True
         return drafting
@@ -347,7 +349,8 @@ class Speculation:
         """
         most = np.minimum(trees.size, self.num_nodes)
         copied = COPIED[trees.origin] & (np.arange(trees.origin.shape[1]) <= most[:, None])
-        sizes = self.planner.choose(trees.value[:, 1:], most, requests.length, drafted & ~copied.any(axis=1))
+        pure = drafted & ~copied.any(axis=1)
+        sizes = self.planner.choose(trees.value[:, 1:], most, requests.length, drafted, pure)
         self.stats.counts["nodes_cut"] += int((most - sizes).sum())
         for row in np.flatnonzero(requests.grammar | (sizes > 0)).tolist():
             index = int(requests.index[row])

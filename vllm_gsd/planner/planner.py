@@ -23,9 +23,10 @@ NEWEST = 0.04
 # graphs have copies.
 NEWEST_TRIED = 0.25
 # Steps until the first probe while speculation does not pay, since texts change. Each further probe waits twice as
-# long, up to the maximum, unless the graphs of the last one were worth PROMISING times the average.
+# long, up to the maximum, unless the graphs of the last one were worth PROMISING times the average, or SURPRISING times
+# as many of their nodes were accepted as calibration had promised.
 PROBE_EVERY, PROBE_AT_MOST = 40, 640
-PROMISING = 1.1
+PROMISING, SURPRISING = 1.1, 2.0
 # Requests that a probe drafts or verifies for. It is few because the draft model has missed much of every text by then,
 # and because every row costs time in a full batch.
 PROBE_REQUESTS = 2
@@ -331,14 +332,17 @@ class Planner:
 
     # --- after drafting ---------------------------------------------------------------------------
 
-    def choose(self, values: np.ndarray, size: np.ndarray, context: np.ndarray, pure: np.ndarray) -> np.ndarray:
+    def choose(
+        self, values: np.ndarray, size: np.ndarray, context: np.ndarray, drafted: np.ndarray, pure: np.ndarray
+    ) -> np.ndarray:
         """Learn what the flattened graphs are worth, and choose how many nodes of each to verify.
 
         Args:
             values: float32 [num_graphs, max_nodes], calibrated probabilities, descending along a row.
             size: int32 [num_graphs], number of nodes.
             context: int64 [num_graphs], committed tokens of each request.
-            pure: bool [num_graphs], whether the draft model has grown a graph, and nothing else has.
+            drafted: bool [num_graphs], whether the draft model has grown a graph.
+            pure: bool [num_graphs], whether it has, and nothing else has.
 
         Returns:
             int32 [num_graphs], at most ``size``.
@@ -346,7 +350,7 @@ class Planner:
         if self.costs is None or self.given_levels is not None:
             return size
         self.learn_graphs(values, size, pure, self.rows, self.num_drafted, self.alone)
-        return self.or_rest(self.sizes(values, size, context), values)
+        return self.or_rest(self.sizes(values, size, context, drafted), values)
 
     def or_rest(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
         """The numbers of nodes to verify; if there are only copies, none where they hardly pay or a plain step is due.
@@ -388,13 +392,24 @@ class Planner:
         if tried and self.worth.sum() > before * (1.0 + (PROMISING - 1.0) * weight):
             self._probe_after(PROBE_EVERY)
 
+    def learn_accepted(self, promised: float, accepted: float) -> None:
+        """Learn how many drafted nodes of a step were accepted, and how many their values had ``promised``."""
+        if self.costs is not None and not self.drafting and accepted > SURPRISING * promised + 1.0:
+            self._probe_after(PROBE_EVERY)
+
     def sizes(
-        self, values: np.ndarray, size: np.ndarray, context: np.ndarray, shares: Sequence[int] = ()
+        self,
+        values: np.ndarray,
+        size: np.ndarray,
+        context: np.ndarray,
+        drafted: np.ndarray,
+        shares: Sequence[int] = (),
     ) -> np.ndarray:
         """Choose how many nodes to verify, and learn nothing; arguments and result as for ``choose``.
 
         Args:
-            values, size, context: as for ``choose``.
+            values, size, context, drafted: as for ``choose``. A probe verifies all nodes of the drafted graphs: it
+                would never be learned of those that it left out that they have become better.
             shares: if any, all graphs get the same one of these numbers of nodes, whatever their sizes, because full
                 CUDA graphs hold batches whose requests have equally many rows.
         """
@@ -409,7 +424,9 @@ class Planner:
             chosen = np.full_like(size, self._share(values, size, spent, shares))
         else:
             chosen = host.best_nodes(*batch, values, size, context, spent, self.graph_ms)
-        if not chosen.any() and self.due:  # verify the best nodes to learn whether they are accepted
+        if self.probing:
+            chosen = np.where(drafted, size, chosen)
+        elif not chosen.any() and self.due:  # verify the best nodes to learn whether they are accepted
             best = np.argsort(np.where(size > 0, -values[:, 0], 0.0), kind="stable")[:PROBE_REQUESTS]
             chosen[best] = np.minimum(size[best], 1)
             return chosen

@@ -120,17 +120,17 @@ class Plan:
         The next graphs may have more nodes than the latest. Further nodes are expected to be worth what they are in the
         average graph. They count if all known nodes pay, or if all graphs have the same share.
         """
-        planner, width = self.speculation.planner, np.arange(self.num_nodes)
+        planner, width, drafted = self.speculation.planner, np.arange(self.num_nodes), kinds == DRAFTED
         last = np.take_along_axis(values, np.maximum(size - 1, 0)[:, None], 1)
         last[size == 0] = 1.0
         more = np.where(width < size[:, None], values, np.minimum(planner.worth, last)).astype(np.float32)
         size = np.minimum(size, self.most)
-        most = np.where(kinds == DRAFTED, self.most, size).astype(np.int32)
+        most = np.where(drafted, self.most, size).astype(np.int32)
         if self.captured:
-            return planner.sizes(more, most, context, [share for share in self.captured if share <= self.most])
-        chosen = planner.sizes(values, size, context)
+            return planner.sizes(more, most, context, drafted, [share for share in self.captured if share <= self.most])
+        chosen = planner.sizes(values, size, context, drafted)
         if chosen.any() and (chosen == size).all():
-            chosen = np.maximum(chosen, planner.sizes(more, most, context))
+            chosen = np.maximum(chosen, planner.sizes(more, most, context, drafted))
         return chosen
 
     def _found(self, slots: np.ndarray) -> tuple[np.ndarray, float]:
