@@ -1,72 +1,59 @@
-"""What a probe teaches the planner, together with the calibration that it plans by."""
+"""Probes: steps that draft for a few requests although drafting does not seem to pay."""
 
 import numpy as np
 import pytest
 
-from vllm_gsd.method.constants import NATIVE
-from vllm_gsd.planner.calibration import Calibration
 from vllm_gsd.planner.costs import Costs
-from vllm_gsd.planner.planner import PROBE_AT_MOST, PROBE_REQUESTS, Planner
+from vllm_gsd.planner.planner import PROBE_AT_MOST, PROBE_EVERY, PROBE_REQUESTS, Planner
 
-NUM_REQUESTS, LEVELS = 16, 6
-# Each level has a likely node and an unlikely one, both children of the likely node above. A block drafts them at once.
-LIKELY, UNLIKELY = 0.8, 0.1
-DEPTH = np.repeat(np.arange(1, LEVELS + 1), 2)
-SURVIVAL = (LIKELY ** (DEPTH - 1) * np.tile([LIKELY, UNLIKELY], LEVELS)).astype(np.float32)
-NODES = len(DEPTH)
+NUM_REQUESTS, NODES = 16, 6
+ROWS = np.array([1, 16, 64, 256])
+VALUES = np.array([0.5, 0.05, 0.01, 0.001, 0.001, 0.001], np.float32)
 
 
-class Serving:
-    """Steps of a full batch, in which graphs gain a fifth while the text suits the draft."""
-
-    def __init__(self, seed):
-        rows = np.array([1, 16, 64, 256])
-        costs = Costs(rows, 20 + 0.6 * rows, 4 + 0.15 * rows, attention=0.0)
-        self.planner, self.calibration = Planner(4, LEVELS, NODES, costs, LEVELS), Calibration()
-        self.random = np.random.default_rng(seed)
-
-    def accepted(self, count, suits):
-        """Whether each of the nodes of ``count`` graphs is accepted, bool [count, NODES]."""
-        chance = self.random.random((count, LEVELS))
-        likely, unlikely = chance < LIKELY * suits, (chance >= LIKELY * suits) & (chance < (LIKELY + UNLIKELY) * suits)
-        above = np.pad(likely.cumprod(1, dtype=bool)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        return np.stack([above & likely, above & unlikely], 2).reshape(count, NODES)
-
-    def step(self, suits):
-        """Run a step in which a node is accepted ``suits`` times as often as its probability says; return the nodes."""
-        planner = self.planner
-        planner.begin(NUM_REQUESTS, 300 * NUM_REQUESTS)
-        verified = 0
-        if planner.wants_drafts(NUM_REQUESTS, np.zeros(0)):
-            count = PROBE_REQUESTS if planner.probing else NUM_REQUESTS
-            planner.caught_up(LEVELS * count)
-            planner.drafted(np.tile(np.array([LIKELY, UNLIKELY, 0.05, 0.02], np.float32), (count, 1)))
-            value = self.calibration.value(np.full(NODES, NATIVE), DEPTH, SURVIVAL)
-            order = np.argsort(-value, kind="stable")
-            size, all_drafted = np.full(count, NODES, np.int32), np.ones(count, np.bool_)
-            values = np.tile(value[order], (count, 1))
-            chosen = planner.choose(values, size, np.full(count, 300), all_drafted, all_drafted)
-            seen = np.arange(NODES) < chosen[:, None]
-            verified, nodes = int(seen.sum()), order[np.nonzero(seen)[1]]
-            accepted = self.accepted(count, suits)[:, order][seen]
-            planner.learn_accepted(float(value[nodes].sum()), float(accepted.sum()))
-            self.calibration.observe(np.full(verified, NATIVE), DEPTH[nodes], SURVIVAL[nodes], accepted)
-        if not verified:
-            self.calibration.rest()
-        return verified
+@pytest.fixture
+def planner():
+    """A planner that has drafted graphs of too little worth for hundreds of steps."""
+    planner = Planner(4, 6, NODES, Costs(ROWS, 20 + 2.0 * ROWS, 4 + 1.0 * ROWS, attention=0.0))
+    for _ in range(4 * PROBE_AT_MOST):
+        step(planner)
+    assert not planner.drafting and planner.pause == PROBE_AT_MOST
+    return planner
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_drafting_comes_back_after_a_text_that_suited_the_draft_badly(seed):
-    """A probe that verified only nodes that seem worth it would never learn that deeper ones have become better."""
-    serving = Serving(seed)
-    for suits, steps in ((1.0, 500), (0.4, 2000), (1.0, 3000)):
-        for _ in range(steps):
-            serving.step(suits)
-        assert serving.planner.drafting == (suits == 1.0)
+def step(planner):
+    """Run a step whose drafted graphs have ``VALUES``; return how many nodes of each are verified."""
+    planner.begin(NUM_REQUESTS, 300 * NUM_REQUESTS)
+    if not planner.wants_drafts(NUM_REQUESTS, np.zeros(0)):
+        return []
+    count = PROBE_REQUESTS if planner.probing else NUM_REQUESTS
+    planner.drafted(np.tile(VALUES[:4], (count, 1)))
+    size, drafted = np.full(count, NODES, np.int32), np.ones(count, np.bool_)
+    return planner.choose(np.tile(VALUES, (count, 1)), size, np.full(count, 300), drafted, drafted).tolist()
 
 
-def test_a_probe_verifies_whole_graphs_of_few_requests():
-    serving = Serving(0)
-    verified = [serving.step(0.0) for _ in range(6 * PROBE_AT_MOST)][PROBE_AT_MOST:]
-    assert set(verified) == {0, PROBE_REQUESTS * NODES}
+def test_a_probe_verifies_whole_graphs(planner):
+    """Of nodes that it left out, it would never be learned that they have become better."""
+    verified = [sizes for sizes in (step(planner) for _ in range(PROBE_AT_MOST)) if sizes]
+    assert verified == [[NODES] * PROBE_REQUESTS]
+    assert planner.planned[0] == NUM_REQUESTS + (NODES * PROBE_REQUESTS if planner.probing else 0)
+
+
+def test_copies_of_other_requests_are_not_verified_for_a_probe(planner):
+    while not planner.probing:
+        step(planner)
+    values, drafted = np.tile(VALUES, (3, 1)), np.array([False, True, True])
+    sizes = planner.sizes(values, np.full(3, NODES, np.int32), np.full(3, 300), drafted)
+    assert sizes.tolist() == [0, NODES, NODES]
+
+
+@pytest.mark.parametrize(("promised", "accepted", "soon"), [(1.0, 4.0, True), (1.0, 3.0, False), (0.0, 1.0, False)])
+def test_a_surprise_is_followed_by_a_probe(planner, promised, accepted, soon):
+    """The text may have come to suit the draft."""
+    while not planner.probing:
+        step(planner)
+    planner.learn_accepted(promised, accepted)
+    assert planner.next_probe - planner.steps == (PROBE_EVERY if soon else PROBE_AT_MOST)
+    planner.drafting, before = True, planner.next_probe
+    planner.learn_accepted(1.0, 9.0)
+    assert planner.next_probe == before
