@@ -51,9 +51,11 @@ class Reader:
 
 
 @pytest.mark.parametrize("rest", [None, 0, 1000 * PROMPT])  # the whole prompt was read in one step, or a part of it
-@pytest.mark.parametrize(("most_tokens", "reads"), [(4, False), (1000, True)])
-def test_prompts(rest, most_tokens, reads):
-    """A part of a prompt is read only if the answer makes up for the whole of it."""
+@pytest.mark.parametrize(
+    ("most_tokens", "ended", "reads"), [(4, False, False), (1000, False, True), (1000, True, False)]
+)
+def test_prompts(rest, most_tokens, ended, reads):
+    """A part of a prompt is read only if the answer makes up for the whole, and has not ended with its first token."""
     sampled, reads = rest is None, reads and not rest
     speculation = new_speculation()
     speculation.planner = Planner(4, 6, NODES, COSTS)
@@ -66,6 +68,7 @@ def test_prompts(rest, most_tokens, reads):
         num_outputs=one * sampled, sampled=np.array([sampled]),
         length=one * PROMPT, token_ids=np.arange(2 * PROMPT, dtype=np.int32)[None], token_rows=0 * one,
         block_table=torch.zeros((1, 1), dtype=torch.int32), num_blocks=one, block_size=16,
+        ended=np.array([ended]),
     )  # fmt: skip
     speculation.propose(batch)
     assert reader.due == [PROMPT if reads else 0]

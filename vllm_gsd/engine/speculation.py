@@ -428,7 +428,7 @@ class Speculation:
         rows = [self.admitted.get(i) or self.admit(request) for i, request in requests]
         speculates, grammar, limits = np.array(rows, np.int64).reshape(-1, 3).T
         max_depth = np.minimum(limits - batch.num_outputs, self.max_model_len - batch.length) - 1
-        return speculates.astype(np.bool_), grammar.astype(np.bool_), max_depth
+        return speculates.astype(np.bool_), grammar.astype(np.bool_), np.where(batch.ended, 0, max_depth)
 
     def traces(self, request: Any) -> bool:
         """Whether the steps of a request, given as its runner's record, are recorded. All ranks agree."""

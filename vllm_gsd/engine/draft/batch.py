@@ -22,6 +22,8 @@ class DraftBatch:
     block_table: torch.Tensor  # int32 [num_requests, max_blocks]
     num_blocks: np.ndarray  # int64 [num_requests]
     block_size: int
+    # bool [num_requests], whether a text ended with the last step. V2's host does not know that yet.
+    ended: np.ndarray | bool = False
 
     @property
     def capacity(self) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from vllm_gsd.engine.draft.batch import DraftBatch
 from vllm_gsd.engine.observe.measure import measure_costs
 from vllm_gsd.engine.observe.step_clock import StepClock
+from vllm_gsd.engine.schedule.text_end import ends_text
 from vllm_gsd.engine.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -85,6 +86,12 @@ class GraphProposer:
                 requests=requests,
                 num_outputs=np.array([len(request.output_token_ids) for request in requests], np.int64),
                 sampled=sampled,
+                ended=np.array(
+                    [
+                        any(ends_text(request.sampling_params, [], token) for token in tokens)
+                        for request, tokens in zip(requests, sampled_token_ids, strict=True)
+                    ]
+                ),
                 length=length,
                 whole=whole,
                 token_ids=token_ids_cpu,
