@@ -398,12 +398,7 @@ class Planner:
             self._probe_after(PROBE_EVERY)
 
     def sizes(
-        self,
-        values: np.ndarray,
-        size: np.ndarray,
-        context: np.ndarray,
-        drafted: np.ndarray,
-        shares: Sequence[int] = (),
+        self, values: np.ndarray, size: np.ndarray, context: np.ndarray, drafted: np.ndarray, shares: Sequence[int] = ()
     ) -> np.ndarray:
         """Choose how many nodes to verify, and learn nothing; arguments and result as for ``choose``.
 

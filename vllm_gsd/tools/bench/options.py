@@ -29,8 +29,10 @@ class Options:
         Path, Argument(help='One JSON object per line with "turns" (Spec-Bench), "messages" or "prompt".')
     ]
     out: Annotated[Path, Option(help="Folder for bench.json and index.html.")] = Path("out/bench")
-    target: Annotated[Path | None, Option(help="Folder of the target; the built-in one if not given.")] = None
-    draft: Annotated[Path | None, Option(help="Folder of the draft; the built-in one if no target is given.")] = None
+    target: Annotated[Path | None, Option(help="Folder or hub id of the target; the built-in one if not given.")] = None
+    draft: Annotated[
+        Path | None, Option(help="Folder or hub id of the draft; the built-in one if no target is given.")
+    ] = None
     draft_model: Annotated[
         Path | None,
         Option(
@@ -54,7 +56,7 @@ class Options:
     max_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 96
     repeats: Annotated[int, Option(min=1, help="Turns of each method.")] = 5
     choose_with: Annotated[int, Option(min=1, help="Prompts used to choose the best settings.")] = 4
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, Option(help="Data type of the target and its draft.")] = "bfloat16"
     max_model_len: Annotated[
         int | None,
         Option(

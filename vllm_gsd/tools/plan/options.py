@@ -25,9 +25,10 @@ class Options:
     machine: Annotated[
         str, Option(help='"report" for the machine that was measured, or a GPU: a10, l4, l40s, a100, h100, h200, b200.')
     ] = "report"
-    target: Annotated[Path | None, Option(help="Folder (no hub id) with the target's config.json, for a GPU.")] = None
+    target: Annotated[Path | None, Option(help="With a GPU: folder (no hub id) with the target's config.json.")] = None
     draft: Annotated[
-        Path | None, Option(help="Folder (no hub id) with the draft's config.json, for a GPU; by default the report's.")
+        Path | None,
+        Option(help="With a GPU: folder (no hub id) with the draft's config.json; by default the report's."),
     ] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of a prompt, if not the report's.")] = None
     answer_tokens: Annotated[int | None, Option(min=1, help="Mean tokens of an answer, if not the report's.")] = None
@@ -35,14 +36,16 @@ class Options:
         float | None, Option(min=0, callback=finite, help="Requests per second of a fleet, to count its replicas.")
     ] = None
     latency: Annotated[
-        float | None, Option(min=0, callback=finite, help="Most seconds of an average request, for the fleet.")
+        float | None,
+        Option(min=0, callback=finite, help="With --rate: longest time of an average request, in seconds."),
     ] = None
     validate: Annotated[
         str,
         Option(help="Batch sizes of the report to learn from, comma-separated: predict all and compare with measured."),
     ] = ""
     within: Annotated[
-        float, Option(min=0, callback=finite, help="Largest accepted error; if exceeded, the exit code is 1.")
+        float,
+        Option(min=0, callback=finite, help="With --validate: largest relative error. Above it the exit code is 1."),
     ] = 0.1
 
     def __post_init__(self) -> None:
