@@ -150,6 +150,7 @@ def test_as_many_answers_as_there_is_time_for(target, tmp_path, monkeypatch, giv
         answers.make_answers(Options(target="t", prompts=str(file) if given else None), tmp_path, 8)
         # 480 seconds, where files after the first, which has short requests, take 1.5 times as long.
         assert len(files(tmp_path)) == 1 + int((480 - 140) / (40 * later))
+        assert {len(chats) for chats in chats_of(tmp_path)} == {8}
 
 
 def test_requests_without_room_for_an_answer_are_not_asked(target, tmp_path, caplog):

@@ -1,7 +1,7 @@
 """The target's answers to varied requests, or to those of a file.
 
-They are stored in files of ``Hardware.at_once`` answers. A file that exists is not made again, so a killed run resumes
-where it stopped.
+They are stored in files of at most ``Hardware.at_once`` answers. A file that exists is not made again, so a killed run
+resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GREEDY_SHARE = 0.65
 OWN, ABOUT, RECENT = 0.5, 0.3, 8
 # The average time of a later file relative to the first one, whose requests are short.
 LATER = 1.5
-# Answers are in at least so many files, so that few are of the first one's kind.
+# Without --prompts, answers are in at least so many files, so that few are of the first one's kind.
 LEAST_FILES = 8
 # The size of the target's KV cache in a CPU's memory.
 CPU_CACHE_GIB = 3
@@ -53,7 +53,7 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
     folder.mkdir(exist_ok=True)
     given = None if options.prompts is None else _given(options)
     most = options.value("answers") if given is None else len(given)
-    size = min(found_hardware().at_once, -(-most // LEAST_FILES))
+    size = found_hardware().at_once if given else min(found_hardware().at_once, -(-most // LEAST_FILES))
 
     @cache
     def target() -> LLM:

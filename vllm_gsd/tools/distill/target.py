@@ -66,6 +66,10 @@ class Target:
         """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""
         return self._normalised(states) @ (self.head if token_ids is None else self.head[token_ids]).T
 
+    def best(self, states: torch.Tensor) -> torch.Tensor:
+        """The likeliest next token after each state, int64 [n]."""
+        return torch.cat([self.logits(rows).argmax(1) for rows in states.split(AT_ONCE)])
+
     def _normalised(self, states: torch.Tensor) -> torch.Tensor:
         states = states.float()
         size = states.square().mean(-1, keepdim=True) + self.config.get("rms_norm_eps", 1e-6)

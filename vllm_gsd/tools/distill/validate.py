@@ -24,7 +24,7 @@ def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, lis
     for batch in batches(data, packs, model.hardware.pack):
         with model.hardware.autocast():
             drafted = model.drafted(batch)
-        best = model.target.logits(batch["verifier_last_hidden_states"][0, drafted.rows]).argmax(1)
+        best = model.target.best(batch["verifier_last_hidden_states"][0, drafted.rows])
         top = model.token_ids[drafted.logits.topk(WIDEST, 1).indices]
         found.append((top == best[:, None])[drafted.chains].cpu())
     hits = torch.cat(found).float()
