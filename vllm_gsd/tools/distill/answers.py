@@ -96,6 +96,7 @@ def start_target(options: Options, seed: int) -> LLM:
     # An engine in a process of its own would hold the GPU after this one is killed. On a CPU it would take a core.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     hardware, longest = found_hardware(), options.longest + options.value("max_tokens")
+    on_cpu = hardware.device == "cpu"
     try:
         return LLM(
             options.target,
@@ -104,8 +105,9 @@ def start_target(options: Options, seed: int) -> LLM:
             max_model_len=longest,
             max_num_seqs=hardware.at_once,
             # A GPU has no other work meanwhile: vLLM measures what the model leaves and takes it.
-            kv_cache_memory_bytes=CPU_CACHE_GIB << 30 if hardware.device == "cpu" else None,
-            enforce_eager=options.eager,
+            kv_cache_memory_bytes=CPU_CACHE_GIB << 30 if on_cpu else None,
+            # To compile takes a CPU two minutes, and the answers hardly come faster.
+            enforce_eager=options.eager or on_cpu,
             disable_log_stats=True,
             tokenizer_mode="hf",  # the one for Mistral's own files has no chat template
         )
