@@ -8,7 +8,7 @@ from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistri
 from vllm.model_executor.layers import utils
 
 from vllm_gsd.config import GSDConfigError
-from vllm_gsd.upstream import forwards, parts, patching
+from vllm_gsd.upstream import parts, patching
 
 GEMM = "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm"
 GROUP_NAME = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name"
@@ -42,28 +42,6 @@ def test_a_symbol_that_is_missing_when_it_is_needed_is_named(monkeypatch):
     monkeypatch.delattr(utils, "dispatch_cpu_unquantized_gemm")
     with pytest.raises(GSDConfigError, match=r"has no vllm\.model_executor\.layers\.utils\.dispatch_cpu"):
         patching.replace(GEMM, lambda upstream: None)
-
-
-class Runner:
-    """The methods of a model runner that the tools watch."""
-
-    def _model_forward(self, tokens, positions):
-        return tokens + positions
-
-    def execute_model(self, scheduler_output):
-        return self._model_forward(1, scheduler_output), self._model_forward(1, positions=2 * scheduler_output)
-
-
-def test_forwards_are_watched_until_they_are_not():
-    runner, seen = Runner(), []
-    assert forwards.watch(
-        runner, lambda: seen.append("begun"), lambda *given: seen.append(given) or given[1], seen.append
-    )
-    assert runner.execute_model(10) == (11, 21)
-    assert seen == ["begun", (10, 11), (20, 21), 10]
-    forwards.unwatch(runner)
-    assert runner.execute_model(10) == (11, 21) and len(seen) == 4
-    assert not forwards.watch(SimpleNamespace(), print, print, print)
 
 
 def test_parts_of_a_step_are_wrapped_where_there_are_any():
