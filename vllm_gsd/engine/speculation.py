@@ -211,8 +211,9 @@ class Speculation:
         chance = self.planner.calibration.value(source, depth, survival)
         self.trust.observe(with_tree, tree, source, chance, accepted)
         self.planner.calibration.observe(source, depth, survival, accepted)
-        drafted = source < NGRAM
-        self.planner.learn_accepted(float(chance[drafted].sum()), float(accepted[drafted].sum()))
+        if not self.planner.drafting:
+            drafted = source < NGRAM
+            self.planner.learn_accepted(float(chance[drafted].sum()), float(accepted[drafted].sum()))
 
     def request_tables(self) -> list[Sized]:
         """All tables keyed by request. Each must be empty once the runner knows that all requests have ended."""
