@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from patience import SECONDS
 
 VLLM = Path(sys.executable).parent / "vllm"
 FORKING = Path(__file__).with_name("forking.py")
+# Above the ports of Ray's workers, and below those that Linux gives to sockets without a port of their own.
+PORTS = 20000, 29000
 
 
 @dataclass
@@ -52,9 +55,12 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    """A port for a server. None of those that the system gives out: another process could get it before the server."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def server_environment() -> dict[str, str]:

@@ -149,6 +149,7 @@ def test_heads_that_training_cannot_go_on_with(target, tmp_path, layers, sentenc
         ({"enable_confidence_head": True}, ["enable_confidence_head"]),
         ({"transformer_layer_config": {"layer_types": ["sliding_attention"]}}, ["layer_types"]),
         ({"transformer_layer_config": {"use_sliding_window": True}}, ["use_sliding_window"]),
+        ({"transformer_layer_config": {"attention_bias": True}}, ["attention_bias"]),
     ],
 )
 def test_blocks_that_training_cannot_go_on_with(target, tmp_path, monkeypatch, changed, named):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vllm_gsd.config.draft_vocab import read_draft_vocab, write_draft_vocab
 from vllm_gsd.tools.distill.options import HEAD_SIZE, NARROWEST, Options
-from vllm_gsd.tools.distill.students import Drafted, Student, keep_layers
+from vllm_gsd.tools.distill.students import Drafted, Student, layers_that_stay
 from vllm_gsd.tools.distill.target import Target
 
 
@@ -25,7 +25,10 @@ class LanguageModel(Student):
         if options.init is not None:
             model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
             if options.layers is not None:
-                keep_layers(model.model.layers, model.config, options.layers)
+                layers = model.model.layers
+                for number in sorted(set(range(len(layers))) - {*layers_that_stay(len(layers), options.layers)})[::-1]:
+                    del layers[number]
+                model.config.update({"num_hidden_layers": options.layers})
             stored = read_draft_vocab(Path(options.init))
             listed = range(model.config.vocab_size) if stored is None else stored["token_ids"]
             return cls(model, torch.tensor(listed), target)

@@ -82,7 +82,7 @@ class Options:
     ] = None
     layers: Annotated[
         int | None,
-        Option(min=1, help=f"Layers of the draft; {_by_default('layers')}. With --init, how many of its layers stay."),
+        Option(min=1, help=f"Layers of the draft; {_by_default('layers')}. With --init, into how many they turn."),
     ] = None
     depth: Annotated[
         int | None,

@@ -6,6 +6,7 @@ loss and transformers' "sdpa" attention, blocks with those of ``blocks`` and ``l
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,20 @@ from vllm_gsd.tools.distill import blocks
 from vllm_gsd.tools.distill.data import Answer
 from vllm_gsd.tools.distill.least_squares import start_block
 from vllm_gsd.tools.distill.loss import HeadLoss
+from vllm_gsd.tools.distill.merge_layers import merge_layers
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, Options
 from vllm_gsd.tools.distill.packs import Packs
 from vllm_gsd.tools.distill.states import state_layers
-from vllm_gsd.tools.distill.students import Drafted, Student, keep_layers
+from vllm_gsd.tools.distill.students import Drafted, Student
 from vllm_gsd.tools.distill.target import Target
 
 LOSS = resolve_loss_config("kl_div", "eager")
 # What a block learns from: blocks at this share of an answer's places, and this many of the target's likeliest tokens.
 # Row k counts with a chance of exp(-k / DECAY), because its guess matters only if those before it are right.
 SHARE, LIKELIEST, DECAY = 0.6, 16, 3.0
+# With a teacher: the weight of its loss, and the share of places. What it says about a few places tells more than the
+# target's tokens at many, so more steps are worth more than more places.
+TEACHING, TAUGHT_SHARE = 4.0, 0.3
 # Texts in a forward pass of blocks. More do not go faster, and attention keeps its weights for the backward pass.
 PACK = 16
 
@@ -54,10 +59,7 @@ class SpeculatorsStudent(Student):
             config = SpeculatorModelConfig.from_pretrained(options.init)
             config.speculators_config.verifier.name_or_path = str(target.folder)
             config.transformer_layer_config._attn_implementation = cls.attention
-            model = cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32)
-            if options.layers is not None:
-                keep_layers(model.layers, model.config.transformer_layer_config, options.layers)
-            return cls(model, target)
+            return cls(cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32), target)
         size = min(options.value("vocab_size"), vocab_size)
         chosen = torch.from_numpy(np.sort(ranking[:size]))
         norms = target.embedding.norm(dim=1).cpu().numpy()[ranking]
@@ -89,9 +91,15 @@ class SpeculatorsStudent(Student):
         if not new:
             self._rescale(1 / self.scale)
 
+    @property
+    def _models(self) -> list[Any]:
+        """All models that read the states."""
+        return [self.model]
+
     def _rescale(self, factor: torch.Tensor) -> None:
         with torch.no_grad():
-            self.model.fc.weight.mul_(factor.to(self.model.fc.weight.device))
+            for model in self._models:
+                model.fc.weight.mul_(factor.to(model.fc.weight.device))
 
     def save(self, out: Path) -> None:
         """See ``Student``. The folder leaves out where the target is, which differs between machines."""
@@ -114,13 +122,34 @@ class BlockStudent(SpeculatorsStudent):
     model_class = DSparkDraftModel
     attention = blocks.NAME
 
-    def __init__(self, model: Any, target: Target):
+    def __init__(self, model: Any, target: Target, teacher: Any = None):
         super().__init__(model, target)
+        # The draft of ``--init``, if the student has fewer layers. The student also learns what its LM head would read.
+        self.teacher = teacher and teacher.requires_grad_(False)
         self.padding = self.depth = model.block_size
         # A block learns from a text so fast that the optimizer's time counts beside it.
         self.batch *= 2
         # Blocks see no other text, so a pack takes no more time than its texts alone.
         self.pack = min(PACK, self.batch)
+
+    @classmethod
+    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> BlockStudent:
+        """See ``SpeculatorsStudent``."""
+        made = super().make(options, target, ranking)
+        depth = len(made.model.layers)
+        if options.init is None or options.layers in (None, depth):
+            return made
+        config, weights = copy.deepcopy((made.model.config, made.model.state_dict()))
+        weights, times = merge_layers(weights, depth, options.layers)
+        layer = config.transformer_layer_config
+        heads = {name: times * getattr(layer, name) for name in ("num_attention_heads", "num_key_value_heads")}
+        types = (layer.layer_types or [])[: options.layers]
+        layer.update({"num_hidden_layers": options.layers, "layer_types": types or None, **heads})
+        return cls(cls.model_class.from_pretrained(None, config=config, state_dict=weights), target, made.model)
+
+    @property
+    def _models(self) -> list[Any]:
+        return [self.model] if self.teacher is None else [self.model, self.teacher]
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
@@ -147,27 +176,37 @@ class BlockStudent(SpeculatorsStudent):
         """The weights of the LM head, [drafted tokens, hidden], and of the bias, [drafted tokens, rank]."""
         return self.model.lm_head.weight, self.model.markov_head.markov_w2.weight
 
-    def _read(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``_heads`` read of random blocks, [m, size, hidden + rank], and the blocks' rows, as in ``Blocks``."""
-        found = blocks.chosen_blocks(batch["loss_mask"][0], batch["document_ids"][0], self.depth, SHARE)
-        before = self.model.markov_head.prev_embeddings(batch["input_ids"][0, found.rows])
-        hidden = blocks.hidden_states(self.model, batch, found)
-        return torch.cat([hidden, before], 2).to(self.hardware.dtype), found.rows
+    def _blocks(self, batch: dict[str, torch.Tensor]) -> blocks.Blocks:
+        share = SHARE if self.teacher is None else TAUGHT_SHARE
+        return blocks.chosen_blocks(batch["loss_mask"][0], batch["document_ids"][0], self.depth, share)
+
+    def _read(self, batch: dict[str, torch.Tensor], hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """What ``_heads`` read, [m, size, hidden + rank]: the blocks' hidden states and the tokens before."""
+        before = self.model.markov_head.prev_embeddings(batch["input_ids"][0, rows])
+        return torch.cat([hidden, before], 2).to(self.hardware.dtype)
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        read, rows = self._read(batch)
-        known = batch["loss_mask"][0]
+        found, known = self._blocks(batch), batch["loss_mask"][0]
+        rows, hidden = found.rows, blocks.hidden_states(self.model, batch, found)
+        weights = torch.exp(-torch.arange(self.depth, device=rows.device) / DECAY)
         with torch.no_grad():
             last = batch["verifier_last_hidden_states"][0, known]
             ids, chances = self.target.likeliest(last, self.token_ids, LIKELIEST)
-            depths = torch.arange(self.depth, device=rows.device)
-            chosen = known[rows] & (torch.rand(rows.shape, device=rows.device) < torch.exp(-depths / DECAY))
+            chosen = known[rows] & (torch.rand(rows.shape, device=rows.device) < weights)
             place = known.cumsum(0)[rows[chosen]] - 1  # of each row's position among the known
-        total = HeadLoss.apply(read[chosen], *self._heads, ids[place], chances[place])
-        return {"loss": total / len(place)}
+        read = self._read(batch, hidden, rows)[chosen]
+        loss = HeadLoss.apply(read, *self._heads, ids[place], chances[place]) / len(place)
+        if self.teacher is not None:
+            with torch.no_grad():
+                wanted = blocks.hidden_states(self.teacher, batch, found)
+            error, size = (weights @ rows.square().sum((0, 2)) for rows in (hidden - wanted, wanted))
+            loss = loss + TEACHING * error / size
+        return {"loss": loss}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        read, rows = self._read(batch)
+        found = self._blocks(batch)
+        rows = found.rows
+        read = self._read(batch, blocks.hidden_states(self.model, batch, found), rows)
         logits = read.flatten(0, 1) @ torch.cat(self._heads, 1).to(read.dtype).T
         chains = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
         return Drafted(logits, rows.flatten(), chains[batch["loss_mask"][0, rows].all(1)])

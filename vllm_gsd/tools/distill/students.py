@@ -21,15 +21,9 @@ class Drafted(NamedTuple):
     chains: torch.Tensor  # int64 [n, depth], the indices in ``logits`` of each chain's tokens, in order
 
 
-def keep_layers(layers: nn.ModuleList, config: Any, count: int) -> None:
-    """Leave all but ``count`` layers out: the last and others at equal distances stay. ``config`` is that of layers."""
-    stay = torch.linspace(len(layers) - 1, 0, count).round().tolist()
-    for number in reversed(range(len(layers))):
-        if number not in stay:
-            del layers[number]
-    config.update({"num_hidden_layers": count})
-    if types := getattr(config, "layer_types", None):
-        config.update({"layer_types": types[:count]})
+def layers_that_stay(depth: int, count: int) -> list[int]:
+    """The numbers of ``count`` out of ``depth`` layers, ascending: the last and others at equal distances."""
+    return sorted(int(number) for number in torch.linspace(depth - 1, 0, count).round())
 
 
 class Student(nn.Module):
