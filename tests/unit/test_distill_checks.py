@@ -149,7 +149,8 @@ def test_heads_that_training_cannot_go_on_with(target, tmp_path, layers, sentenc
         ({"enable_confidence_head": True}, ["enable_confidence_head"]),
         ({"transformer_layer_config": {"layer_types": ["sliding_attention"]}}, ["layer_types"]),
         ({"transformer_layer_config": {"use_sliding_window": True}}, ["use_sliding_window"]),
-        ({"transformer_layer_config": {"attention_bias": True}}, ["attention_bias"]),
+        ({"transformer_layer_config": {"attention_bias": True, "num_hidden_layers": 1}}, []),
+        ({"transformer_layer_config": {"attention_bias": True, "num_hidden_layers": 2}}, ["attention_bias"]),
     ],
 )
 def test_blocks_that_training_cannot_go_on_with(target, tmp_path, monkeypatch, changed, named):
@@ -161,7 +162,9 @@ def test_blocks_that_training_cannot_go_on_with(target, tmp_path, monkeypatch, c
     monkeypatch.setattr(checks, "check_draft", lambda *_: None)  # engines refuse some of them, too
     keys = ", ".join(f'"{name}"' for name in named)
     with pytest.raises(ToolError, match=f"because of {keys} in its config") if named else nullcontext():
-        checks._check_init(str(tmp_path), Options(target=str(target), init=str(tmp_path)), check_target(target))
+        checks._check_init(
+            str(tmp_path), Options(target=str(target), init=str(tmp_path), layers=1), check_target(target)
+        )
 
 
 def test_answers_of_another_target(target, work, tmp_path):

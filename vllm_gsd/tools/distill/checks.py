@@ -114,7 +114,7 @@ def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
             "enable_confidence_head": not draft.get("enable_confidence_head", True),
             "layer_types": "sliding_attention" not in (layer.get("layer_types") or ()),
             "use_sliding_window": not layer.get("use_sliding_window"),
-            "attention_bias": not layer.get("attention_bias"),
+            "attention_bias": options.layers in (None, own) or not layer.get("attention_bias"),  # see merge_layers
         }
     differing = ", ".join(f'"{key}"' for key, fits in holds.items() if not fits)
     if differing:

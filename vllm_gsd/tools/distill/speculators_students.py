@@ -139,7 +139,8 @@ class BlockStudent(SpeculatorsStudent):
         depth = len(made.model.layers)
         if options.init is None or options.layers in (None, depth):
             return made
-        config, weights = copy.deepcopy((made.model.config, made.model.state_dict()))
+        config = copy.deepcopy(made.model.config)
+        weights = {name: rows.to("cpu", copy=True) for name, rows in made.model.state_dict().items()}
         weights, times = merge_layers(weights, depth, options.layers)
         layer = config.transformer_layer_config
         heads = {name: times * getattr(layer, name) for name in ("num_attention_heads", "num_key_value_heads")}
