@@ -130,6 +130,16 @@ def test_every_file_has_requests_of_all_kinds(target, tmp_path):
     assert len(target.seeds) == 2
 
 
+def test_a_run_that_resumes_on_other_hardware_makes_the_same_files(target, tmp_path, monkeypatch):
+    options = Options(target="t", answers=68)
+    answers.make_answers(options, tmp_path, None)
+    for file in files(tmp_path)[4:]:
+        file.unlink()
+    monkeypatch.setattr(answers, "found_hardware", lambda: CPU._replace(at_once=512))
+    answers.make_answers(options, tmp_path, None)
+    assert [len(chats) for chats in chats_of(tmp_path)] == [8] * 8 + [4]
+
+
 def test_a_target_without_a_chat_template_makes_up_nothing(target, tmp_path):
     target.tokenizer.chat_template = None
     answers.make_answers(Options(target="t", answers=32), tmp_path, None)
@@ -166,12 +176,12 @@ def test_requests_without_room_for_an_answer_are_not_asked(target, tmp_path, cap
 
 
 def test_the_targets_own_requests_are_cut_to_what_fits(target, tmp_path):
-    """Those without room for an answer are not learned from, so theirs is one token."""
+    """So are answers. Requests without room for an answer are not learned from, so theirs is one token."""
     answers.make_answers(Options(target="t", answers=64, longest=40), tmp_path, None)
     rows = [row for file in files(tmp_path) for row in read_columns(file, "input_ids", "prompt_len")]
     assert max(prompt_len for _, prompt_len in rows) == 40
     for ids, prompt_len in rows:
-        assert len(ids) - prompt_len == (256 if prompt_len <= 38 else 1)
+        assert len(ids) - prompt_len == max(1, 40 - prompt_len)
     assert len(load_answers(files(tmp_path), 40)) == sum(prompt_len <= 38 for _, prompt_len in rows)
 
 

@@ -122,7 +122,7 @@ def test_a_killed_process_and_a_target_that_does_not_start_are_sentences(target,
     with pytest.raises(RuntimeError, match="no running event loop"):
         run._in_own_process(asyncio.get_running_loop)
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: int("too long"))
-    with pytest.raises(ToolError, match=r"does not start for 228 tokens, which is --longest and .*ValueError"):
+    with pytest.raises(ToolError, match=r"does not start for 129 tokens, one more than --longest \(ValueError"):
         answers.start_target(Options(target=str(target), longest=128, max_tokens=100), seed=0)
 
 

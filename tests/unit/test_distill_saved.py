@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from distill_world import PROMPT, files, student
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from vllm_gsd.config.draft_check import check_draft
 from vllm_gsd.tools.distill.data import Answer, divided, load_answers
@@ -68,6 +69,16 @@ def test_a_language_model_goes_on_with_some_of_its_layers(target, tmp_path, stay
     assert {name: rows.shape for name, rows in some.named_parameters()} == {
         name: rows.shape for name, rows in fewer.named_parameters()
     }
+
+
+def test_a_language_model_with_types_of_layers_goes_on_with_some_of_them(target, tmp_path):
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "whole")
+    student("lm", target, init=str(tmp_path / "whole"), layers=2).save(tmp_path / "some")
+    assert AutoConfig.from_pretrained(tmp_path / "some").layer_types == ["full_attention"] * 2
 
 
 def test_the_mask_of_a_block_has_an_embedding(target):

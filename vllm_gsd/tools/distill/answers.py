@@ -69,9 +69,9 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         parquet.write_table(rows, file.with_suffix(".partial"))
         file.with_suffix(".partial").rename(file)
 
-    def planned() -> int:
+    def planned() -> list[int]:
         if minutes is None:
-            return most
+            return [size, most]
         (folder / f"{0:05d}.parquet").unlink(missing_ok=True)  # what a killed run left would be read instead of timed
         begun = time.perf_counter()
         target()
@@ -79,9 +79,11 @@ def make_answers(options: Options, work: Path, minutes: float | None) -> None:
         make(0)
         now = time.perf_counter()
         later = (now - ready) * (1 if given else LATER)
-        return min(most, size * (1 + max(0, int((60 * minutes - (now - begun)) / later))))
+        return [size, min(most, size * (1 + max(0, int((60 * minutes - (now - begun)) / later))))]
 
-    for number in tqdm(range(-(-kept(work / "answers.json", planned) // size)), desc="answers", unit="file"):
+    # The size of files is kept, because a resumed run may find other hardware.
+    size, count = kept(work / "answers.json", planned)
+    for number in tqdm(range(-(-count // size)), desc="answers", unit="file"):
         make(number)
 
 
@@ -95,7 +97,7 @@ def start_target(options: Options, seed: int) -> LLM:
 
     # An engine in a process of its own would hold the GPU after this one is killed. On a CPU it would take a core.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    hardware, longest = found_hardware(), options.longest + options.value("max_tokens")
+    hardware, longest = found_hardware(), options.longest + 1
     on_cpu = hardware.device == "cpu"
     try:
         return LLM(
@@ -114,8 +116,8 @@ def start_target(options: Options, seed: int) -> LLM:
     except Exception as error:  # vLLM raises many types
         reason = " ".join(str(error).split()).rstrip(".")
         raise ToolError(
-            f"The engine of {options.target!r} does not start for {longest} tokens, which is --longest and "
-            f"--max-tokens ({type(error).__name__}: {reason[:300]})."
+            f"The engine of {options.target!r} does not start for {longest} tokens, one more than --longest "
+            f"({type(error).__name__}: {reason[:300]})."
         ) from error
 
 
@@ -159,8 +161,8 @@ def _answered(target: LLM, chats: list[Chat], options: Options, rng: random.Rand
 
     tokenizer, most = target.get_tokenizer(), options.value("max_tokens")
     asked = [token_ids_of(tokenizer, chat)[: options.longest] for chat in chats]
-    # Training leaves out requests without room for an answer, so theirs is one token.
-    limits = [most if len(ids) + SHORTEST <= options.longest else 1 for ids in asked]
+    # Training cuts answers at --longest. An answer without room is one token, and is left out.
+    limits = [max(1, min(most, options.longest - len(ids))) for ids in asked]
     # Without per-request seeds: vLLM 0.32 cannot use them on a CPU when a prompt is prefilled in chunks.
     params = [
         SamplingParams(temperature=0.0 if rng.random() < GREEDY_SHARE else 0.8, max_tokens=limit) for limit in limits

@@ -29,6 +29,8 @@ class LanguageModel(Student):
                 for number in sorted(set(range(len(layers))) - {*layers_that_stay(len(layers), options.layers)})[::-1]:
                     del layers[number]
                 model.config.update({"num_hidden_layers": options.layers})
+                if types := getattr(model.config, "layer_types", None):  # of Qwen's configurations
+                    model.config.update({"layer_types": types[: options.layers]})
             stored = read_draft_vocab(Path(options.init))
             listed = range(model.config.vocab_size) if stored is None else stored["token_ids"]
             return cls(model, torch.tensor(listed), target)
@@ -76,5 +78,4 @@ class LanguageModel(Student):
 
 def project(embedding: torch.Tensor, width: int) -> torch.Tensor:
     """The embedding [vocabulary, hidden] projected onto its ``width`` main directions."""
-    values, directions = torch.linalg.eigh(embedding.T @ embedding)
-    return embedding @ directions[:, values.argsort(descending=True)[:width]]
+    return embedding @ torch.linalg.eigh(embedding.T @ embedding).eigenvectors[:, -width:]

@@ -31,12 +31,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, model: torch.nn.Module, lr: float, weight_decay: float):
         matrices, others = split_named_params_for_muon(model)
-        self.parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-            self.parts.append(muon)
-        if others:
-            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay))
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay),
+        ]
         super().__init__(self._groups(), {})
         on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
         self.precision = InFloat32() if on_cpu and CPU_DTYPE is torch.float32 else nullcontext()

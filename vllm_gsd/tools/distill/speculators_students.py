@@ -91,15 +91,9 @@ class SpeculatorsStudent(Student):
         if not new:
             self._rescale(1 / self.scale)
 
-    @property
-    def _models(self) -> list[Any]:
-        """All models that read the states."""
-        return [self.model]
-
     def _rescale(self, factor: torch.Tensor) -> None:
         with torch.no_grad():
-            for model in self._models:
-                model.fc.weight.mul_(factor.to(model.fc.weight.device))
+            self.model.fc.weight.mul_(factor.to(self.model.fc.weight.device))
 
     def save(self, out: Path) -> None:
         """See ``Student``. The folder leaves out where the target is, which differs between machines."""
@@ -148,10 +142,6 @@ class BlockStudent(SpeculatorsStudent):
         layer.update({"num_hidden_layers": options.layers, "layer_types": types or None, **heads})
         return cls(cls.model_class.from_pretrained(None, config=config, state_dict=weights), target, made.model)
 
-    @property
-    def _models(self) -> list[Any]:
-        return [self.model] if self.teacher is None else [self.model, self.teacher]
-
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
         from transformers import Qwen3Config
@@ -169,6 +159,9 @@ class BlockStudent(SpeculatorsStudent):
 
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         super().start(data, packs, new)
+        if self.teacher is not None:
+            with torch.no_grad():
+                self.teacher.fc.weight.div_(self.scale.to(self.teacher.fc.weight.device))
         if new:
             start_block(self.model, self.target, data, packs)
 

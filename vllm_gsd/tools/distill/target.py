@@ -71,9 +71,10 @@ class Target:
         return torch.cat([self.logits(rows).argmax(1) for rows in states.split(AT_ONCE)])
 
     def _normalised(self, states: torch.Tensor) -> torch.Tensor:
-        states = states.float()
-        size = states.square().mean(-1, keepdim=True) + self.config.get("rms_norm_eps", 1e-6)
-        return (self.norm * states * size.rsqrt()).to(self.head.dtype)
+        normalised = torch.nn.functional.rms_norm(
+            states.float(), self.norm.shape, self.norm, self.config.get("rms_norm_eps", 1e-6)
+        )
+        return normalised.to(self.head.dtype)
 
     def likeliest(self, states: torch.Tensor, token_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of the ``count`` likeliest of ``token_ids`` after each state, and their probabilities among these."""
