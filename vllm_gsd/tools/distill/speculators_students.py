@@ -33,8 +33,7 @@ LOSS = resolve_loss_config("kl_div", "eager")
 # What a block learns from: blocks at this share of an answer's places, and this many of the target's likeliest tokens.
 # Row k counts with a chance of exp(-k / DECAY), because its guess matters only if those before it are right.
 SHARE, LIKELIEST, DECAY = 0.6, 16, 3.0
-# With a teacher: the weight of its loss, and the share of places. What it says about a few places tells more than the
-# target's tokens at many, so more steps are worth more than more places.
+# With a teacher: the weight of its loss, and the share of places in training. Fewer places make up for its time.
 TEACHING, TAUGHT_SHARE = 4.0, 0.3
 # Texts in a forward pass of blocks. More do not go faster, and attention keeps its weights for the backward pass.
 PACK = 16
@@ -170,8 +169,7 @@ class BlockStudent(SpeculatorsStudent):
         """The weights of the LM head, [drafted tokens, hidden], and of the bias, [drafted tokens, rank]."""
         return self.model.lm_head.weight, self.model.markov_head.markov_w2.weight
 
-    def _blocks(self, batch: dict[str, torch.Tensor]) -> blocks.Blocks:
-        share = SHARE if self.teacher is None else TAUGHT_SHARE
+    def _blocks(self, batch: dict[str, torch.Tensor], share: float) -> blocks.Blocks:
         return blocks.chosen_blocks(batch["loss_mask"][0], batch["document_ids"][0], self.depth, share)
 
     def _read(self, batch: dict[str, torch.Tensor], hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -180,7 +178,8 @@ class BlockStudent(SpeculatorsStudent):
         return torch.cat([hidden, before], 2).to(self.hardware.dtype)
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        found, known = self._blocks(batch), batch["loss_mask"][0]
+        found = self._blocks(batch, SHARE if self.teacher is None else TAUGHT_SHARE)
+        known = batch["loss_mask"][0]
         rows, hidden = found.rows, blocks.hidden_states(self.model, batch, found)
         weights = torch.exp(-torch.arange(self.depth, device=rows.device) / DECAY)
         with torch.no_grad():
@@ -198,7 +197,7 @@ class BlockStudent(SpeculatorsStudent):
         return {"loss": loss}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        found = self._blocks(batch)
+        found = self._blocks(batch, SHARE)
         rows = found.rows
         read = self._read(batch, blocks.hidden_states(self.model, batch, found), rows)
         logits = read.flatten(0, 1) @ torch.cat(self._heads, 1).to(read.dtype).T
