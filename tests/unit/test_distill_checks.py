@@ -116,7 +116,7 @@ def test_a_draft_for_another_target_is_not_continued(target, tmp_path):
     ("layers", "sentence"),
     [
         (None, "is not in the format of speculators"),
-        ([1, 2, 3], r'cannot be trained further, because of "eagle_aux_hidden_state_layer_ids" in its config.json'),
+        ([1, 2, 3], r'does not fit, because of "eagle_aux_hidden_state_layer_ids" in its config.json'),
         ([2, 4, 5], None),
     ],
 )
@@ -162,9 +162,20 @@ def test_blocks_that_training_cannot_go_on_with(target, tmp_path, monkeypatch, c
     monkeypatch.setattr(checks, "check_draft", lambda *_: None)  # engines refuse some of them, too
     keys = ", ".join(f'"{name}"' for name in named)
     with pytest.raises(ToolError, match=f"because of {keys} in its config") if named else nullcontext():
-        checks._check_init(
-            str(tmp_path), Options(target=str(target), init=str(tmp_path), layers=1), check_target(target)
-        )
+        options = Options(target=str(target), init=str(tmp_path), layers=1)
+        checks._check_draft("init", options, check_target(target))
+
+
+def test_what_cannot_teach(target, tmp_path):
+    student("dspark", target, depth=6).save(tmp_path / "teacher")
+    places, teacher = (tmp_path / "out", tmp_path / "work"), str(tmp_path / "teacher")
+    with pytest.raises(ToolError, match=r"--teacher .* has blocks of 6 tokens, but the draft's have 4"):
+        check_run(Options(target=str(target), teacher=teacher, depth=4), *places)
+    with pytest.raises(ToolError, match=r"--teacher .* is of kind language model, but --kind is dspark"):
+        check_run(Options(target=str(target), teacher=str(target)), *places)
+    with pytest.raises(ToolError, match="A draft of kind lm has no --teacher; leave it out"):
+        Options(target=str(target), kind="lm", teacher=teacher)
+    check_run(Options(target=str(target), teacher=teacher, init=teacher), *places)
 
 
 def test_answers_of_another_target(target, work, tmp_path):

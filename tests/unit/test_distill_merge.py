@@ -1,4 +1,4 @@
-"""Blocks of fewer layers, made from a block that teaches them."""
+"""Blocks of fewer layers that are made from other blocks, and blocks that learn from others."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_a_merged_block_computes_what_the_draft_does_without_the_others_outputs(
     merged.save(tmp_path / "merged")
     check_draft(str(tmp_path / "merged"), 300, target)
     again = student("dspark", target, init=str(tmp_path / "merged"))
-    assert len(again.model.layers) == count and again.teacher is None
+    assert len(again.model.layers) == count
     # Its weights are rounded to bfloat16.
     torch.testing.assert_close(hidden_states(again, work), expected, rtol=0.05, atol=0.05)
 
@@ -81,15 +81,17 @@ def test_queries_make_up_for_the_other_layers_norm(target):
     torch.testing.assert_close(queries, torch.cat(expected))
 
 
-def test_the_draft_teaches_the_block_that_was_made_from_it(target, work, tmp_path, monkeypatch):
-    """The block comes nearer to what the draft computes, which stays as it is and is not part of what is kept."""
+@pytest.mark.parametrize("merged", [True, False])
+def test_another_block_teaches(target, work, tmp_path, monkeypatch, merged):
+    """The student comes nearer to what the teacher computes, which stays as it is and is not part of what is kept."""
     draft = student("dspark", target, layers=3)
     for layer in draft.model.layers:
         layer.self_attn.o_proj.weight.data *= 40  # so that it matters what a layer reads
     draft.save(tmp_path / "draft")
-    model = student("dspark", target, init=str(tmp_path / "draft"), layers=2)
+    made_from = {"init": str(tmp_path / "draft")} if merged else {}
+    model = student("dspark", target, teacher=str(tmp_path / "draft"), layers=2, **made_from)
     data, packs = load_answers(files(work), 640), model.packs(StoredStates(work / "states"))
-    model.start(data, packs, new=False)
+    model.start(data, packs, new=not merged)
     before = [parameter.clone() for parameter in model.teacher.parameters()]
     assert not any(name.startswith("teacher") for name in model.state_dict())
     batch = packs.collate(data[:8])

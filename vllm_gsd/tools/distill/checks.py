@@ -22,7 +22,7 @@ from vllm_gsd.tools.prompt_file import read_requests
 # Options of engines, on which no stored result depends. A run resumes with others.
 OF_ENGINES = ("engine", "eager")
 # Options that are paths, and the name of what is compared beside the options.
-PATHS = ("target", "prompts", "data", "init")
+PATHS = ("target", "prompts", "data", "init", "teacher")
 NAMES = {"prompts_sha256": "the content of --prompts"}
 
 
@@ -48,8 +48,8 @@ def check_run(options: Options, out: Path, work: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "not empty" if out.is_dir() else "no folder"
         raise ToolError(f"--out {str(out)!r} is {what}; give a new folder.")
-    if options.init is not None:
-        _check_init(options.init, options, config)
+    for name in ("init", "teacher"):
+        _check_draft(name, options, config)
     if options.prompts is not None:
         read_requests(Path(options.prompts))
     if options.data is not None:
@@ -81,26 +81,30 @@ def _comparable(options: Options) -> dict[str, Any]:
     return given
 
 
-def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
-    """Refuse a draft of another kind or for another target."""
-    if not (Path(init) / "config.json").is_file():
-        raise ToolError(f"--init {init!r} is not a folder with a config.json; give the folder of a draft.")
-    kind = kind_of(Path(init))
+def _check_draft(name: str, options: Options, config: dict[str, Any]) -> None:
+    """Refuse a draft, given as option ``name``, of another kind or for another target."""
+    if (folder := getattr(options, name)) is None:
+        return
+    given = f"{flag(name)} {folder!r}"
+    if not (Path(folder) / "config.json").is_file():
+        raise ToolError(f"{given} is not a folder with a config.json; give the folder of a draft.")
+    kind = kind_of(Path(folder))
     if kind != {"lm": LANGUAGE_MODEL}.get(options.kind, options.kind):
-        raise ToolError(f"--init {init!r} is of kind {kind}, but --kind is {options.kind}.")
+        raise ToolError(f"{given} is of kind {kind}, but --kind is {options.kind}.")
     try:
-        check_draft(init, config["vocab_size"], options.target)
+        check_draft(folder, config["vocab_size"], options.target)
     except GSDConfigError as error:
-        raise ToolError(str(error).replace('"model"', "--init", 1)) from None
-    draft, layers = read_config(Path(init)), state_layers(config["num_hidden_layers"])
+        raise ToolError(str(error).replace('"model"', flag(name), 1)) from None
+    draft, layers = read_config(Path(folder)), state_layers(config["num_hidden_layers"])
     layer = draft.get("transformer_layer_config", {})
     own = (layer or draft).get("num_hidden_layers", 0)
-    if options.layers is not None and options.layers > own:
-        raise ToolError(f"--layers is {options.layers}, but --init {init!r} has only {own} to keep.")
+    merged = name == "init" and options.layers not in (None, own)
+    if merged and options.layers > own:
+        raise ToolError(f"--layers is {options.layers}, but {given} has only {own} to keep.")
     if kind == LANGUAGE_MODEL:
         return
     if not is_speculators(draft):
-        raise ToolError(f"--init {init!r} is not in the format of speculators, the only one to train on.")
+        raise ToolError(f"{given} is not in the format of speculators, the only one to train on.")
     # The layers whose states there are, and what the students of ``speculators_students`` compute.
     if options.kind == "eagle3":
         holds = {
@@ -114,11 +118,15 @@ def _check_init(init: str, options: Options, config: dict[str, Any]) -> None:
             "enable_confidence_head": not draft.get("enable_confidence_head", True),
             "layer_types": "sliding_attention" not in (layer.get("layer_types") or ()),
             "use_sliding_window": not layer.get("use_sliding_window"),
-            "attention_bias": options.layers in (None, own) or not layer.get("attention_bias"),  # see merge_layers
+            "attention_bias": not (merged and layer.get("attention_bias")),  # see merge_layers
         }
     differing = ", ".join(f'"{key}"' for key, fits in holds.items() if not fits)
     if differing:
-        raise ToolError(f"--init {init!r} cannot be trained further, because of {differing} in its config.json.")
+        raise ToolError(f"{given} does not fit, because of {differing} in its config.json.")
+    if name == "teacher":
+        tokens = options.value("depth") if options.init is None else read_config(Path(options.init))["block_size"]
+        if draft["block_size"] != tokens:
+            raise ToolError(f"{given} has blocks of {draft['block_size']} tokens, but the draft's have {tokens}.")
 
 
 def _check_data(data: Path, target: Path) -> None:

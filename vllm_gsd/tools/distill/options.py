@@ -16,13 +16,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "depth": 6,
         "rank": 64,
         "intermediate_size": None,
+        "teacher": None,
         "learning_rate": 2e-3,
     },
     "eagle3": {"vocab_size": 8192, "depth": 3, "learning_rate": 1e-3},
     "lm": {"vocab_size": 12288, "layers": 4, "width": None, "learning_rate": 1e-3},
 }
 # With ``--init`` the draft has its shape. These options of ``KINDS`` can be given all the same.
-WITH_INIT = ("learning_rate", "layers")
+WITH_INIT = ("learning_rate", "layers", "teacher")
 # The defaults of the options for new answers, which ``--data`` replaces.
 ANSWERING = {"answers": 8192, "max_tokens": 256}
 
@@ -76,6 +77,10 @@ class Options:
     init: Annotated[
         str | None,
         Option(metavar="PATH", help="Continue training this draft of the same kind, made by an earlier run."),
+    ] = None
+    teacher: Annotated[
+        str | None,
+        Option(metavar="PATH", help="A block of as many tokens, whose output a block learns besides the target's."),
     ] = None
     vocab_size: Annotated[
         int | None, Option(min=256, help=f"Number of tokens that the LM head computes; {_by_default('vocab_size')}.")

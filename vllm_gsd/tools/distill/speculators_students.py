@@ -6,7 +6,6 @@ loss and transformers' "sdpa" attention, blocks with those of ``blocks`` and ``l
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,7 @@ class SpeculatorsStudent(Student):
         """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
         vocab_size = target.config["vocab_size"]
         if options.init is not None:
-            config = SpeculatorModelConfig.from_pretrained(options.init)
-            config.speculators_config.verifier.name_or_path = str(target.folder)
-            config.transformer_layer_config._attn_implementation = cls.attention
-            return cls(cls.model_class.from_pretrained(options.init, config=config, dtype=torch.float32), target)
+            return cls(cls.loaded(options.init, target), target)
         size = min(options.value("vocab_size"), vocab_size)
         chosen = torch.from_numpy(np.sort(ranking[:size]))
         norms = target.embedding.norm(dim=1).cpu().numpy()[ranking]
@@ -75,6 +71,14 @@ class SpeculatorsStudent(Student):
             mask_token_id=int(ranking[norms > norms.mean() / 2][-1]),
         )
         return cls(model, target)
+
+    @classmethod
+    def loaded(cls, draft: str, target: Target) -> Any:
+        """The model in a draft's folder."""
+        config = SpeculatorModelConfig.from_pretrained(draft)
+        config.speculators_config.verifier.name_or_path = str(target.folder)
+        config.transformer_layer_config._attn_implementation = cls.attention
+        return cls.model_class.from_pretrained(draft, config=config, dtype=torch.float32)
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
@@ -117,7 +121,7 @@ class BlockStudent(SpeculatorsStudent):
 
     def __init__(self, model: Any, target: Target, teacher: Any = None):
         super().__init__(model, target)
-        # The draft of ``--init``, if the student has fewer layers. The student also learns what its LM head would read.
+        # Another block. The student also learns what its LM head would read.
         self.teacher = teacher and teacher.requires_grad_(False)
         self.padding = self.depth = model.block_size
         # A block learns from a text so fast that the optimizer's time counts beside it.
@@ -128,18 +132,19 @@ class BlockStudent(SpeculatorsStudent):
     @classmethod
     def make(cls, options: Options, target: Target, ranking: np.ndarray) -> BlockStudent:
         """See ``SpeculatorsStudent``."""
-        made = super().make(options, target, ranking)
-        depth = len(made.model.layers)
-        if options.init is None or options.layers in (None, depth):
-            return made
-        config = copy.deepcopy(made.model.config)
-        weights = {name: rows.to("cpu", copy=True) for name, rows in made.model.state_dict().items()}
+        model = super().make(options, target, ranking).model
+        teacher = options.teacher and cls.loaded(options.teacher, target)
+        depth = len(model.layers)
+        if options.layers in (None, depth):
+            return cls(model, target, teacher)
+        weights = {name: rows.cpu() for name, rows in model.state_dict().items()}
         weights, times = merge_layers(weights, depth, options.layers)
+        config = model.config
         layer = config.transformer_layer_config
         heads = {name: times * getattr(layer, name) for name in ("num_attention_heads", "num_key_value_heads")}
         types = (layer.layer_types or [])[: options.layers]
         layer.update({"num_hidden_layers": options.layers, "layer_types": types or None, **heads})
-        return cls(cls.model_class.from_pretrained(None, config=config, state_dict=weights), target, made.model)
+        return cls(cls.model_class.from_pretrained(None, config=config, state_dict=weights), target, teacher)
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
