@@ -70,7 +70,7 @@ def _run(options: Options, out: Path, work: Path) -> dict[str, Any]:
     names = kept(work / "files.json", lambda: [file.name for file in files_of_answers(answers)])
     files = [answers / "answers" / name for name in names]
     training, held_out = divided(load_answers(files, options.longest))
-    results = kept(work / "results.json", lambda: _in_own_process(_train, options, work, files))
+    results = kept(work / "results.json", lambda: _in_own_process(_train, options, work, files, training, held_out))
     if options.engine:
         from vllm_gsd.tools.distill.engine import compare
 
@@ -112,8 +112,10 @@ def _in_own_process(function, *arguments):
             ) from None
 
 
-def _train(options: Options, work: Path, files: list[Path]) -> dict[str, Any]:
-    """Train the student on files of answers, write it to ``work/trained`` and measure its agreement with the target."""
+def _train(
+    options: Options, work: Path, files: list[Path], training: list[Answer], held_out: list[Answer]
+) -> dict[str, Any]:
+    """Train the student on answers of the files, write it to ``work/trained`` and measure its agreement."""
     import numpy as np
     import torch
 
@@ -132,7 +134,6 @@ def _train(options: Options, work: Path, files: list[Path]) -> dict[str, Any]:
     if device == "cpu":
         with stage("the target's states over the answers"):
             write_missing(folder, files, states, dtype)
-    training, held_out = divided(load_answers(files, options.longest))
     with stage("loading the target and making the student"):
         target = Target(folder, device, dtype)
         counts = count_tokens(training, target.config["vocab_size"])

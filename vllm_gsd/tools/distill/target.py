@@ -64,13 +64,14 @@ class Target:
 
     def logits(self, states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""
-        return self._normalised(states) @ (self.head if token_ids is None else self.head[token_ids]).T
+        return self.normalised(states) @ (self.head if token_ids is None else self.head[token_ids]).T
 
     def best(self, states: torch.Tensor) -> torch.Tensor:
         """The likeliest next token after each state, int64 [n]."""
         return torch.cat([self.logits(rows).argmax(1) for rows in states.split(AT_ONCE)])
 
-    def _normalised(self, states: torch.Tensor) -> torch.Tensor:
+    def normalised(self, states: torch.Tensor) -> torch.Tensor:
+        """What the LM head reads of the last layer's output, [n, hidden]."""
         normalised = torch.nn.functional.rms_norm(
             states.float(), self.norm.shape, self.norm, self.config.get("rms_norm_eps", 1e-6)
         )
@@ -80,7 +81,7 @@ class Target:
         """Indices of the ``count`` likeliest of ``token_ids`` after each state, and their probabilities among these."""
         found, head = [], self.head[token_ids]
         for rows in states.split(AT_ONCE):
-            logits = (self._normalised(rows) @ head.T).float()
+            logits = (self.normalised(rows) @ head.T).float()
             best, indices = logits.topk(count, 1)
             found.append((indices, (best - logits.logsumexp(1, keepdim=True)).exp()))
         indices, chances = zip(*found, strict=True)
