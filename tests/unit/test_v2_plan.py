@@ -422,13 +422,19 @@ def test_nodes_leave_room_for_a_request_of_either_queue(monkeypatch, queue):
         assert scheduler.running[0].spec_token_ids == nodes
 
 
-@pytest.mark.parametrize(("v2", "num_tokens", "pads"), [(True, 36, True), (True, 35, False), (False, 99, False)])
-def test_a_request_of_one_token_gets_placeholders_where_those_of_all_requests_fit(monkeypatch, v2, num_tokens, pads):
+@pytest.mark.parametrize(
+    ("v2", "num_tokens", "threshold", "pads"),
+    [(True, 36, 0, True), (True, 35, 0, False), (False, 99, 0, False), (True, 36, 9, True), (True, 36, 8, False)],
+)
+def test_a_request_of_one_token_gets_placeholders_where_those_of_all_requests_fit(
+    monkeypatch, v2, num_tokens, threshold, pads
+):
     """Elsewhere, vLLM would let it wait for room, and all requests behind it."""
 
     def init(self):
         self.use_v2_model_runner, self.num_spec_tokens, self.max_num_scheduled_tokens = v2, NODES, num_tokens
-        self.scheduler_config, self.structured_output_manager = SimpleNamespace(max_num_seqs=4), None
+        self.scheduler_config = SimpleNamespace(max_num_seqs=4, long_prefill_token_threshold=threshold)
+        self.structured_output_manager, self.vllm_config = None, None
 
     monkeypatch.setattr(Scheduler, "__init__", init)
     assert GraphScheduling().dynamic_sd_lookup == (None if pads else 5 * [NODES])

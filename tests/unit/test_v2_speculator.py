@@ -1,14 +1,17 @@
 """What the V2 speculator keeps of its requests."""
 
+import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from vllm import envs
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.output import NewRequestData
 
+from vllm_gsd.engine.v2.grammars import WorkerGrammars
 from vllm_gsd.engine.v2.speculator import GraphSpeculator
 
 NODES, SLOTS = 8, 4
@@ -27,6 +30,7 @@ def speculator():
 
 def request_of(prompt: list[int]) -> NewRequestData:
     params = SamplingParams(max_tokens=5)
+    params.prompt_logprob_token_ids = np.array([[4, 5]], np.int32)  # arrays cannot be compared for a truth value
     return NewRequestData("a", prompt, [], params, None, block_ids=([],), num_computed_tokens=0, lora_request=None)
 
 
@@ -35,7 +39,8 @@ def test_a_later_chunk_of_a_session_is_admitted_again(speculator):
     prompt = [1, 2, 3]
     request = request_of(prompt)
     speculator.admit(request, slot=0)
-    speculator.admit(replace(request), slot=1)  # resumed after a preemption
+    speculator.preempt(["a"])
+    speculator.admit(pickle.loads(pickle.dumps(request)), slot=1)  # resumed, in another process
     speculator.speculation.admit.assert_not_called()
     prompt += [4, 5]
     later = replace(request)
@@ -43,6 +48,19 @@ def test_a_later_chunk_of_a_session_is_admitted_again(speculator):
     speculator.speculation.admit.assert_called_once_with(later)
     speculator.grammars.forget.assert_called_once_with(["a"])
     assert speculator.ends[1] == 10
+
+
+@pytest.mark.parametrize(("text", "kept"), [([1, 2, 7, 8, 9], True), ([1, 2, 7], False), ([1, 2, 5, 8], False)])
+def test_a_grammar_starts_again_if_its_tokens_were_taken_back(text, kept):
+    """As by a reset of the prefix cache, after which vLLM samples the tokens of the step that ran again."""
+    grammars = WorkerGrammars.__new__(WorkerGrammars)
+    former = SimpleNamespace(output_token_ids=[7, 8])
+    grammars.manager, grammars.requests, grammars.ready = MagicMock(), {"a": former}, {"a"}
+    request = replace(request_of([1, 2]), prefill_token_ids=text)
+    request.sampling_params.structured_outputs = StructuredOutputsParams(regex="x*")
+    grammars.admit(request)
+    assert (grammars.requests["a"] is former) == ("a" in grammars.ready) == kept
+    assert grammars.manager.grammar_init.call_count == (not kept)
 
 
 def test_a_padded_prompt_has_as_many_rows_as_the_other_requests(speculator, monkeypatch):

@@ -38,7 +38,10 @@ class GraphScheduling(Scheduler):
         # schedule, upstream adds placeholders to a request that starts with one token, so that full CUDA graphs serve
         # the batch. The request would wait where the placeholders do not fit the step. V1 on CPUs has no such graphs.
         most = self.scheduler_config.max_num_seqs
-        pads = self.use_v2_model_runner and most * (1 + self.num_spec_tokens) <= self.max_num_scheduled_tokens
+        rows = 1 + self.num_spec_tokens
+        pads = self.use_v2_model_runner and most * rows <= self.max_num_scheduled_tokens
+        # Upstream also pads what it then cuts to this threshold, which ends the engine.
+        pads = pads and not 0 < self.scheduler_config.long_prefill_token_threshold < rows
         whole = [self.num_spec_tokens] * (1 + most)
         self.dynamic_sd_lookup: list[int] | None = None if pads else whole
         self.graph_stats: dict[str, Any] | None = None  # statistics of this step
@@ -221,7 +224,8 @@ class GraphAsyncScheduler(GraphScheduling, AsyncScheduler):
         super().__init__(*args, **kwargs)
         options, most = wire.options_of(self.vllm_config), self.scheduler_config.max_num_seqs
         if options is not None and options.budget == "auto":
-            self.dynamic_sd_lookup = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
+            fitting = nodes_that_fit(self.num_spec_tokens, self.max_num_scheduled_tokens, most)
+            self.dynamic_sd_lookup = fitting or self.dynamic_sd_lookup
         self.planned = self.num_spec_tokens  # the most nodes that the latest plan verifies of a graph
         self.unneeded = 0  # steps of requests that had ended, which are still to be taken from the workers' counts
 

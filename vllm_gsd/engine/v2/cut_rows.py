@@ -11,7 +11,13 @@ from vllm_gsd.upstream import structured
 def cut_rows(scheduled: SchedulerOutput, share_of: Callable[[str], int]) -> SchedulerOutput:
     """Leave each request as many rows for nodes as ``share_of`` allows; the same object if all have room."""
     drafts = scheduled.scheduled_spec_decode_tokens
-    left = {request_id: rows[: share_of(request_id)] for request_id, rows in drafts.items()}
+    # Upstream pads a prompt of one token with rows, and would return what they predict among its ``prompt_logprobs``.
+    scored = {
+        request.req_id
+        for request in scheduled.scheduled_new_reqs
+        if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None
+    }
+    left = {name: rows[: 0 if name in scored else share_of(name)] for name, rows in drafts.items()}
     tokens = dict(scheduled.num_scheduled_tokens)
     for request_id, rows in drafts.items():
         tokens[request_id] -= len(rows) - len(left[request_id])

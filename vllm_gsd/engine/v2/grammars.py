@@ -30,9 +30,15 @@ class WorkerGrammars:
         self.ready: set[str] = set()  # requests whose grammar is compiled
 
     def admit(self, new: NewRequestData) -> None:
-        """Start to compile the grammar of a new request; a resumed one keeps its own."""
-        if new.req_id in self.requests:
-            return
+        """Start to compile the grammar of a new request; a resumed one keeps its own.
+
+        A reset of the prefix cache takes tokens back that the grammar has accepted already. It starts again then.
+        """
+        if (former := self.requests.get(new.req_id)) is not None:
+            accepted, text = list(former.output_token_ids), new.prefill_token_ids or []
+            if text[new.prompt_len :][: len(accepted)] == accepted:
+                return
+            self.forget([new.req_id])
         request = Request(new.req_id, new.prompt_token_ids, new.sampling_params, None)
         if request.use_structured_output:
             self.manager.grammar_init(request)

@@ -134,10 +134,8 @@ class GraphSpeculator(BaseSpeculator):
     def admit(self, request: NewRequestData, slot: int) -> None:
         """Start or resume a request in a slot."""
         former = self.requests.get(request.req_id)
-        # A resumed request is as it was. The prompt of a session's later chunk holds the text so far.
-        later_chunk = former is not None and (
-            former.prompt_len != request.prompt_len or former.sampling_params != request.sampling_params
-        )
+        # A resumed request has lost its slot. The prompt of a session's later chunk holds the text so far.
+        later_chunk = former is not None and (request.req_id in self.slots or former.prompt_len != request.prompt_len)
         if later_chunk:
             self.speculation.admit(request)
             if self.grammars is not None:  # only the scheduler knows how far the grammar of the first chunk is
