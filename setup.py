@@ -84,7 +84,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_gsd", "vllm_gsd.*"]),
-    package_data={"vllm_gsd": ["data/**/*", "tools/distill/templates.json", "tools/pages/*"]},
+    package_data={"vllm_gsd": ["data/**/*", "tools/distill/templates.json", "tools/distill/card.md", "tools/pages/*"]},
     ext_modules=ext_modules,
     cmdclass=cmdclass,
     # vLLM is no requirement: it has another name for each kind of device. scripts/install installs the right one.

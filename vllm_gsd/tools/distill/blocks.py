@@ -7,6 +7,7 @@ attended to by its own blocks only, in plain matrix products, which need neither
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "anchored_blocks"
@@ -50,25 +51,16 @@ def hidden_states(model: Any, batch: dict[str, torch.Tensor], blocks: Blocks) ->
     context = model.hidden_norm(model.fc(batch["hidden_states"]))
     places = batch["position_ids"][0]
     after = places[blocks.anchors, None] + torch.arange(blocks.rows.shape[1], device=places.device)
-    embeddings = model.rotary_emb(hidden, torch.cat([places, after.flatten()])[None])
+    rotary = model.rotary_emb(hidden, torch.cat([places, after.flatten()])[None])
     for layer in model.layers:
-        hidden = layer(
-            hidden_states=hidden, target_hidden=context, attention_mask=blocks, position_embeddings=embeddings
-        )
+        hidden = layer(hidden_states=hidden, target_hidden=context, attention_mask=blocks, position_embeddings=rotary)
     return model.norm(hidden)[0].view(*blocks.rows.shape, -1)
 
 
 def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Blocks,
-    scaling: float,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scaling: float, **options: Any
+) -> tuple[Tensor, None]:
     """Attention of transformers' interface: [1, heads, blocks * size, head] to the texts' keys and to the blocks'."""
-    blocks = attention_mask
     (count, size), groups, width = blocks.rows.shape, key.shape[1], query.shape[3]
     end = sum(blocks.lengths)
     # The heads of a group read the same keys, so their rows are multiplied together.

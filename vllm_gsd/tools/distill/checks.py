@@ -1,7 +1,6 @@
 """What a run refuses before the target answers for hours."""
 
 import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from vllm_gsd.config.draft_kind import LANGUAGE_MODEL, kind_of, read_config
 from vllm_gsd.config.speculators_folder import is_speculators
 from vllm_gsd.tools.cli.options import flag
 from vllm_gsd.tools.distill.options import EAGLE3_LAYERS, NARROWEST, Options
-from vllm_gsd.tools.distill.stages import files_of_answers, kept, read_json
+from vllm_gsd.tools.distill.stages import kept, read_json
 from vllm_gsd.tools.distill.states import state_layers
 from vllm_gsd.tools.distill.target import check_target
 from vllm_gsd.tools.errors import ToolError
@@ -29,11 +28,9 @@ NAMES = {"prompts_sha256": "the content of --prompts"}
 def check_run(options: Options, out: Path, work: Path) -> None:
     """Refuse what cannot work. The options are stored last, so that a mistake in them can be corrected."""
     config = check_target(Path(options.target))
-    most, heads = config["hidden_size"], config["num_attention_heads"]
-    if options.kind == "eagle3" and config["num_hidden_layers"] < EAGLE3_LAYERS:
-        raise ToolError(
-            f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {config['num_hidden_layers']}."
-        )
+    most, heads, depth = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    if options.kind == "eagle3" and depth < EAGLE3_LAYERS:
+        raise ToolError(f"--kind eagle3 reads {EAGLE3_LAYERS} layers, but the target has only {depth}.")
     if options.kind == "eagle3" and most % heads:
         raise ToolError(
             "--kind eagle3 makes a layer of Llama's, where the hidden size must be a multiple of its attention heads, "
@@ -54,11 +51,8 @@ def check_run(options: Options, out: Path, work: Path) -> None:
         read_requests(Path(options.prompts))
     if options.data is not None:
         _check_data(Path(options.data), Path(options.target))
-    folders = out.resolve(), work.resolve()
-    if any(one in (other, *other.parents) for one, other in (folders, folders[::-1])):
-        raise ToolError(
-            f"--work {str(work)!r} and --out {str(out)!r} must not contain each other; give another folder."
-        )
+    if out.resolve().is_relative_to(work.resolve()) or work.resolve().is_relative_to(out.resolve()):
+        raise ToolError(f'--work "{work}" and --out "{out}" must not contain each other; give another folder.')
     make_folder(out.absolute().parent, "--out")  # the draft is made beside it and then moved
     make_folder(work, "--work")
     given = _comparable(options)
@@ -73,7 +67,7 @@ def check_run(options: Options, out: Path, work: Path) -> None:
 
 def _comparable(options: Options) -> dict[str, Any]:
     """The options as a resumed run compares them: paths wherever it is started, and requests by their content."""
-    given: dict[str, Any] = json.loads(json.dumps(asdict(options)))
+    given: dict[str, Any] = asdict(options)
     for name in PATHS:
         given[name] = given[name] and str(Path(given[name]).resolve())
     if options.prompts is not None:
@@ -107,9 +101,8 @@ def _check_draft(name: str, options: Options, config: dict[str, Any]) -> None:
         raise ToolError(f"{given} is not in the format of speculators, the only one to train on.")
     # The layers whose states there are, and what the students of ``speculators_students`` compute.
     if options.kind == "eagle3":
-        holds = {
-            "eagle_aux_hidden_state_layer_ids": draft.get("eagle_aux_hidden_state_layer_ids") == layers[:EAGLE3_LAYERS]
-        }
+        read = "eagle_aux_hidden_state_layer_ids"
+        holds = {read: draft.get(read) == layers[:EAGLE3_LAYERS]}
     else:
         holds = {
             "aux_hidden_state_layer_ids": draft.get("aux_hidden_state_layer_ids") == layers,
@@ -131,10 +124,9 @@ def _check_draft(name: str, options: Options, config: dict[str, Any]) -> None:
 
 def _check_data(data: Path, target: Path) -> None:
     """Refuse what is not a run's work folder, and answers of another target."""
-    if not files_of_answers(data):
-        raise ToolError(f"--data {str(data)!r} has no answers/*.parquet; give the work folder of another run.")
-    if not (stored := data / "options.json").is_file():
-        raise ToolError(f"--data {str(data)!r} has no options.json; give the work folder of another run.")
-    made_by = read_json(stored)["target"]
+    for name in ("answers/*.parquet", "options.json"):
+        if not any(data.glob(name)):
+            raise ToolError(f"--data {str(data)!r} has no {name}; give the work folder of another run.")
+    made_by = read_json(data / "options.json")["target"]
     if Path(made_by).resolve() != target.resolve():
         raise ToolError(f"--data {str(data)!r} has answers of {made_by!r}, but --target is {str(target)!r}.")

@@ -8,10 +8,9 @@ token tells.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from vllm_gsd.tools.distill.data import Answer
+from vllm_gsd.tools.distill.data import Answer, count_tokens
 from vllm_gsd.tools.distill.packs import Packs, batches
 from vllm_gsd.tools.distill.target import Target
 from vllm_gsd.tools.errors import ToolError
@@ -34,17 +33,15 @@ class Fit(NamedTuple):
     from_token: torch.Tensor  # [hidden, hidden], the target's normalised last state from an embedding
     from_states: torch.Tensor  # [layers * hidden, hidden], the same from the states
     states: torch.Tensor  # [n, layers * hidden], a sample of states
-    scale: float  # the mean size of what the states predict
 
 
 def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) -> None:
     """Set the first weights of speculators' DSpark model, which must be in float32 and on the target's device."""
     data = thinned(data, TEXTS)
-    tokens = np.concatenate([answer.input_ids for answer in data])
     with torch.no_grad():
         fit = _fit(model, target, data, packs)
     with torch.no_grad(), target.norm.device:
-        counts = torch.tensor(np.bincount(tokens, minlength=len(target.embedding))).float()
+        counts = torch.tensor(count_tokens(data, len(target.embedding))).float()
         _set_values(model, fit)
         _set_scores(model, target, fit, counts / counts.sum())
         _set_bias(model, target, fit, counts / counts.sum())
@@ -52,8 +49,7 @@ def start_block(model: Any, target: Target, data: list[Answer], packs: Packs) ->
 
 def _fit(model: Any, target: Target, data: list[Answer], packs: Packs) -> Fit:
     """Regress over places of the answers; each place stands for one depth of the block, near ones most often."""
-    generator = np.random.default_rng(0)
-    chance = 1.0 / np.arange(1, model.block_size + 1)
+    bounds = (1.0 / torch.arange(1, model.block_size + 1)).cumsum(0)
     hidden, sample = len(target.norm), []
     unit = 1.0 / target.embedding.std()
     size, count = hidden + model.fc.in_features, 0
@@ -62,8 +58,7 @@ def _fit(model: Any, target: Target, data: list[Answer], packs: Packs) -> Fit:
         # Padding between texts is not known, so no place is near the next text.
         known = batch["loss_mask"][0].unfold(0, model.block_size, 1).all(1)
         places = (known & (batch["position_ids"][0, : len(known)] > 0)).nonzero()[:, 0]
-        depth = torch.from_numpy(generator.choice(model.block_size, len(places), p=chance / chance.sum()))
-        depth = depth.to(places.device)
+        depth = torch.bucketize(bounds[-1] * torch.rand(len(places)), bounds[:-1]).to(places.device)
         states = batch["hidden_states"][0, places - 1].float()
         inputs = torch.cat([unit * target.embedding[batch["input_ids"][0, places + depth]], states], 1)
         wanted = target.normalised(batch["verifier_last_hidden_states"][0, places + depth]).float()
@@ -75,8 +70,7 @@ def _fit(model: Any, target: Target, data: list[Answer], packs: Packs) -> Fit:
         raise ToolError(f"No answer is longer than the {model.block_size} tokens of a block; lower --depth.")
     gram.diagonal().add_(RIDGE * count)
     weights = torch.linalg.solve(gram, right)
-    from_states, states = weights[hidden:], torch.cat(sample)
-    return Fit(unit * weights[:hidden], from_states, states, float((states @ from_states).square().mean().sqrt()))
+    return Fit(unit * weights[:hidden], weights[hidden:], torch.cat(sample))
 
 
 def _set_values(model: Any, fit: Fit) -> None:
@@ -84,11 +78,12 @@ def _set_values(model: Any, fit: Fit) -> None:
     attention, hidden = model.layers[-1].self_attn, len(fit.from_token)
     rank = min(hidden, attention.v_proj.out_features)
     predicted = fit.states @ fit.from_states
+    scale = float(predicted.square().mean().sqrt())  # of what the states predict
     components = torch.linalg.eigh(predicted.T @ predicted).eigenvectors[:, -rank:]
     rows = (fit.from_states @ components).T
     # The other features are random mixtures of the states, half as large together.
     mixed = torch.randn(hidden - rank, len(fit.from_states))
-    mixed *= 0.5 * fit.scale * (hidden / max(1, hidden - rank)) ** 0.5 / len(fit.from_states) ** 0.5
+    mixed *= 0.5 * scale * (hidden / max(1, hidden - rank)) ** 0.5 / len(fit.from_states) ** 0.5
     model.fc.weight.copy_(torch.cat([rows, mixed]))
     size = (fit.states @ model.fc.weight.T).square().mean(1).sqrt().mean()
     for layer in model.layers:
@@ -101,7 +96,7 @@ def _set_values(model: Any, fit: Fit) -> None:
     for head in range(attention.o_proj.in_features // width):
         part = components[:, head // group * width : (head // group + 1) * width]
         attention.o_proj.weight[:, head * width : head * width + part.shape[1]] += size / group * part
-    model.norm.weight.fill_(fit.scale)
+    model.norm.weight.fill_(scale)
 
 
 def _set_scores(model: Any, target: Target, fit: Fit, frequency: torch.Tensor) -> None:
@@ -120,10 +115,8 @@ def _set_scores(model: Any, target: Target, fit: Fit, frequency: torch.Tensor) -
     # Rotary embedding turns the same vector in a query and a key by their distance.
     pattern = torch.zeros(attention.head_dim)
     pattern[: round(FAST * attention.head_dim / 2)] = 1.0
-    for projection, norm, direction in (
-        (attention.q_proj, attention.q_norm, query),
-        (attention.k_proj, attention.k_norm, key),
-    ):
+    for name, direction in (("q", query), ("k", key)):
+        projection, norm = getattr(attention, f"{name}_proj"), getattr(attention, f"{name}_norm")
         heads = projection.out_features // attention.head_dim
         projection.weight.mul_(NOISE).add_(torch.outer(pattern.repeat(heads), direction))
         norm.weight.fill_((SCORE / attention.head_dim**0.5) ** 0.5)
@@ -133,12 +126,10 @@ def _set_bias(model: Any, target: Target, fit: Fit, frequency: torch.Tensor) -> 
     """Let the low-rank bias tell what the token before tells: the best fit to its logits over the texts' tokens."""
     head, rank = model.lm_head.weight.float(), model.config.markov_rank
     predicted = target.embedding @ fit.from_token
-    values, vectors = torch.linalg.eigh((head.T @ head).double())
-    values = values.clamp_min(1e-9 * values[-1]).sqrt()
-    root, inverse = ((vectors * power) @ vectors.T for power in (values, 1 / values))
-    logits = predicted @ root.float()
+    basis, triangle = torch.linalg.qr(head)
+    logits = predicted @ triangle.T  # in that basis
     chosen = torch.linalg.eigh(logits.T @ (frequency[:, None] * logits)).eigenvectors[:, -rank:]
-    before, after = logits @ chosen, head @ inverse.float() @ chosen
+    before, after = logits @ chosen, basis @ chosen
     balance = (after.square().mean() / before.square().mean()).sqrt().sqrt()
     model.markov_head.markov_w1.weight.copy_(before * balance)
     model.markov_head.markov_w2.weight.copy_(after / balance)

@@ -1,8 +1,7 @@
 """A student that is a narrow Llama. Its embedding is the target's, projected, so similar tokens start similar."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,14 +19,13 @@ class LanguageModel(Student):
     """A language model whose LM head is trained on a trimmed vocabulary, ``listed`` most frequent first."""
 
     @classmethod
-    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> LanguageModel:
+    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> Self:
         """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
         if options.init is not None:
             model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
             if options.layers is not None:
                 layers = model.model.layers
-                for number in sorted(set(range(len(layers))) - {*layers_that_stay(len(layers), options.layers)})[::-1]:
-                    del layers[number]
+                model.model.layers = nn.ModuleList(layers[i] for i in layers_that_stay(len(layers), options.layers))
                 model.config.update({"num_hidden_layers": options.layers})
                 if types := getattr(model.config, "layer_types", None):  # of Qwen's configurations
                     model.config.update({"layer_types": types[: options.layers]})
@@ -40,15 +38,14 @@ class LanguageModel(Student):
         torch.manual_seed(options.seed)
         shape = {
             **target.layer_shape(),
+            "num_hidden_layers": options.value("layers"),
             "hidden_size": width,
             "intermediate_size": -(-10 * width // 3 // 64) * 64,
             "num_attention_heads": heads,
             "num_key_value_heads": heads // 3 if heads % 3 == 0 else 1,
             "head_dim": HEAD_SIZE,
         }
-        model = LlamaForCausalLM(
-            LlamaConfig(num_hidden_layers=options.value("layers"), tie_word_embeddings=True, **shape)
-        )
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **shape))
         embedding = project(target.embedding, width)
         embedding *= model.config.initializer_range / embedding.std()
         model.get_input_embeddings().weight.data.copy_(embedding)

@@ -24,25 +24,19 @@ def merge_layers(weights: dict[str, torch.Tensor], depth: int, count: int) -> tu
     """
     stay = layers_that_stay(depth, count)
     merged = {name: rows for name, rows in weights.items() if not name.startswith("layers.")}
-    before = [-1, *stay[:-1]]
-    times = max(last - first for first, last in zip(before, stay, strict=True))
-    for number, (first, last) in enumerate(zip(before, stay, strict=True)):
-        own = list(range(first + 1, last + 1))
-        silent = [(last + step) % depth for step in range(1, times + 1 - len(own))]
-        prefix = f"layers.{last}."
-        merged |= {
-            f"layers.{number}.{name.removeprefix(prefix)}": rows
-            for name, rows in weights.items()
-            if name.startswith(prefix)
-        }
-        norms = {layer: weights[f"layers.{layer}.input_layernorm.weight"] for layer in own + silent}
+    groups = [range(first + 1, last + 1) for first, last in zip([-1, *stay[:-1]], stay, strict=True)]
+    times = max(map(len, groups))
+    for number, own in enumerate(groups):
+        last = own[-1]
+        layers = [*own, *((last + step) % depth for step in range(1, times + 1 - len(own)))]  # the others are silent
+        for name, rows in weights.items():
+            if name.startswith(f"layers.{last}."):
+                merged[name.replace(str(last), str(number), 1)] = rows
+        norms = {layer: weights[f"layers.{layer}.input_layernorm.weight"] for layer in layers}
         # Queries read what the layer's norm gives. Keys and values read the target's states too, which have no norm.
-        queries = [weights[ATTENTION.format(layer, "q")] * (norms[layer] / norms[last]) for layer in own + silent]
-        merged[ATTENTION.format(number, "q")] = torch.cat(queries)
-        for name in "kv":
-            merged[ATTENTION.format(number, name)] = torch.cat(
-                [weights[ATTENTION.format(layer, name)] for layer in own + silent]
-            )
-        outputs = [weights[ATTENTION.format(layer, "o")] * (layer in own) for layer in own + silent]
-        merged[ATTENTION.format(number, "o")] = torch.cat(outputs, 1)
+        parts = {name: [weights[ATTENTION.format(layer, name)] for layer in layers] for name in "qkvo"}
+        parts["q"] = [rows * (norms[layer] / norms[last]) for layer, rows in zip(layers, parts["q"], strict=True)]
+        parts["o"] = [rows * (layer in own) for layer, rows in zip(layers, parts["o"], strict=True)]
+        for name, each in parts.items():
+            merged[ATTENTION.format(number, name)] = torch.cat(each, int(name == "o"))
     return merged, times

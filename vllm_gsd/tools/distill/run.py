@@ -1,7 +1,5 @@
 """The pipeline from a target to its draft. Every stage stores its result in a work folder and runs only once."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import multiprocessing
@@ -48,9 +46,7 @@ def distill(options: Options, out: Path, work: Path) -> dict[str, Any]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ToolError(
-                f"Another run is working in {str(work)!r}; wait for its end, or give another --work."
-            ) from None
+            raise ToolError(f'Another run is working in "{work}"; wait for its end, or give another --work.') from None
         try:
             return _run(options, out, work)
         except ToolError:
@@ -107,9 +103,7 @@ def _in_own_process(function, *arguments):
             if type(error) is not SafetensorError and not out_of_memory and "inline_container" not in str(error):
                 raise
             reason = str(error).split("\n")[0][:200].rstrip(". ")
-            raise ToolError(
-                f"{reason}; free the disk or the GPU's memory and start the command again to resume."
-            ) from None
+            raise ToolError(f"{reason}; free the disk or the GPU's memory and start the command again.") from None
 
 
 def _train(
@@ -142,8 +136,7 @@ def _train(
         kinds: dict[str, Any] = {"dspark": BlockStudent, "eagle3": Eagle3Student, "lm": LanguageModel}
         model = kinds[options.kind].make(options, target, np.argsort(-counts, kind="stable"))
         packs = model.packs(StoredStates(states) if device == "cpu" else ComputedStates(folder, device, dtype=dtype))
-    share = TRAINING_SHARE if options.data is None else ANSWERS_SHARE + TRAINING_SHARE
-    limit = None if options.minutes is None else options.minutes * share
+    limit = options.minutes and options.minutes * (TRAINING_SHARE + ANSWERS_SHARE * (options.data is not None))
     with stage("the student's first weights"):
         model.start(training, packs, options.init is None)
     steps = train(model, work, training, packs, options, limit)

@@ -4,11 +4,9 @@ Its trainer and its data loaders need a GPU. Its models run on a CPU, too: EAGLE
 loss and transformers' "sdpa" attention, blocks with those of ``blocks`` and ``loss``. None of them is compiled.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -47,10 +45,10 @@ class SpeculatorsStudent(Student):
     def __init__(self, model: Any, target: Target):
         full = torch.arange(target.config["vocab_size"])
         super().__init__(model.float(), full[model.t2d] if model.use_draft_vocab else full, target)
-        self.scale = torch.ones(model.fc.in_features)  # of the states that the model is trained on
+        self.scale = model.fc.weight.new_ones(model.fc.in_features)  # of the states that the model is trained on
 
     @classmethod
-    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> SpeculatorsStudent:
+    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> Self:
         """A new student, or the one of ``--init``. ``ranking``: all tokens, most frequent first."""
         vocab_size = target.config["vocab_size"]
         if options.init is not None:
@@ -95,8 +93,7 @@ class SpeculatorsStudent(Student):
             self._rescale(1 / self.scale)
 
     def _rescale(self, factor: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.model.fc.weight.mul_(factor.to(self.model.fc.weight.device))
+        self.model.fc.weight.data *= factor
 
     def save(self, out: Path) -> None:
         """See ``Student``. The folder leaves out where the target is, which differs between machines."""
@@ -122,7 +119,7 @@ class BlockStudent(SpeculatorsStudent):
     def __init__(self, model: Any, target: Target, teacher: Any = None):
         super().__init__(model, target)
         # Another block. The student also learns what its LM head would read.
-        self.teacher = teacher and teacher.requires_grad_(False)
+        self.teacher = teacher and teacher.requires_grad_(False).to(self.hardware.device)
         self.padding = self.depth = model.block_size
         # A block learns from a text so fast that the optimizer's time counts beside it.
         self.batch *= 2
@@ -130,21 +127,17 @@ class BlockStudent(SpeculatorsStudent):
         self.pack = min(PACK, self.batch)
 
     @classmethod
-    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> BlockStudent:
+    def make(cls, options: Options, target: Target, ranking: np.ndarray) -> Self:
         """See ``SpeculatorsStudent``."""
         model = super().make(options, target, ranking).model
-        teacher = options.teacher and cls.loaded(options.teacher, target)
-        depth = len(model.layers)
-        if options.layers in (None, depth):
-            return cls(model, target, teacher)
-        weights = {name: rows.cpu() for name, rows in model.state_dict().items()}
-        weights, times = merge_layers(weights, depth, options.layers)
-        config = model.config
-        layer = config.transformer_layer_config
-        heads = {name: times * getattr(layer, name) for name in ("num_attention_heads", "num_key_value_heads")}
-        types = (layer.layer_types or [])[: options.layers]
-        layer.update({"num_hidden_layers": options.layers, "layer_types": types or None, **heads})
-        return cls(cls.model_class.from_pretrained(None, config=config, state_dict=weights), target, teacher)
+        depth, count = len(model.layers), options.layers
+        if count not in (None, depth):
+            weights, times = merge_layers(model.cpu().state_dict(), depth, count)
+            layer = model.config.transformer_layer_config
+            heads = {name: times * getattr(layer, name) for name in ("num_attention_heads", "num_key_value_heads")}
+            layer.update({"num_hidden_layers": count, "layer_types": layer.layer_types[:count], **heads})
+            model = cls.model_class.from_pretrained(None, config=model.config, state_dict=weights)
+        return cls(model, target, options.teacher and cls.loaded(options.teacher, target))
 
     @classmethod
     def shape(cls, options: Options, target: Target, layers: list[int]) -> dict[str, Any]:
@@ -156,7 +149,7 @@ class BlockStudent(SpeculatorsStudent):
             "verifier_config": Qwen3Config(num_hidden_layers=options.value("layers"), **layer),
             "target_layer_ids": layers,
             "block_size": options.value("depth"),
-            "markov_rank": min(options.value("rank"), target.config["hidden_size"]),
+            "markov_rank": min(options.value("rank"), options.value("vocab_size"), target.config["hidden_size"]),
             "enable_confidence_head": False,
             "confidence_head_with_markov": False,
         }
@@ -164,8 +157,7 @@ class BlockStudent(SpeculatorsStudent):
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         super().start(data, packs, new)
         if self.teacher is not None:
-            with torch.no_grad():
-                self.teacher.fc.weight.div_(self.scale.to(self.teacher.fc.weight.device))
+            self.teacher.fc.weight.data /= self.scale
         if new:
             start_block(self.model, self.target, data, packs)
 
@@ -174,26 +166,23 @@ class BlockStudent(SpeculatorsStudent):
         """The weights of the LM head, [drafted tokens, hidden], and of the bias, [drafted tokens, rank]."""
         return self.model.lm_head.weight, self.model.markov_head.markov_w2.weight
 
-    def _blocks(self, batch: dict[str, torch.Tensor], share: float) -> blocks.Blocks:
-        return blocks.chosen_blocks(batch["loss_mask"][0], batch["document_ids"][0], self.depth, share)
-
-    def _read(self, batch: dict[str, torch.Tensor], hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """What ``_heads`` read, [m, size, hidden + rank]: the blocks' hidden states and the tokens before."""
-        before = self.model.markov_head.prev_embeddings(batch["input_ids"][0, rows])
-        return torch.cat([hidden, before], 2).to(self.hardware.dtype)
+    def _drafts(self, batch: dict[str, torch.Tensor], share: float) -> tuple[blocks.Blocks, torch.Tensor, torch.Tensor]:
+        """Blocks, their hidden states, and with the tokens before what ``_heads`` read, [m, size, hidden + rank]."""
+        found = blocks.chosen_blocks(batch["loss_mask"][0], batch["document_ids"][0], self.depth, share)
+        hidden = blocks.hidden_states(self.model, batch, found)
+        before = self.model.markov_head.prev_embeddings(batch["input_ids"][0, found.rows])
+        return found, hidden, torch.cat([hidden, before], 2).to(self.hardware.dtype)
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = self._blocks(batch, SHARE if self.teacher is None else TAUGHT_SHARE)
-        known = batch["loss_mask"][0]
-        rows, hidden = found.rows, blocks.hidden_states(self.model, batch, found)
+        found, hidden, read = self._drafts(batch, SHARE if self.teacher is None else TAUGHT_SHARE)
+        known, rows = batch["loss_mask"][0], found.rows
         weights = torch.exp(-torch.arange(self.depth, device=rows.device) / DECAY)
         with torch.no_grad():
             last = batch["verifier_last_hidden_states"][0, known]
             ids, chances = self.target.likeliest(last, self.token_ids, LIKELIEST)
             chosen = known[rows] & (torch.rand(rows.shape, device=rows.device) < weights)
             place = known.cumsum(0)[rows[chosen]] - 1  # of each row's position among the known
-        read = self._read(batch, hidden, rows)[chosen]
-        loss = HeadLoss.apply(read, *self._heads, ids[place], chances[place]) / len(place)
+        loss = HeadLoss.apply(read[chosen], *self._heads, ids[place], chances[place]) / len(place)
         if self.teacher is not None:
             with torch.no_grad():
                 wanted = blocks.hidden_states(self.teacher, batch, found)
@@ -202,9 +191,7 @@ class BlockStudent(SpeculatorsStudent):
         return {"loss": loss}
 
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
-        found = self._blocks(batch, SHARE)
-        rows = found.rows
-        read = self._read(batch, blocks.hidden_states(self.model, batch, found), rows)
+        (_, rows, *_), _, read = self._drafts(batch, SHARE)
         logits = read.flatten(0, 1) @ torch.cat(self._heads, 1).to(read.dtype).T
         chains = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
         return Drafted(logits, rows.flatten(), chains[batch["loss_mask"][0, rows].all(1)])

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_gsd.tools.distill.data import Answer, read_answers
@@ -75,13 +74,11 @@ class ComputedStates:
     @torch.no_grad()
     def __call__(self, answers: list[Answer]) -> list[torch.Tensor]:
         """See ``Source``. Each text is a line of a forward pass, so it sees no other; padding comes after it."""
-        texts = [answer.input_ids for answer in answers]
+        texts = [torch.from_numpy(answer.input_ids) for answer in answers]
         found: dict[int, torch.Tensor] = {}
         for chosen in _batches([len(text) for text in texts], BATCH_TOKENS[self.device]):
-            ids = np.zeros((len(chosen), len(texts[chosen[-1]])), np.int64)
-            for line, index in enumerate(chosen):
-                ids[line, : len(texts[index])] = texts[index]
-            self.model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False)
+            ids = torch.nn.utils.rnn.pad_sequence([texts[index] for index in chosen], batch_first=True)
+            self.model(input_ids=ids.to(self.device), use_cache=False)
             states = torch.stack([self.seen[layer].bfloat16() for layer in sorted(self.seen)], 2)
             found |= {index: states[line, : len(texts[index])] for line, index in enumerate(chosen)}
         return [found[index] for index in range(len(texts))]
@@ -90,29 +87,23 @@ class ComputedStates:
 def _batches(lengths: list[int], most: int) -> list[list[int]]:
     """Batches of texts (by index) of similar length, shortest first, each of at most ``most`` padded tokens."""
     batches: list[list[int]] = [[]]
-    for index in np.argsort(lengths, kind="stable"):
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > most:
             batches.append([])
-        batches[-1].append(int(index))
+        batches[-1].append(index)
     return batches
-
-
-def write(states: torch.Tensor, folder: Path, name: str) -> None:
-    """Write a file of states atomically."""
-    from safetensors.torch import save_file
-
-    partial = folder / f"{name}.{os.getpid()}.partial"  # another run may read the same answers
-    save_file({"states": states}, partial)
-    partial.chmod(0o644)  # safetensors' own mode would keep other users from learning from these answers
-    partial.rename(folder / f"{name}.safetensors")
 
 
 def write_missing(target: Path, answers: list[Path], folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Run the target on the CPU over the files of answers whose states are missing. See ``ComputedStates``."""
+    from safetensors.torch import save_file
     from tqdm import tqdm
 
     folder.mkdir(exist_ok=True)
     if missing := [file for file in answers if not (folder / f"{file.stem}.safetensors").exists()]:
         compute = ComputedStates(target, "cpu", dtype)
         for file in tqdm(missing, desc="states", unit="shard"):
-            write(torch.cat(compute(read_answers(file))), folder, file.stem)
+            partial = folder / f"{file.stem}.{os.getpid()}.partial"  # another run may read the same answers
+            save_file({"states": torch.cat(compute(read_answers(file)))}, partial)
+            partial.chmod(0o644)  # safetensors' own mode would keep other users from learning from these answers
+            partial.rename(folder / f"{file.stem}.safetensors")

@@ -52,10 +52,6 @@ class Student(nn.Module):
     def start(self, data: list[Answer], packs: Packs, new: bool) -> None:
         """Prepare for training on the answers; a new student gets better first weights than random ones."""
 
-    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss of a batch of ``Packs.collate``."""
-        raise NotImplementedError
-
     def drafted(self, batch: dict[str, torch.Tensor]) -> Drafted:
         raise NotImplementedError
 

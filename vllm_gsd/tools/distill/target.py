@@ -23,14 +23,9 @@ def check_target(folder: Path) -> dict[str, Any]:
             safetensors files of the usual names.
     """
     if not (config := read_config(folder)):
-        raise ToolError(
-            f"The target {str(folder)!r} is not a folder with a readable config.json; give a folder, not a hub id."
-        )
-    if config.get("model_type") not in LLAMA_LIKE:
-        allowed = ", ".join(LLAMA_LIKE)
-        raise ToolError(
-            f"The target {str(folder)!r} is a {config.get('model_type')!r} model, but must be Llama-like ({allowed})."
-        )
+        raise ToolError(f"The target {str(folder)!r} has no readable config.json; give a folder, not a hub id.")
+    if (kind := config.get("model_type")) not in LLAMA_LIKE:
+        raise ToolError(f"The target {str(folder)!r} is a {kind!r} model, but must be one of {', '.join(LLAMA_LIKE)}.")
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     for name in sizes:
         if not isinstance(size := config.get(name), int) or size < 1:
@@ -66,18 +61,12 @@ class Target:
         """Logits [n, vocabulary or tokens] of the next token, from the last layer's output, [n, hidden]."""
         return self.normalised(states) @ (self.head if token_ids is None else self.head[token_ids]).T
 
-    def best(self, states: torch.Tensor) -> torch.Tensor:
-        """The likeliest next token after each state, int64 [n]."""
-        return torch.cat([self.logits(rows).argmax(1) for rows in states.split(AT_ONCE)])
-
     def normalised(self, states: torch.Tensor) -> torch.Tensor:
         """What the LM head reads of the last layer's output, [n, hidden]."""
-        normalised = torch.nn.functional.rms_norm(
-            states.float(), self.norm.shape, self.norm, self.config.get("rms_norm_eps", 1e-6)
-        )
-        return normalised.to(self.head.dtype)
+        size, eps = self.norm.shape, self.config.get("rms_norm_eps", 1e-6)
+        return torch.nn.functional.rms_norm(states.float(), size, self.norm, eps).to(self.head.dtype)
 
-    def likeliest(self, states: torch.Tensor, token_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, states: torch.Tensor, token_ids: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of the ``count`` likeliest of ``token_ids`` after each state, and their probabilities among these."""
         found, head = [], self.head[token_ids]
         for rows in states.split(AT_ONCE):

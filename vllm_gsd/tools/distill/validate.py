@@ -24,9 +24,9 @@ def agreement(model: Student, data: list[Answer], packs: Packs) -> dict[str, lis
     for batch in batches(data, packs, model.hardware.pack):
         with model.hardware.autocast():
             drafted = model.drafted(batch)
-        best = model.target.best(batch["verifier_last_hidden_states"][0, drafted.rows])
+        best, _ = model.target.likeliest(batch["verifier_last_hidden_states"][0, drafted.rows], slice(None), 1)
         top = model.token_ids[drafted.logits.topk(WIDEST, 1).indices]
-        found.append((top == best[:, None])[drafted.chains].cpu())
+        found.append((top == best)[drafted.chains].cpu())
     hits = torch.cat(found).float()
     if len(hits) == 0:
         return {}
