@@ -106,6 +106,14 @@ def test_modes_of_logprobs(plain, gsd, few_rows, four_prompts, mode):
     assert_same(*answers, WITHIN)
 
 
+def test_logprobs_of_a_prompt_of_one_token(plain, gsd, four_prompts):
+    """It starts beside running requests, where vLLM pads it, in the slot of a request that has ended."""
+    params = [Params({**GREEDY, "max_tokens": 3 if i == 1 else LENGTH, "prompt_logprobs": 1}) for i in range(5)]
+    expected, answers = (engine.generate([*four_prompts, [9]], params) for engine in (plain, gsd))
+    assert_same(answers, expected, WITHIN)
+    assert len(answers[4].prompt_logprobs) == 1
+
+
 def test_late_and_urgent_requests(plain, gsd, random_prompts):
     """An urgent request preempts others and finishes first, although it arrives last."""
     prompts = random_prompts(5, 28, 30, seed=41)
