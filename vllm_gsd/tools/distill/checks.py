@@ -117,9 +117,9 @@ def _check_draft(name: str, options: Options, config: dict[str, Any]) -> None:
     if differing:
         raise ToolError(f"{given} does not fit, because of {differing} in its config.json.")
     if name == "teacher":
-        tokens = options.value("depth") if options.init is None else read_config(Path(options.init))["block_size"]
-        if draft["block_size"] != tokens:
-            raise ToolError(f"{given} has blocks of {draft['block_size']} tokens, but the draft's have {tokens}.")
+        tokens = options.value("depth") if options.init is None else read_config(Path(options.init)).get("block_size")
+        if (own := draft.get("block_size")) != tokens:
+            raise ToolError(f"{given} has blocks of {own} tokens, but the draft's have {tokens}.")
 
 
 def _check_data(data: Path, target: Path) -> None:
